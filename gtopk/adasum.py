@@ -127,7 +127,7 @@ class _AdasumOptimizer(Wrapping):
             ranks = [rank for rank, flags in enumerate(all_flags) if not flags]
             self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
-    def _facts(self) -> list[str]:
+    def _signature(self) -> list[str]:
         """Return what must be equal on all ranks."""
         return [
             f"op=Adasum compression={self._compression.__name__} "
@@ -141,7 +141,9 @@ class _AdasumOptimizer(Wrapping):
     def _run(self, part: str, work: Work, flags: int = 0) -> Any:
         """Run a part of the step with the other ranks, and return its result."""
         begun = time.perf_counter()
-        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, flags)
+        operation = self._world.engine.submit(
+            f"{self._name}.{part}", self._signature(), work, flags
+        )
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)

@@ -145,7 +145,7 @@ class ErrorFeedback:
         values = VALUE_CODES if self.values == "auto" else (self.values,)
         return [Format(indices, code) for indices in wires for code in values]
 
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options in words: what must be equal on all ranks."""
         names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
@@ -197,8 +197,8 @@ class SparseCompression(ErrorFeedback):
         """Return what the algorithm takes besides k and the format."""
         return {}
 
-    def facts(self) -> str:
-        return f"{self.algorithm} {super().facts()}"
+    def signature(self) -> str:
+        return f"{self.algorithm} {super().signature()}"
 
 
 @dataclass(frozen=True)
@@ -374,8 +374,8 @@ class Automatic(ErrorFeedback):
             return None
         return self.density or usual_density(elements)
 
-    def facts(self) -> str:
-        return f"auto {super().facts()}"
+    def signature(self) -> str:
+        return f"auto {super().signature()}"
 
 
 def usual_density(elements: float) -> float:

@@ -148,7 +148,7 @@ class GTopKState:
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
-            [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
+            [f"{buffer.dtype} {list(buffer.shape)}", lane.signature],
             partial(self._work, lane, number, bucket.index(), bucket.is_last()),
             flags=preempted | flags_of(lane),
         )

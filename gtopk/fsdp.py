@@ -259,7 +259,7 @@ class ReplicaState:
             [
                 f"{gradients.dtype} {list(gradients.shape)}",
                 f"gradients of {', '.join(names)}",
-                lane.facts,
+                lane.signature,
             ],
             work,
             flags=flags,

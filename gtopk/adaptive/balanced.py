@@ -101,8 +101,8 @@ class BalancedLoader:
         def work(transport: Transport, all_flags: list[int]) -> list[list[int]]:
             return transport.gather_object(mine)
 
-        facts = ["mode='balanced'", self._source.facts, *options.facts()]
-        records = self._world.engine.submit(self._name, facts, work).wait()
+        signature = ["mode='balanced'", self._source.signature, *options.signature()]
+        records = self._world.engine.submit(self._name, signature, work).wait()
         return max(lead for lead, _ in records), [most for _, most in records]
 
     def _enter(self) -> None:
@@ -147,10 +147,10 @@ class BalancedLoader:
 
     def _meet_at(self, epoch: int, start: int) -> None:
         """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
-        facts = [f"sample {start} of epoch {epoch}, at step {self.step}"]
-        facts += self._source.open(epoch)
+        signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
+        signature += self._source.open(epoch)
         name = f"{self._name}.epoch"
-        self._world.engine.submit(name, facts, lambda transport, all_flags: None).wait()
+        self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
 
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
@@ -317,8 +317,8 @@ class BalancedLoader:
         def work(transport: Transport, all_flags: list[int]) -> None:
             transport.allreduce(mine)
 
-        facts = [f"gradients of {mine.size - 1} values"]
-        self._world.engine.submit(f"{self._name}.noise", facts, work).wait()
+        signature = [f"gradients of {mine.size - 1} values"]
+        self._world.engine.submit(f"{self._name}.noise", signature, work).wait()
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
             # By the kernels: all ranks' rates hang on it, to the bit.
             square_of_mean = squared_norm(mine[:-1])

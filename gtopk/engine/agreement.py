@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
     """Return the text that says where the ranks' intentions part.
 
-    intentions: by rank: the operation's name, then its facts.
+    intentions: by rank: the operation's name, then its signature.
     """
     (name,) = {intention[0] for intention in intentions.values()}
     first, *others = intentions.values()
     everywhere = set(first).intersection(*others)
     # The first fact of each rank that the others do not share says it; the rest often follow.
     apart = {
-        rank: next((fact for fact in facts if fact not in everywhere), "less")
-        for rank, facts in intentions.items()
+        rank: next((fact for fact in signature if fact not in everywhere), "less")
+        for rank, signature in intentions.items()
     }
     if len(set(apart.values())) == 1:  # all share all of them, in another order
         places = zip(*intentions.values(), strict=True)
@@ -28,9 +28,9 @@ def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
     return f"the ranks disagree about {name}: {_sides(options)}; all ranks must be given the same"
 
 
-def _options_apart(facts: Mapping[int, str]) -> dict[int, str] | None:
+def _options_apart(signature: Mapping[int, str]) -> dict[int, str] | None:
     """Return each rank's options, as `name=value`, that others lack; None where it is no option."""
-    words = {rank: fact.split() for rank, fact in facts.items()}
+    words = {rank: fact.split() for rank, fact in signature.items()}
     if not all("=" in word for those in words.values() for word in those[1:]):
         return None
     common = set.intersection(*map(set, words.values()))

@@ -52,7 +52,8 @@ _PAUSE_GROWTH: Final = 1.5
 class Engine:
     """Runs operations on one transport until it is closed, or a rank is gone.
 
-    stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
+    stand_in: what a rank that has joined does for operations with a join descriptor; to be set by
+              its owner.
     sign: adds to why this rank leaves who and where it is; to be set by its owner.
     where: says at which step this rank is, for errors; to be set by its owner.
     ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
@@ -126,24 +127,25 @@ class Engine:
     def submit(
         self,
         name: str,
-        facts: Sequence[str],
+        signature: Sequence[str],
         work: Work,
         flags: int = 0,
         *,
-        recipe: bytes | None = None,
+        join_descriptor: bytes | None = None,
         fusion: Sequence[Dense] = (),
     ) -> Operation:
         """Begin an operation; it is run once every rank has submitted one of this name.
 
-        facts:  what must be equal on all ranks besides the name, in words: an error quotes those
+        signature: what must be equal on all ranks besides the name, in words: an error quotes those
                 that differ.
         flags:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
-        recipe: what a rank that has joined needs to take part, equal on all ranks; None: it cannot.
+        join_descriptor: what a rank that has joined needs to take part, equal on all ranks; None:
+                it cannot.
         fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
+        intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
         announced = Announcement(name, intention, flags)
         operation = Operation(announced, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:

@@ -51,13 +51,13 @@ def part_of(
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
     work: Work = _nothing
-    if intention.recipe is not None:
+    if intention.join_descriptor is not None:
         if stand_in is None:
             raise RuntimeError(
                 f"this rank has joined, and nothing stands in for it in '{name}': make the "
                 "optimizer on every rank, also where there is nothing to train on"
             )
-        work = stand_in(name, intention.recipe)
+        work = stand_in(name, intention.join_descriptor)
     place = place if all_on_gpu(all_flags) else ""
     return Part(name, all_flags, [neutral(layout, place) for layout in intention.dense], work, None)
 

@@ -18,7 +18,7 @@ from .saying import Announcement
 # What an operation does: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
 
-# What a rank that has joined does for the others' operation, from its name and recipe.
+# What a rank that has joined does for the others' operation, from its name and join descriptor.
 StandIn = Callable[[str, bytes], Work]
 
 

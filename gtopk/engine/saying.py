@@ -29,18 +29,19 @@ _WORD_BITS: Final = 64
 class Intention(NamedTuple):
     """What a rank is about to do under a name; equal on all ranks, or it is not done.
 
-    recipe: what a rank that has joined needs to take part; None: it cannot.
+    join_descriptor: what a rank that has joined needs to take part; None: it cannot.
     dense:  of each array that is reduced over the ranks.
     """
 
-    facts: tuple[str, ...]
-    recipe: bytes | None
+    signature: tuple[str, ...]
+    join_descriptor: bytes | None
     dense: tuple[Layout, ...]
 
     def words(self) -> list[str]:
         """Return all of it, as an error quotes it."""
-        recipe = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
-        return [*self.facts, *(layout.describe() for layout in self.dense), *recipe]
+        joined = self.join_descriptor
+        descriptor = [] if joined is None else [f"join descriptor {joined!r}"]
+        return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
 class Announcement(NamedTuple):
@@ -140,9 +141,9 @@ def _decode(ready: int, text: bytes, rank: int) -> Saying:
 
 
 def _intention(
-    facts: tuple[str, ...], recipe: bytes | None, dense: tuple[tuple[Any, ...], ...]
+    signature: tuple[str, ...], join_descriptor: bytes | None, dense: tuple[tuple[Any, ...], ...]
 ) -> Intention:
-    return Intention(facts, recipe, tuple(Layout(*layout) for layout in dense))
+    return Intention(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
 
 
 def cycle_bytes(ranks: int, names: int) -> int:

@@ -259,7 +259,7 @@ class Table:
     ) -> MismatchError | None:
         """Return why those who have joined cannot take part, if so."""
         lacking = self.joined.keys() - set(there)
-        if not lacking or intention.recipe is not None or intention.dense:
+        if not lacking or intention.join_descriptor is not None or intention.dense:
             return None
         who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
         return MismatchError(

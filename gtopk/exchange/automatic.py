@@ -86,10 +86,10 @@ class AutomaticExchange:
         self._ended = time.perf_counter()  # the last step's reduction
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options, and what is about to run."""
         now = str(self.judge.chosen.candidate) if self.judge else "undecided"
-        return f"{self.compression.facts()}, now {now}"
+        return f"{self.compression.signature()}, now {now}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.judge is None:

@@ -54,9 +54,9 @@ class NodeExchange(SparseExchange):
         return self.residual.accumulate_and_select(shard, k, where=own)
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options, and whether shards are to be brought home first."""
-        return super().facts + (", shards to be brought home" if self.residual.astray else "")
+        return super().signature + (", shards to be brought home" if self.residual.astray else "")
 
     def _bring_home(self, hierarchy: Hierarchy) -> None:
         """Let each rank's residual be its node's residual of its shard, and nothing else.

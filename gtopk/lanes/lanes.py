@@ -46,9 +46,9 @@ class Lane:
         return self.bucket.length
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks in the next step, besides the plan."""
-        return self.exchange.facts
+        return self.exchange.signature
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the residual of each parameter."""

@@ -33,7 +33,7 @@ class SparseGradientLane:
     """
 
     on_host = True
-    facts = "sparse gradient"
+    signature = "sparse gradient"
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
         self.name = name

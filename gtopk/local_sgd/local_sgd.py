@@ -170,12 +170,12 @@ class _LocalSGD(Wrapping):
         if not self._are_alike:
             begun = time.perf_counter()
             self.outer_steps = self._exchange.meet(
-                self._center, [*self._facts(), self._outer_state_said()], self.outer_steps
+                self._center, [*self._signature(), self._outer_state_said()], self.outer_steps
             )
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # of no round: links may be measured
 
-    def _facts(self) -> list[str]:
+    def _signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -216,7 +216,7 @@ class _LocalSGD(Wrapping):
         begun = time.perf_counter()
         preempted, made = self._world.termination_requested, self.steps_made
         with self._exchange.reduced(
-            self._center, [*self._facts(), why], made, preempted
+            self._center, [*self._signature(), why], made, preempted
         ) as outcome:
             torch._foreach_copy_(list(self._names), self._center)
             if outcome.moves:

@@ -27,7 +27,7 @@ from ..lanes.residual_names import strangers
 from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
 from ..step.expected_step import ExpectedStep
-from ..step.options import facts_of
+from ..step.options import signature_of
 from ..step.peers import Peers
 from ..world.process_sets import ProcessSet
 from ..world.world import World
@@ -122,12 +122,14 @@ class OuterExchange:
         """Return the residual, by parameter name."""
         return {**self._residuals, **take_out([self._lane])}
 
-    def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str], outer_steps: int) -> int:
+    def meet(
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
+    ) -> int:
         """Make sure that all begin with one model, and know whether any has a residual that is new.
 
         All go on from the steps and the lane's record of the first of them, and get its outer
         steps returned: others may have loaded nothing.
-        facts: what must be equal on all ranks besides, in words.
+        signature: what must be equal on all ranks besides, in words.
         """
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._lane.record()]
@@ -138,7 +140,7 @@ class OuterExchange:
 
         of_any, said = self._engine.submit(
             f"{self._name}.replicas",
-            self._facts([*facts, facts_of(self._compression)]),
+            self._signature([*signature, signature_of(self._compression)]),
             look,
             flags=bool(unsent(self._residuals)),
         ).wait()
@@ -153,27 +155,28 @@ class OuterExchange:
         self.expected.measure([self._lane], self._peers)
         return outer_steps
 
-    def _facts(self, facts: Sequence[str]) -> list[str]:
+    def _signature(self, signature: Sequence[str]) -> list[str]:
         return [
-            *facts,
+            *signature,
             *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
         ]
 
     @contextmanager
     def reduced(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, preempted: bool
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> Iterator[Outcome]:
         """Let the gradients be S meanwhile, where there is one, which then counts.
 
         A frozen parameter has none where S is zero: the outer momentum is not to move it.
-        facts: as in `meet`. steps: that this rank has made in the round. preempted: it had SIGTERM.
+        signature: as in `meet`. steps: that this rank has made in the round.
+        preempted: it had SIGTERM.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         the residual is then as before.
         """
         lane = self._lane
         gradients = [p.grad for p in lane.parameters]
         try:
-            outcome = self._exchange(center, facts, steps, preempted)
+            outcome = self._exchange(center, signature, steps, preempted)
             if outcome.moves:
                 lane.apply(outcome.frozen)
             else:
@@ -186,7 +189,7 @@ class OuterExchange:
                 parameter.grad = gradient
 
     def _exchange(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, preempted: bool
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> Outcome:
         """Take what this replica has changed for its gradients, and reduce them."""
         lane = self._lane
@@ -201,7 +204,7 @@ class OuterExchange:
             torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
         operation = self._engine.submit(
             f"{self._name}.outer",
-            self._facts([*facts, self._lane.facts]),
+            self._signature([*signature, self._lane.signature]),
             partial(self._work, mine, frozen),
             flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
             | (_PREEMPTED if preempted else 0)

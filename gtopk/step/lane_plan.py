@@ -57,16 +57,16 @@ class Plan:
     steps: int
     unsent: Sequence[str]
 
-    def facts(self) -> list[str]:
+    def signature(self) -> list[str]:
         """Return what must be equal on all ranks."""
-        facts = self.options.facts()
+        signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
             said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
                 said += f" of strides {list(strides)}"
-            facts.append(said)
-        return facts
+            signature.append(said)
+        return signature
 
     def agree(self, transport: Transport) -> Agreed:
         """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""

@@ -40,12 +40,12 @@ class Peers:
         """Return how many they are."""
         return len(self.ranks)
 
-    def run(self, what: str, facts: Sequence[str], work: Work, flags: int = 0) -> Any:
+    def run(self, what: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
         """Run something that concerns these parameters on all ranks together."""
-        return self.engine.submit(f"{self.name}.{what}", facts, work, flags=flags).wait()
+        return self.engine.submit(f"{self.name}.{what}", signature, work, flags=flags).wait()
 
     def run_without_joined(
-        self, what: str, facts: Sequence[str], work: Callable[[Transport, list[int]], Any]
+        self, what: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
     ) -> Any:
         """Run it on all ranks but those that have joined, which do nothing of it.
 
@@ -57,7 +57,9 @@ class Peers:
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 
         name = f"{self.name}.{what}"
-        return self.engine.submit(name, facts, without, flags=1, recipe=LEFT_OUT).wait()
+        return self.engine.submit(
+            name, signature, without, flags=1, join_descriptor=LEFT_OUT
+        ).wait()
 
     def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
         """Run it on all ranks together; return None, on all alike, where one of them has joined."""

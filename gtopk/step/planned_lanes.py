@@ -35,13 +35,13 @@ class PlannedLanes:
     """Those of one optimizer.
 
     lanes: in the order in which backward completes them; none before the first plan.
-    facts: what was planned, in short: equal on all ranks.
+    signature: what was planned, in short: equal on all ranks.
     """
 
     def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
         """progress: what exchanges go by; a plan sets its steps."""
         self.lanes: list[AnyLane] = []
-        self.facts = ""
+        self.signature = ""
         self._names = names
         self._options = options
         self._progress = progress
@@ -99,8 +99,8 @@ class PlannedLanes:
             self.steps,
             unsent(residuals),
         )
-        facts = plan.facts()
-        agreed = _agree_on(plan, facts, peers)
+        signature = plan.signature()
+        agreed = _agree_on(plan, signature, peers)
         self._progress.steps = agreed.steps
         self.lanes = plan.open_lanes(agreed, peers.name, self._progress)
         put_in(self.lanes, residuals)
@@ -115,8 +115,8 @@ class PlannedLanes:
             self._warn_of_lost_momentum()
         self._sparse = {parameter for lane in self.lanes for parameter in lane.sparse}
         self._index = {p: index for index, lane in enumerate(self.lanes) for p in lane.parameters}
-        said = "\n".join([*facts, *map(str, agreed.parts)])
-        self.facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+        said = "\n".join([*signature, *map(str, agreed.parts)])
+        self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
     def dissolve(self) -> None:
         """Be without lanes, and keep their residual: they were of a world that is no more."""
@@ -189,7 +189,7 @@ class PlannedLanes:
             )
 
 
-def _agree_on(plan: Plan, facts: Sequence[str], peers: Peers) -> Agreed:
+def _agree_on(plan: Plan, signature: Sequence[str], peers: Peers) -> Agreed:
     """Return what all ranks plan; an error, on all alike, where one of them has joined."""
 
     def agree(transport: Transport, joined: list[int]) -> Agreed:
@@ -201,5 +201,5 @@ def _agree_on(plan: Plan, facts: Sequence[str], peers: Peers) -> Agreed:
             )
         return plan.agree(transport)
 
-    agreed: Agreed = peers.run_without_joined("plan", facts, agree)
+    agreed: Agreed = peers.run_without_joined("plan", signature, agree)
     return agreed

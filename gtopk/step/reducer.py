@@ -270,7 +270,7 @@ class Reducer:
         return Round(
             self.planned.lanes,
             self.peers.engine,
-            self.planned.facts,
+            self.planned.signature,
             self.samples,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight,

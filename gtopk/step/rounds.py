@@ -41,7 +41,7 @@ from .weights import LocalClip
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
-_RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
+_JOIN_DESCRIPTOR: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose flags are 0
 _PREEMPTED: Final = 16
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
@@ -59,7 +59,7 @@ class AnyLane(Protocol):
     @property
     def elements(self) -> int: ...
     @property
-    def facts(self) -> str: ...
+    def signature(self) -> str: ...
     @property
     def on_host(self) -> bool: ...
     @property
@@ -92,7 +92,7 @@ class AnyLane(Protocol):
 class Round:
     """The exchange of all lanes, once.
 
-    facts:   what must be equal on all ranks in every lane.
+    signature: what must be equal on all ranks in every lane.
     samples: that this rank's gradients come from.
     weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
              all ranks' add up to 1. Where `samples` says a number, the ranks' flags make both.
@@ -114,7 +114,7 @@ class Round:
         self,
         lanes: Sequence[AnyLane],
         engine: Engine,
-        facts: str,
+        signature: str,
         samples: Samples,
         *,
         missing_is_zero: bool,
@@ -134,7 +134,7 @@ class Round:
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
         self._engine = engine
-        self._facts = facts
+        self._signature = signature
         self.samples = samples
         self._missing_is_zero = missing_is_zero
         self._weight, self._share = weight, share
@@ -328,10 +328,10 @@ class Round:
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
         self.operations[index] = self._engine.submit(
             lane.name,
-            [self._facts, self.samples.facts, lane.facts],
+            [self._signature, self.samples.signature, lane.signature],
             partial(self._work, index, missing),
             flags=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.flags,
-            recipe=_RECIPE,
+            join_descriptor=_JOIN_DESCRIPTOR,
         )
 
     def _work(

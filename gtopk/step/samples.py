@@ -45,7 +45,7 @@ class Samples:
         object.__setattr__(self, "count", count)
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks."""
         if self.count is None:
             return "gradients weighted alike: no number of samples"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ..engine import Engine, Work
 
-LEFT_OUT: Final = b"not where a rank has joined"  # the recipe of what it does nothing of
+LEFT_OUT: Final = b"not where a rank has joined"  # the join descriptor of what it does nothing of
 
 
 class StandsIn(Protocol):
@@ -38,8 +38,8 @@ def break_off_steps(engine: Engine) -> None:
         reducer.break_off()
 
 
-def _stand_in(reducers: Mapping[str, StandsIn], name: str, recipe: bytes) -> Work:
-    if recipe == LEFT_OUT:
+def _stand_in(reducers: Mapping[str, StandsIn], name: str, join_descriptor: bytes) -> Work:
+    if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
     of, _, index = name.rpartition(".")
     if of not in reducers:

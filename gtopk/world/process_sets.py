@@ -161,10 +161,10 @@ def register(process_set: ProcessSet) -> None:
     def find_ranks(transport: Transport, all_flags: list[int]) -> list[int]:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
-    facts = "an mpi4py communicator" if given is None else f"ranks {given}"
+    signature = "an mpi4py communicator" if given is None else f"ranks {given}"
     here.sets_made += 1
     name = f"add_process_set.{here.sets_made}"
-    ranks: list[int] = here.engine.submit(name, [facts], find_ranks).wait()
+    ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
             if number not in here.carried:
@@ -230,9 +230,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     here.close_set(number, "removed its process set")
     process_set.process_set_id = None
-    facts = [f"number {number}"]
+    signature = [f"number {number}"]
     name = f"remove_process_set.{number}"
-    here.engine.submit(name, facts, lambda transport, all_flags: None).wait()
+    here.engine.submit(name, signature, lambda transport, all_flags: None).wait()
     return True
 
 

@@ -55,9 +55,9 @@ class RoundExchange:
         return self.bucket.length
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks."""
-        return self.exchange.facts
+        return self.exchange.signature
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.

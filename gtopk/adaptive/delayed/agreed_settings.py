@@ -45,12 +45,12 @@ class AgreedSettings:
         by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
         first = next(iter(by_rank.values()))
         if any(words != first for words in by_rank.values()):
-            facts = {
+            signature = {
                 rank: ["the settings of a round", *map(_in_words, words)]
                 for rank, words in by_rank.items()
             }
             raise MismatchError(
-                f"{describe_mismatch(facts)}. In mode 'abs' ranks have unlike numbers of "
+                f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
                 "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
                 "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
             )

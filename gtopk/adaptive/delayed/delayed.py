@@ -68,8 +68,13 @@ class DelayedLoader:
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
-        facts = ["mode='abs'", f"{length} samples", *options.facts(), *optimizer._options.facts()]
-        world.engine.submit(name, facts, lambda transport, all_flags: None).wait()
+        signature = [
+            "mode='abs'",
+            f"{length} samples",
+            *options.signature(),
+            *optimizer._options.signature(),
+        ]
+        world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]
         self._trained = set(trained)
@@ -267,8 +272,8 @@ class DelayedLoader:
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
         left = f"{len(self._passes.left)} micro-batches left"
-        facts = [f"epoch {self._epochs.epoch}", left, self._order_said]
-        said = self._wire.meet(facts, drains)
+        signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
+        said = self._wire.meet(signature, drains)
         rank = self._world.rank
         alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
         self.drain_wanted = not alike

@@ -38,7 +38,7 @@ class RoundWire:
         self,
         name: str,
         exchange: RoundExchange,
-        facts: Sequence[str],
+        signature: Sequence[str],
         engine: Engine,
         settings: AgreedSettings,
         replicas: ReplicaCheck,
@@ -47,7 +47,7 @@ class RoundWire:
     ) -> None:
         self.exchange = exchange
         self._name = name
-        self._facts = list(facts)
+        self._signature = list(signature)
         self._engine = engine
         self._settings = settings
         self._replicas = replicas
@@ -97,7 +97,7 @@ class RoundWire:
         self.samples = samples
         return self._submit(
             "gradients",
-            [self.exchange.facts, f"compares replicas: {look is not None}", *self._facts],
+            [self.exchange.signature, f"compares replicas: {look is not None}", *self._signature],
             work,
             (_FINITE if finite else 0)
             | (_MISSES if missing else 0)
@@ -105,16 +105,16 @@ class RoundWire:
             | batches << _FLAGS + _COUNT_BITS,
         )
 
-    def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
+    def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
         """Return, of every rank, whether it drains; waits for all of them."""
 
         def work(transport: Transport, all_flags: list[int]) -> list[int]:
             return list(all_flags)
 
-        all_flags: list[int] = self._submit("pass", facts, work, int(drains)).wait()
+        all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
         return all_flags
 
-    def _submit(self, what: str, facts: Sequence[str], work: Work, flags: int) -> Waited:
-        operation = self._engine.submit(f"{self._name}.{what}", facts, work, flags=flags)
+    def _submit(self, what: str, signature: Sequence[str], work: Work, flags: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent)

@@ -170,9 +170,9 @@ class Merging:
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 
-        facts = [self._replica.facts, f"the last one of an epoch: {is_last}"]
+        signature = [self._replica.signature, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last
-        self._pending = self._engine.submit(f"{self._name}.merge", facts, work)
+        self._pending = self._engine.submit(f"{self._name}.merge", signature, work)
 
     @torch.no_grad()
     def _take(self) -> None:

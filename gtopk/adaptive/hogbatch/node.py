@@ -157,8 +157,8 @@ def join_node(
         stream.barrier()  # the model is there
         return node
 
-    facts = [f"mode={mode!r}", f"{length} samples", *options.facts(), *layout.facts]
-    node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", facts, work).wait()
+    signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
+    node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", signature, work).wait()
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "

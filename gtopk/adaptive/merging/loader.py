@@ -116,9 +116,9 @@ class MergingLoader:
         def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
             return list(all_flags), transport.counter() if counts else None
 
-        facts = ["mode='adaptive-sgd'", f"{length} samples", *options.facts()]
+        signature = ["mode='adaptive-sgd'", f"{length} samples", *options.signature()]
         most = options.max_batch or first_size
-        operation = self._world.engine.submit(self._name, facts, work, flags=most)
+        operation = self._world.engine.submit(self._name, signature, work, flags=most)
         met: tuple[list[int], Counter | None] = operation.wait()
         return met
 
@@ -161,10 +161,10 @@ class MergingLoader:
         known = set(replica.parameters)
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._batches.left]
-        facts = [f"epoch {epoch}", f"places left {left}", order_said]
+        signature = [f"epoch {epoch}", f"places left {left}", order_said]
         operation = self._world.engine.submit(
             f"{self._name}.epoch",
-            facts,
+            signature,
             lambda transport, all_flags: max(all_flags),
             flags=self._cursor.count,
         )
@@ -193,12 +193,12 @@ class MergingLoader:
     def _compare(self, replica: Replica) -> None:
         """Make sure that all ranks begin as the same model, and know what a merge is to take."""
         named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
-        facts = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
+        signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
         with replica.at_center():
             own = checksums(named)
         operation = self._world.engine.submit(
             f"{self._name}.replicas",
-            [replica.facts, *facts],
+            [replica.signature, *signature],
             lambda transport, all_flags: require_the_same(transport, own, list(named.values())),
         )
         self._await(operation)
@@ -317,7 +317,7 @@ class MergingLoader:
             return reports, weights, max(count for _, count in told), update, list(all_flags)
 
         operation = self._world.engine.submit(
-            f"{self._name}.merge", [replica.facts], work, flags=drains
+            f"{self._name}.merge", [replica.signature], work, flags=drains
         )
         reports, weights, self._count, update, said = self._await(operation)
         self._report(skipped=update is None)

@@ -99,11 +99,11 @@ def begin_allgather(
     finish: Callable[[list[Gathered]], Any],
     *,
     group: bool = False,
-    facts: Sequence[str] = (),
+    signature: Sequence[str] = (),
 ) -> int:
     """Begin to gather tensors; return a handle for what `finish` makes of them.
 
-    facts: what else must be equal on all ranks.
+    signature: what else must be equal on all ranks.
     """
     transport = process_set.engine.transport
     rank = transport.rank
@@ -168,7 +168,7 @@ def begin_allgather(
     kind = "grouped_allgather" if group else "allgather"
     own = describe_each(tensors, describe_rows) if group else [*map(describe_rows, tensors)]
     flags = place_flags(on_gpu)
-    return submit(kind, name, process_set, [*facts, *own], work, make_tensors, flags=flags)
+    return submit(kind, name, process_set, [*signature, *own], work, make_tensors, flags=flags)
 
 
 def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -213,14 +213,14 @@ def _begin(
 
     finished = Finish()
     kind = "grouped_allreduce" if group else "allreduce"
-    facts = (
+    signature = (
         describe_each(tensors, describe, str(reduction))
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
     fusion = () if combines else denses
     flags = place_flags(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, flags=flags, fusion=fusion)
+    return submit(kind, name, process_set, signature, work, finish, flags=flags, fusion=fusion)
 
 
 def _begin_in_place(

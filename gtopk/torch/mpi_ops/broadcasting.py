@@ -103,8 +103,8 @@ def begin_refused(
     def work(transport: Transport, all_flags: list[int]) -> Any:
         raise MismatchError(f"the tensor cannot be broadcast: {why}")
 
-    facts = [f"a tensor that cannot be broadcast: {why}"]
-    return submit("broadcast", name, process_set, facts, work, lambda result: result)
+    signature = [f"a tensor that cannot be broadcast: {why}"]
+    return submit("broadcast", name, process_set, signature, work, lambda result: result)
 
 
 def begin_broadcast(
@@ -114,11 +114,11 @@ def begin_broadcast(
     name: str | None,
     process_set: ProcessSet = global_process_set,
     *,
-    facts: Sequence[str] = (),
+    signature: Sequence[str] = (),
 ) -> int:
     """Begin to write the root's tensor into the output; return a handle.
 
-    facts: what else must be equal on all ranks.
+    signature: what else must be equal on all ranks.
     """
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
@@ -149,9 +149,9 @@ def begin_broadcast(
         with torch.no_grad():
             return output.copy_(result, non_blocking=True)
 
-    facts = [*facts, f"{describe(tensor)} root_rank={root_rank}"]
+    signature = [*signature, f"{describe(tensor)} root_rank={root_rank}"]
     flags = place_flags(on_gpu)
-    return submit("broadcast", name, process_set, facts, work, finish, flags=flags)
+    return submit("broadcast", name, process_set, signature, work, finish, flags=flags)
 
 
 class _Broadcast(torch.autograd.Function):

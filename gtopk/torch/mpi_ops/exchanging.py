@@ -91,8 +91,8 @@ def alltoall_async(
             output = from_bytes(elements[: sum(rows) * row_bytes(like)], like, shape)
         return output, torch.tensor(rows, dtype=torch.int32, device="cpu")
 
-    facts, flags = [describe_rows(tensor)], place_flags(on_gpu)
-    return submit("alltoall", name, process_set, facts, work, finish, flags=flags)
+    signature, flags = [describe_rows(tensor)], place_flags(on_gpu)
+    return submit("alltoall", name, process_set, signature, work, finish, flags=flags)
 
 
 def _splits(

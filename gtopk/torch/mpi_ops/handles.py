@@ -18,7 +18,7 @@ def submit(
     kind: str,
     name: str | None,
     process_set: ProcessSet,
-    facts: Sequence[str],
+    signature: Sequence[str],
     work: Work,
     finish: Callable[[Any], Any],
     *,
@@ -32,7 +32,7 @@ def submit(
     """
     members = process_set.members
     full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
-    operation = process_set.engine.submit(full_name, facts, work, flags, fusion=fusion)
+    operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
     handle = next(_next_handle)
     _handles[handle] = operation, finish
     return handle

@@ -179,13 +179,13 @@ def _begin(
         return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
-    facts = (
+    signature = (
         describe_each(tensors, describe, str(reduction))
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
     flags = place_flags(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, flags=flags)
+    return submit(kind, name, process_set, signature, work, finish, flags=flags)
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:

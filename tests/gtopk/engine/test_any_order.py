@@ -22,8 +22,8 @@ Cast = dict[str, dict[int, str]]
 def casts(draw: Any, everybody: bool) -> tuple[int, list[Cast], int]:
     """Return the number of ranks, who submits what in each of several steps, and a seed."""
     ranks = draw(st.integers(2, 5))
-    facts = st.sampled_from(["x", "x", "x", "x", "y"])
-    everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), facts))
+    signature = st.sampled_from(["x", "x", "x", "x", "y"])
+    everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), signature))
     some = st.dictionaries(st.integers(0, ranks - 1), st.just("x"), max_size=ranks)
     cast = everyone if everybody else st.one_of(everyone.map(lambda d: dict.fromkeys(d, "x")), some)
     steps = draw(

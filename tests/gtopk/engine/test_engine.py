@@ -122,8 +122,8 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(
 def test_a_name_that_has_a_slot_may_come_back_with_other_facts_on_all_ranks_not_on_some(threads):
     def program(engine: Engine, rank: int) -> list[str]:
         said = []
-        for facts in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
-            operation = engine.submit("a", [facts], lambda transport, all_flags: "fine")
+        for signature in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
+            operation = engine.submit("a", [signature], lambda transport, all_flags: "fine")
             try:
                 said.append(operation.wait())
             except HorovodInternalError as error:

@@ -93,7 +93,7 @@ def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(thread
     assert threads(3, with_engine(program)) == [[0, 1, 2]] * 3
 
 
-def test_a_recipe_tells_a_rank_that_has_joined_what_to_do(threads):
+def test_a_join_descriptor_tells_a_rank_that_has_joined_what_to_do(threads):
     def program(engine: Engine, rank: int) -> list[int] | None:
         def contribute(value: int) -> Any:
             def work(transport: Transport, all_flags: list[int]) -> list[int]:
@@ -102,10 +102,12 @@ def test_a_recipe_tells_a_rank_that_has_joined_what_to_do(threads):
 
             return work
 
-        engine.stand_in = lambda name, recipe: contribute(recipe[0])
+        engine.stand_in = lambda name, join_descriptor: contribute(join_descriptor[0])
         found = None
         if rank != 2:
-            found = engine.submit("gather", [], contribute(rank), recipe=bytes([77])).wait()
+            found = engine.submit(
+                "gather", [], contribute(rank), join_descriptor=bytes([77])
+            ).wait()
         engine.join().wait()
         return found
 

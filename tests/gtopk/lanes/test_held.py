@@ -147,7 +147,7 @@ def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads
             for step in range(8, 11):
                 training.step(*training.draw(step))
                 lanes = training.optimizer._reducer.planned.lanes
-                assert {lane.facts for lane in lanes} == {"dense FP16Compressor"}
+                assert {lane.signature for lane in lanes} == {"dense FP16Compressor"}
                 assert all(lane.exchange.residual is None for lane in lanes)
 
     threads(2, program)

@@ -58,9 +58,11 @@ def test_a_sums_gradient_weighs_one_over_the_total() -> None:
     assert [rank.share(all_flags) for rank in ranks] == [3 / 8, 0.0, 5 / 8]
 
 
-def test_ranks_that_say_different_things_have_different_facts() -> None:
-    assert len({Samples(None).facts, Samples(3).facts, Samples(3, summed=True).facts}) == 3
-    assert Samples(3).facts == Samples(4).facts
+def test_ranks_that_say_different_things_have_different_signatures() -> None:
+    assert (
+        len({Samples(None).signature, Samples(3).signature, Samples(3, summed=True).signature}) == 3
+    )
+    assert Samples(3).signature == Samples(4).signature
 
 
 @pytest.mark.parametrize("count", [-1, MOST + 1])
