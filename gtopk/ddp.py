@@ -34,12 +34,12 @@ from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
 from .exchange.exchange import Progress
-from .hooked.bucket_lanes import BucketLanes, as_shaped, split
+from .hooked.bucket_exchanges import BucketExchanges, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
-from .lanes.lanes import Lane, open_lane
+from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 from .lanes.residual_names import plain_name, strangers, under_known_names
 from .lanes.residual_state import ResidualState, fits
 from .objects import decode, encode
@@ -103,8 +103,8 @@ class GTopKState:
         self._name = world.current().name_optimizer(["ddp"], self._members.ranks)
         self.scaler = scaler
         self.progress = Progress()
-        self._lanes = BucketLanes(self._open_lane)
-        self._skips = HookSkips(self._lanes.parameters, max_skipped_steps)
+        self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
+        self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
         look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
         self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
@@ -140,22 +140,24 @@ class GTopKState:
         refuse_complex(bucket.parameters())
         _refuse_sparse(bucket)
         self._refuse_another_model(bucket)
-        lane = self._lanes.lane_of(bucket.parameters(), buffer)
+        bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
-        lane.parameters[0].grad = buffer
-        lane.take(1.0 / (len(self._members.ranks) * scale), scale)
-        number = self._steps.hand_over(lane)
+        bucket_exchange.parameters[0].grad = buffer
+        bucket_exchange.take(1.0 / (len(self._members.ranks) * scale), scale)
+        number = self._steps.hand_over(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
-            [f"{buffer.dtype} {list(buffer.shape)}", lane.signature],
-            partial(self._work, lane, number, bucket.index(), bucket.is_last()),
-            flags=preempted | flags_of(lane),
+            [f"{buffer.dtype} {list(buffer.shape)}", bucket_exchange.signature],
+            partial(self._work, bucket_exchange, number, bucket.index(), bucket.is_last()),
+            flags=preempted | flags_of(bucket_exchange),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
-        self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
+        self._finisher.submit(
+            self._finish, operation, bucket_exchange, buffer, future, bucket.is_last()
+        )
         if torch._C._current_graph_task_id() == -1:
             # This rank has joined (DDP.join): the gradients are zeros, and nobody's.
             return future.then(self._value_or_failure)
@@ -171,14 +173,18 @@ class GTopKState:
             "load_state_dict of a new GTopKState"
         )
 
-    def _open_lane(self, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
-        return open_lane(
+    def _open_bucket_exchange(
+        self, whole: torch.nn.Parameter, sizes: Sequence[int]
+    ) -> BucketExchange:
+        return open_bucket_exchange(
             self._name, [whole], ["bucket"], self.compression, self.progress, sizes=sizes
         )
 
     def _refuse_another_model(self, bucket: GradBucket) -> None:
         """Only the first step has new parameters, and its buckets are numbered as they come."""
-        if not self._lanes.knows(bucket.parameters()) and bucket.index() != len(self._lanes):
+        if not self._bucket_exchanges.knows(bucket.parameters()) and bucket.index() != len(
+            self._bucket_exchanges
+        ):
             raise ValueError(
                 "this GTopKState has the parameters of another model: use one GTopKState for each "
                 "model (or, of one model whose parameters have several dtypes, static_graph=True, "
@@ -187,7 +193,7 @@ class GTopKState:
 
     def _work(
         self,
-        lane: Lane,
+        bucket_exchange: BucketExchange,
         number: int,
         bucket: int,
         is_last: bool,
@@ -202,7 +208,7 @@ class GTopKState:
                 self._preempted.add(rank)
             if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.ran(number, began, self._step.run(lane, transport, all_flags))
+        self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -213,7 +219,7 @@ class GTopKState:
     def _finish(
         self,
         operation: Operation,
-        lane: Lane,
+        bucket_exchange: BucketExchange,
         buffer: torch.Tensor,
         future: torch.futures.Future[torch.Tensor],
         is_last: bool,
@@ -234,7 +240,7 @@ class GTopKState:
                 self._skips.note(self._counted, self._world.rank, step, where)
         except Exception as error:
             self._failures.append(error)
-        with lane.bucket.on_stream():
+        with bucket_exchange.bucket.on_stream():
             future.set_result(buffer)
 
     def _raise_failure(self) -> None:
@@ -253,7 +259,9 @@ class GTopKState:
         Save it on every rank; or put the parts of all under "held" of one of them, which any number
         of ranks can load.
         """
-        parts = {name: self._lanes.residual_of(parameter) for name, parameter in _named(model)}
+        parts = {
+            name: self._bucket_exchanges.residual_of(parameter) for name, parameter in _named(model)
+        }
         residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
         return {
             "format": FORMAT,
@@ -319,7 +327,7 @@ class GTopKState:
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
-        self._lanes.put_residuals(found)
+        self._bucket_exchanges.put_residuals(found)
         self.progress.steps = int(state["steps"])
 
 

@@ -41,13 +41,13 @@ from collectives.transports import Transport
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .exchange.exchange import Progress
-from .hooked.bucket_lanes import BucketLanes
+from .hooked.bucket_exchanges import BucketExchanges
 from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import OneStep, flags_of
-from .lanes.lanes import Lane, open_lane
+from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 from .lanes.residual_names import plain_name, strangers
 from .lanes.residual_state import ResidualState
 from .step.grad_scaler import loss_scale
@@ -223,7 +223,9 @@ class ReplicaState:
         self._place = place
         self._world = world.current()
         self._name = self._world.name_optimizer(["fsdp"])
-        self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
+        self._bucket_exchanges = {
+            unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
+        }
         self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
         together = place.replicas.members.ranks
@@ -243,23 +245,25 @@ class ReplicaState:
         unit.add_accumulated(gradients)
         self._await_end_of_pass()
         names = unit.with_gradient
-        lane = self._lanes[unit].lane_of([unit.stand_ins[name] for name in names], gradients)
+        bucket_exchange = self._bucket_exchanges[unit].bucket_exchange_of(
+            [unit.stand_ins[name] for name in names], gradients
+        )
         scale = loss_scale(self.scaler)
-        lane.parameters[0].grad = gradients
-        lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
-        number = self._steps.hand_over(lane)
-        flags = flags_of(lane)
+        bucket_exchange.parameters[0].grad = gradients
+        bucket_exchange.take(1.0 / (self.process_set.size() or 1) / scale, scale)
+        number = self._steps.hand_over(bucket_exchange)
+        flags = flags_of(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
             began = time.perf_counter()
-            self._steps.ran(number, began, self._step.run(lane, transport, all_flags))
+            self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
 
         operation = self.process_set.engine.submit(
             f"{self._name}.{unit.name}",
             [
                 f"{gradients.dtype} {list(gradients.shape)}",
                 f"gradients of {', '.join(names)}",
-                lane.signature,
+                bucket_exchange.signature,
             ],
             work,
             flags=flags,
@@ -309,15 +313,20 @@ class ReplicaState:
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self._end_pass))
 
-    def _open_lane(self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
+    def _open_bucket_exchange(
+        self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]
+    ) -> BucketExchange:
         vector = stand_in(whole.detach().new_empty(1), whole.numel())
-        return open_lane(
+        return open_bucket_exchange(
             unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes
         )
 
     def _parameters(self) -> set[torch.Tensor]:
         """Return those that have gradients: what is not resharded has whole ones in their place."""
-        return {*self._model.parameters(), *(p for unit in self._lanes for p in unit.parameters)}
+        return {
+            *self._model.parameters(),
+            *(p for unit in self._bucket_exchanges for p in unit.parameters),
+        }
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -368,8 +377,8 @@ class ReplicaState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residual; save it on every rank."""
         parts = {
-            name: lanes.residual_of(shard)
-            for unit, lanes in self._lanes.items()
+            name: bucket_exchanges.residual_of(shard)
+            for unit, bucket_exchanges in self._bucket_exchanges.items()
             for name, shard in unit.stand_ins.items()
         }
         residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
@@ -405,21 +414,21 @@ class ReplicaState:
                     "follow each other, as in a mesh whose last dimension is that of the shards"
                 )
             residuals[name] = parts
-        for unit in self._lanes:
+        for unit in self._bucket_exchanges:
             residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
                 require_shape(name, residuals.get(name, {}), shard.shape)
         self._step.close()  # of a pass that was broken off
-        for unit in self._lanes:
+        for unit in self._bucket_exchanges:
             unit.accumulated.clear()
         self._strange = strangers(
             residuals,
-            {name for unit in self._lanes for name in unit.stand_ins},
+            {name for unit in self._bucket_exchanges for name in unit.stand_ins},
             self._world.rank,
             "the model has no sharded parameter of that name; shard those that were",
         )
-        for unit, lanes in self._lanes.items():
-            lanes.put_residuals(
+        for unit, bucket_exchanges in self._bucket_exchanges.items():
+            bucket_exchanges.put_residuals(
                 {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
             )
         self.progress.steps = int(state["steps"])

@@ -166,7 +166,7 @@ class _DistributedOptimizer(Readings):
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
             if not self._skip and looks.is_due(self._reducer.progress.steps):
-                looks.look(recorder, self._reducer.planned.lanes)
+                looks.look(recorder, self._reducer.planned.bucket_exchanges)
         if self._world.timeline is not None:
             began = self._reducer.progress.backward_began
             spans = (

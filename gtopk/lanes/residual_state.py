@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..exchange.residual import AGE, Residual
-from .lanes import Lane
-from .sparse_gradients import SparseGradientLane
+from .bucket_exchange import BucketExchange
+from .sparse_gradients import SparseGradientExchange
 
 # By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none.
 ResidualState = dict[str, torch.Tensor]
@@ -21,20 +21,20 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
-def take_out(lanes: Sequence[Any]) -> dict[str, ResidualState]:
-    """Return copies of the residuals of the lanes, by parameter name."""
+def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
+    """Return copies of the residuals of the buckets, by parameter name."""
     return {
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
-        for name, views in _views(lanes)
+        for name, views in _views(bucket_exchanges)
     }
 
 
-def put_in(lanes: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
-    """Make the lanes hold this back, and nothing of parameters that are not in it.
+def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
+    """Make the buckets hold this back, and nothing of parameters that are not in it.
 
     Those that have no room leave it where it is: see `send_along`.
     """
-    for name, views in _views(lanes):
+    for name, views in _views(bucket_exchanges):
         for what, view in views:
             tensor = residuals.get(name, {}).get(what)
             if tensor is None:
@@ -46,8 +46,8 @@ def put_in(lanes: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None
                     f"parameter has {list(view.shape)}"
                 )
             view.copy_(tensor)
-    for lane in lanes:
-        if (residual := _residual(lane)) is not None:
+    for bucket_exchange in bucket_exchanges:
+        if (residual := _residual(bucket_exchange)) is not None:
             residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
 
 
@@ -58,22 +58,33 @@ def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
     ]
 
 
-def _residual(lane: Any) -> Residual | None:
-    return lane.exchange.residual if isinstance(lane, Lane) else None
+def _residual(bucket_exchange: Any) -> Residual | None:
+    return (
+        bucket_exchange.exchange.residual if isinstance(bucket_exchange, BucketExchange) else None
+    )
 
 
-def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
     """Return, parameter by parameter, its part of every vector that is held, as its shape."""
-    for lane in lanes:
-        if isinstance(lane, SparseGradientLane) and lane.unsent is not None:
-            yield lane.names[0], [("residual", lane.unsent)]
-        residual = _residual(lane)
+    for bucket_exchange in bucket_exchanges:
+        if (
+            isinstance(bucket_exchange, SparseGradientExchange)
+            and bucket_exchange.unsent is not None
+        ):
+            yield bucket_exchange.names[0], [("residual", bucket_exchange.unsent)]
+        residual = _residual(bucket_exchange)
         if residual is None:
             continue
         tensors = residual.after_last_step()
-        starts = np.cumsum([0, *(p.numel() for p in lane.parameters)]).tolist()
+        starts = np.cumsum([0, *(p.numel() for p in bucket_exchange.parameters)]).tolist()
         for number, (name, parameter, stride, start) in enumerate(
-            zip(lane.names, lane.parameters, lane.bucket.strides, starts, strict=False)
+            zip(
+                bucket_exchange.names,
+                bucket_exchange.parameters,
+                bucket_exchange.bucket.strides,
+                starts,
+                strict=False,
+            )
         ):
             yield (
                 name,

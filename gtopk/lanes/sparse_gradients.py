@@ -23,8 +23,8 @@ from ..exchange.exchange import Exchanged
 from ..exchange.residual import ResidualSize
 
 
-class SparseGradientLane:
-    """One parameter whose gradient is sparse: what `Lane` is for a bucket.
+class SparseGradientExchange:
+    """One parameter whose gradient is sparse: what `BucketExchange` is for a bucket.
 
     A dense gradient of it is taken as sparse by rows.
 
@@ -57,7 +57,7 @@ class SparseGradientLane:
         return self.unsent is not None
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: that there is such a lane."""
+        """Return what a checkpoint needs: that there is such a bucket."""
         return {"names": self.names, "regions": None}
 
     def resume(self, record: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from collectives.transports import Transport
 from ..engine import Operation
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..lanes.lanes import Lane, open_lane
+from ..lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..lanes.residual_names import strangers
 from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
@@ -104,7 +104,7 @@ class OuterExchange:
         self.rank = self.ranks.index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
         self._peers = Peers(here, self._engine, self._name, self.ranks, takes_part=True)
-        self._lane: Lane = open_lane(
+        self._bucket_exchange: BucketExchange = open_bucket_exchange(
             self._name,
             list(self._names),
             list(self._names.values()),
@@ -114,25 +114,25 @@ class OuterExchange:
         self._put_residuals(residuals)
 
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
-        put_in([self._lane], residuals)
-        # What the lane has no room for, until the ranks agree to send it along.
-        self._residuals = {} if self._lane.has_room else dict(residuals)
+        put_in([self._bucket_exchange], residuals)
+        # What the bucket has no room for, until the ranks agree to send it along.
+        self._residuals = {} if self._bucket_exchange.has_room else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
         """Return the residual, by parameter name."""
-        return {**self._residuals, **take_out([self._lane])}
+        return {**self._residuals, **take_out([self._bucket_exchange])}
 
     def meet(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
     ) -> int:
         """Make sure that all begin with one model, and know whether any has a residual that is new.
 
-        All go on from the steps and the lane's record of the first of them, and get its outer
+        All go on from the steps and the bucket's record of the first of them, and get its outer
         steps returned: others may have loaded nothing.
         signature: what must be equal on all ranks besides, in words.
         """
         own, names = checksums(center), list(self._names.values())
-        mine = [outer_steps, self._progress.steps, self._lane.record()]
+        mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
 
         def look(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
@@ -145,14 +145,14 @@ class OuterExchange:
             flags=bool(unsent(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
-        self._lane.resume(record)
+        self._bucket_exchange.resume(record)
         if of_any:
-            self._lane.send_along()
-            put_in([self._lane], self._residuals)
+            self._bucket_exchange.send_along()
+            put_in([self._bucket_exchange], self._residuals)
         self._residuals = {}
-        if (residual := self._lane.exchange.residual) is not None:
+        if (residual := self._bucket_exchange.exchange.residual) is not None:
             residual.astray = True  # where a state was loaded, on any rank
-        self.expected.measure([self._lane], self._peers)
+        self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 
     def _signature(self, signature: Sequence[str]) -> list[str]:
@@ -173,38 +173,38 @@ class OuterExchange:
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         the residual is then as before.
         """
-        lane = self._lane
-        gradients = [p.grad for p in lane.parameters]
+        bucket_exchange = self._bucket_exchange
+        gradients = [p.grad for p in bucket_exchange.parameters]
         try:
             outcome = self._exchange(center, signature, steps, preempted)
             if outcome.moves:
-                lane.apply(outcome.frozen)
+                bucket_exchange.apply(outcome.frozen)
             else:
-                lane.undo()
+                bucket_exchange.undo()
             yield outcome
             self._progress.steps += outcome.moves
         finally:
-            lane.let_go()
-            for parameter, gradient in zip(lane.parameters, gradients, strict=True):
+            bucket_exchange.let_go()
+            for parameter, gradient in zip(bucket_exchange.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     def _exchange(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> Outcome:
         """Take what this replica has changed for its gradients, and reduce them."""
-        lane = self._lane
-        pseudo = torch._foreach_sub(list(center), [p.detach() for p in lane.parameters])
-        for parameter, gradient in zip(lane.parameters, pseudo, strict=True):
+        bucket_exchange = self._bucket_exchange
+        pseudo = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
+        for parameter, gradient in zip(bucket_exchange.parameters, pseudo, strict=True):
             is_still = not parameter.requires_grad and not bool(gradient.any())
             parameter.grad = None if is_still else gradient
-        lane.take(1.0, 1.0)
-        frozen = lane.missing()
-        mine = [] if lane.all_finite() else lane.not_finite()
+        bucket_exchange.take(1.0, 1.0)
+        frozen = bucket_exchange.missing()
+        mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
         if mine:
             torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
         operation = self._engine.submit(
             f"{self._name}.outer",
-            self._signature([*signature, self._lane.signature]),
+            self._signature([*signature, self._bucket_exchange.signature]),
             partial(self._work, mine, frozen),
             flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
             | (_PREEMPTED if preempted else 0)
@@ -213,7 +213,7 @@ class OuterExchange:
         try:
             ranks, lost, everywhere, exchanged = operation.wait()
         except BaseException:
-            lane.undo()
+            bucket_exchange.undo()
             raise
         return Outcome(ranks, lost, everywhere, exchanged, operation)
 
@@ -234,14 +234,14 @@ class OuterExchange:
         everywhere: set[str] = set()
         if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
-        self._lane.remember()
+        self._bucket_exchange.remember()
         share = steps[transport.rank] / sum(steps)
-        self._lane.weigh(share, share)
-        return preempted, lost, everywhere, self._lane.reduce(transport)
+        self._bucket_exchange.weigh(share, share)
+        return preempted, lost, everywhere, self._bucket_exchange.reduce(transport)
 
     def residual_size(self) -> ResidualSize | None:
         """Return this rank's residual, in sums; None where this way has no residual."""
-        return self._lane.residual_size()
+        return self._bucket_exchange.residual_size()
 
     @property
     def steps(self) -> int:
@@ -250,11 +250,11 @@ class OuterExchange:
 
     def known_names(self) -> Collection[str]:
         """Return the names of all parameters."""
-        return set(self._lane.names)
+        return set(self._bucket_exchange.names)
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter, and the lane's record."""
-        return {**self._strange, **self._take_out()}, [self._lane.record()]
+        """Return the residual of each parameter, and the bucket's record."""
+        return {**self._strange, **self._take_out()}, [self._bucket_exchange.record()]
 
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
@@ -270,6 +270,6 @@ class OuterExchange:
             "was saved with (named_parameters)",
         )
         for record in records:
-            if record["names"] == self._lane.names:
-                self._lane.resume(record)
+            if record["names"] == self._bucket_exchange.names:
+                self._bucket_exchange.resume(record)
         self._progress.steps = steps

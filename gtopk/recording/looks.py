@@ -12,7 +12,7 @@ from .recorder import Recorder
 _EVERY: Final = 50  # steps: a look takes about twice what a step's selection does
 
 
-class Lane(Protocol):
+class BucketExchange(Protocol):
     """What holds something back."""
 
     def residual_size(self) -> ResidualSize | None: ...
@@ -23,13 +23,17 @@ def is_due(steps: int) -> bool:
     return steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0)
 
 
-def look(recorder: Recorder, lanes: Sequence[Lane]) -> None:
+def look(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
     """Note the norm of this rank's whole residual, and its age.
 
     The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
     Little's law that is how long what is sent has waited, on average, where nothing cancels out.
     """
-    found = [each for lane in lanes if (each := lane.residual_size()) is not None]
+    found = [
+        each
+        for bucket_exchange in bucket_exchanges
+        if (each := bucket_exchange.residual_size()) is not None
+    ]
     if not found:
         return
     square, mass, sent = map(sum, zip(*found, strict=True))

@@ -1,8 +1,8 @@
 """Reducer: an optimizer's gradients become what all ranks agreed on, while backward goes on.
 
 first step   nothing is known of the order of gradients: all ranks plan, then exchange
-later        a lane is submitted when its gradients are complete, the last by `reduce`
-any time     a rank has a gradient that belongs to no lane (a layer was added or unfrozen, an
+later        a bucket is submitted when its gradients are complete, the last by `reduce`
+any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
              embedding became sparse): the round is void, all ranks plan anew and exchange
 """
 
@@ -34,7 +34,7 @@ from .hooks import BackwardHooks
 from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
-from .planned_lanes import PlannedLanes
+from .planned_buckets import PlannedBuckets
 from .rounds import Round
 from .samples import Samples, note_stepper
 from .standing_in import stands_in
@@ -48,10 +48,10 @@ class Reducer:
 
     names:    of all parameters; those that come later are added.
     progress: what exchanges go by; its steps are counted by whoever applies the rounds.
-    planned:  the lanes that are exchanged.
+    planned:  the buckets that are exchanged.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     samples:  that this rank's gradients come from; where nobody says, op weighs them.
-    overlap:  which lanes are exchanged while backward goes on.
+    overlap:  which buckets are exchanged while backward goes on.
     expected: what a step's exchange is to take.
     aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
     peers:    the ranks that reduce together, in the world that was entered last.
@@ -71,7 +71,7 @@ class Reducer:
         self.names = names
         self.options = options
         self.progress = Progress()
-        self.planned = PlannedLanes(names, options, self.progress)
+        self.planned = PlannedBuckets(names, options, self.progress)
         self.scaler = scaler
         self.samples = Samples()
         note_stepper(self, names)
@@ -131,7 +131,7 @@ class Reducer:
         self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
-        """Exchange the lane whose last gradient this is, while backward goes on."""
+        """Exchange the bucket whose last gradient this is, while backward goes on."""
         index = self.planned.index_of(parameter)
         if index is None or not self.overlap.is_on or not self._is_here():
             return
@@ -141,7 +141,7 @@ class Reducer:
             return
         if self._round is not None and index in self._round.operations:
             return
-        if not all(map(self.planned.takes, self.planned.lanes[index].parameters)):
+        if not all(map(self.planned.takes, self.planned.bucket_exchanges[index].parameters)):
             return  # one has turned sparse: `reduce` plans anew
         if self._round is None:
             self._round = self._open()
@@ -166,7 +166,7 @@ class Reducer:
         self.hooks.forget()  # also where this fails: the next step counts
         if round is not None and round.samples != self.samples:  # said after backward
             round.invalidate()
-        if not self.planned.lanes:
+        if not self.planned.bucket_exchanges:
             self._plan(order)
         while True:
             round = round or self._open()
@@ -181,16 +181,16 @@ class Reducer:
             round = None
 
     def _plan(self, order: list[torch.nn.Parameter]) -> None:
-        """Make the lanes with all ranks, and exchange them from now on."""
+        """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
         note_stepper(self, trained)
         self.planned.plan(trained, order, self.peers)
-        self.overlap.await_all(self.planned.lanes)
+        self.overlap.await_all(self.planned.bucket_exchanges)
         if self.peers.size > 1:
             self.hooks.watch(trained)
-        self.overlap.warn_of_a_single_lane(self.peers)
-        self.expected.measure(self.planned.lanes, self.peers)
+        self.overlap.warn_of_a_single_bucket(self.peers)
+        self.expected.measure(self.planned.bucket_exchanges, self.peers)
 
     def _finish(self, round: Round) -> None:
         here = self.peers.world
@@ -210,7 +210,7 @@ class Reducer:
             round.drop()
             raise
         finally:
-            self.overlap.await_all(self.planned.lanes)
+            self.overlap.await_all(self.planned.bucket_exchanges)
         here.note_preempted(round.preempted)
         self._tell_of_lacking(round.lacking)
 
@@ -268,7 +268,7 @@ class Reducer:
         loss = loss_scale(self.scaler)
         clip = LocalClip([p.grad for p in self.trained()], self.options.local_clip_norm, loss)
         return Round(
-            self.planned.lanes,
+            self.planned.bucket_exchanges,
             self.peers.engine,
             self.planned.signature,
             self.samples,
@@ -290,11 +290,11 @@ class Reducer:
             self._ghost, self._round = self._round, None
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank, which has joined, does of a lane in the others' round."""
+        """Return what this rank, which has joined, does of a bucket in the others' round."""
         here = self.peers.world
-        if index >= len(self.planned.lanes):
+        if index >= len(self.planned.bucket_exchanges):
             raise RuntimeError(
-                f"{self.peers.name} has no lane {index} on rank {here.rank}, which has joined: "
+                f"{self.peers.name} has no bucket {index} on rank {here.rank}, which has joined: "
                 "every rank must take a step before one joins"
             )
         ghost = self._ghost
@@ -321,7 +321,7 @@ class Reducer:
             self._roll_back()
         self.commit()
         self.hooks.forget()
-        self.overlap.await_all(self.planned.lanes)
+        self.overlap.await_all(self.planned.bucket_exchanges)
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` forgets complete gradients that are not finite here."""
@@ -337,7 +337,7 @@ class Reducer:
         return {
             parameter: operation
             for index, operation in self._round.operations.items()
-            for parameter in self.planned.lanes[index].parameters
+            for parameter in self.planned.bucket_exchanges[index].parameters
         }
 
     @property
@@ -360,7 +360,7 @@ class Reducer:
         return self.names.known()
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and lanes' records.
+        """Return the residual of each parameter after the last step, and buckets' records.
 
         Without an update that nobody has stepped with: the parameters do not have it, either.
         """
@@ -373,7 +373,7 @@ class Reducer:
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Hold this back from now on; see `PlannedLanes.put_state_in`."""
+        """Hold this back from now on; see `PlannedBuckets.put_state_in`."""
         if self._round is not None:
             self._round.invalidate()
         self.commit()

@@ -19,7 +19,7 @@ class StandsIn(Protocol):
         """Leave the step that this rank is in, if any: it is about to join."""
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank does of a lane in the others' round."""
+        """Return what this rank does of a bucket in the others' round."""
 
 
 # Of each engine, by the name of its operations; none is kept for this alone.
@@ -27,7 +27,7 @@ _by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, StandsIn]] = WeakKe
 
 
 def stands_in(reducer: StandsIn, engine: Engine, name: str) -> None:
-    """Make this what stands in for operations `name.0`, `name.1`, ..., one for each lane."""
+    """Make this what stands in for operations `name.0`, `name.1`, ..., one for each bucket."""
     _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
     engine.stand_in = partial(_stand_in, _by_name[engine])
 

@@ -65,12 +65,12 @@ class Holder(Protocol):
 
 def save(holder: Holder) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    residuals, lanes = holder.take_state_out()
+    residuals, bucket_exchanges = holder.take_state_out()
     return {
         "format": FORMAT,
         "ranks": len(holder.ranks),
         "steps": holder.steps,
-        "lanes": lanes,
+        "lanes": bucket_exchanges,
         "held": {holder.rank: residuals},
         "holds": holder.holds,
     }
@@ -120,15 +120,20 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
     residuals = _share_of(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
     holder.put_state_in(
-        under_known_names(residuals, known), lanes_here(part, known), int(part["steps"])
+        under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
     )
 
 
-def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return the lanes' records, with the names that are known here."""
-    lanes: list[dict[str, Any]] = part["lanes"]
-    here = translate({name for lane in lanes for name in lane["names"]}, known)
-    return [{**lane, "names": [here[name] for name in lane["names"]]} for lane in lanes]
+def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the buckets' records, with the names that are known here."""
+    bucket_exchanges: list[dict[str, Any]] = part["lanes"]
+    here = translate(
+        {name for bucket_exchange in bucket_exchanges for name in bucket_exchange["names"]}, known
+    )
+    return [
+        {**bucket_exchange, "names": [here[name] for name in bucket_exchange["names"]]}
+        for bucket_exchange in bucket_exchanges
+    ]
 
 
 def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:

@@ -49,7 +49,7 @@ if found is None:
     )
 else:
     state.load_state_dict(found.values["replicas"])
-    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are lanes
+    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are buckets
     assert state.progress.steps == 4
     state.load_state_dict(found.values["replicas"])
     assert float((found.values["totals"] != 0).double().mean()) > 0.9

@@ -368,12 +368,12 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     assert found.square == pytest.approx(float((left**2).sum()), rel=1e-5)
     assert found.mass == pytest.approx(float(abs(left).sum()), rel=1e-5)
 
-    class Lane:
+    class BucketExchange:
         def residual_size(self) -> ResidualSize:
             return found
 
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 1, lambda: 3)
-    look(recorder, [Lane(), Lane()])
+    look(recorder, [BucketExchange(), BucketExchange()])
     recorder.close()
     line = lines_in(tmp_path / "file")[-1]
     assert line["norm"] == pytest.approx((2 * found.square) ** 0.5)

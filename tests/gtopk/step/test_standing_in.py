@@ -88,7 +88,7 @@ def train(
             for step in steps:
                 optimizer.zero_grad()
                 loss(step).backward()
-                assert step == 0 or optimizer._handles  # some lanes were submitted early
+                assert step == 0 or optimizer._handles  # some buckets were submitted early
                 optimizer.step()
 
         def look() -> None:
@@ -151,7 +151,7 @@ def test_all_ranks_may_leave_a_step_to_join(threads, last):
     "others", [once_another_has_joined, after_backward_once_another_has_joined]
 )
 def test_a_step_that_nobody_goes_on_with_is_left_by_all(threads, others):
-    """All of it is run when all have joined: the last lane, which was known before, first."""
+    """All of it is run when all have joined: the last bucket, which was known before, first."""
     compression = Compression.gtopk(0.1, warmup_steps=2 * STEPS, dense="0.*")
 
     def ends(*leave: Any) -> list[list[bytes]]:

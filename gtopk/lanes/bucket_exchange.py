@@ -1,4 +1,4 @@
-"""Lane: a bucket, how it is exchanged, and what its gradients were when it was."""
+"""BucketExchange: a bucket, how it is exchanged, and what its gradients were when it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..exchange.exchanges import open_exchange
 from ..exchange.residual import ResidualSize
 
 
-class Lane:
+class BucketExchange:
     """One of an optimizer's buckets, exchanged as one operation of this name.
 
     parameters, names: in the order in which they lie in the bucket.
@@ -56,7 +56,7 @@ class Lane:
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Go on from a record of a lane with the same names."""
+        """Go on from a record of a bucket with the same names."""
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         if regions is not None and record["regions"] is not None:
             regions.resume(record["regions"])
@@ -205,7 +205,7 @@ class Lane:
         self._mark = None
 
 
-def open_lane(
+def open_bucket_exchange(
     name: str,
     parameters: Sequence[torch.nn.Parameter],
     names: Sequence[str],
@@ -214,8 +214,8 @@ def open_lane(
     share: float = 1.0,
     room_share: float = 1.0,
     sizes: Sequence[int] | None = None,
-) -> Lane:
-    """Return the lane of these parameters, with nothing in its residual.
+) -> BucketExchange:
+    """Return the bucket of these parameters, with nothing in its residual.
 
     share: of the elements of a step that are compressed so.
     room_share: of the time from when its gradients are there until backward ends, to hide in.
@@ -223,4 +223,4 @@ def open_lane(
     """
     bucket = Bucket(parameters, sizes)
     exchange = open_exchange(bucket, compression, progress, share, room_share)
-    return Lane(name, parameters, names, exchange, bucket)
+    return BucketExchange(name, parameters, names, exchange, bucket)

@@ -10,7 +10,7 @@ import torch
 
 from gtopk.compression import Compression
 from gtopk.exchange.exchange import Progress
-from gtopk.lanes.lanes import open_lane
+from gtopk.lanes.bucket_exchange import open_bucket_exchange
 
 
 def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
@@ -18,8 +18,10 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, float("nan"), 2.0])
-    lane = open_lane("lane", [parameter], ["p"], Compression.gtopk(density=0.5), Progress())
-    lane.take(1.0, 1.0)
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["p"], Compression.gtopk(density=0.5), Progress()
+    )
+    bucket_exchange.take(1.0, 1.0)
     entered: list[bool] = []
 
     @contextmanager
@@ -28,8 +30,8 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
         entered.append(True)
         yield
 
-    monkeypatch.setattr(lane.bucket, "on_stream", on_stream)
-    assert lane.all_finite()
+    monkeypatch.setattr(bucket_exchange.bucket, "on_stream", on_stream)
+    assert bucket_exchange.all_finite()
     parameter.grad[1] = float("nan")
-    assert lane.not_finite() == []
+    assert bucket_exchange.not_finite() == []
     assert entered == [True, True]

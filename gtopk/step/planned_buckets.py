@@ -1,7 +1,7 @@
-"""PlannedLanes: an optimizer's lanes as all ranks planned them, and what waits for their next plan.
+"""PlannedBuckets: an optimizer's buckets, as all ranks planned them, and what waits outside.
 
-residual    in the lanes; here, of what is in none: of frozen parameters, of names nobody has
-loaded      the residual goes to the lanes at once; their records and the steps wait, as
+residual    in the buckets; here, of what is in none: of frozen parameters, of names nobody has
+loaded      the residual goes to the buckets at once; their records and the steps wait, as
             other ranks may have loaded nothing, and rank 0's are what all go on from
 """
 
@@ -22,43 +22,43 @@ from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
 from ..lanes.residual_names import strangers
 from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
-from ..lanes.sparse_gradients import SparseGradientLane
-from .lane_plan import Agreed, Plan
+from ..lanes.sparse_gradients import SparseGradientExchange
+from .bucket_layout import Agreed, Plan
 from .options import Options
 from .peers import Peers
-from .rounds import AnyLane
+from .rounds import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
 
-class PlannedLanes:
+class PlannedBuckets:
     """Those of one optimizer.
 
-    lanes: in the order in which backward completes them; none before the first plan.
+    bucket_exchanges: in the order in which backward completes them; none before the first plan.
     signature: what was planned, in short: equal on all ranks.
     """
 
     def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
         """progress: what exchanges go by; a plan sets its steps."""
-        self.lanes: list[AnyLane] = []
+        self.bucket_exchanges: list[AnyBucketExchange] = []
         self.signature = ""
         self._names = names
         self._options = options
         self._progress = progress
-        self._index: dict[torch.nn.Parameter, int] = {}  # of the lane that a parameter is in
-        self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the lanes take
-        self._residuals: dict[str, ResidualState] = {}  # of parameters in no lane
+        self._index: dict[torch.nn.Parameter, int] = {}  # of the bucket that a parameter is in
+        self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
+        self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
         self._strangers: set[str] = set()  # names that no parameter has, and were warned of
         self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
-        self._wanted: list[dict[str, Any]] = []  # records of the lanes to go on from
+        self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
     def index_of(self, parameter: torch.nn.Parameter) -> int | None:
-        """Return which lane a parameter is in, if any."""
+        """Return which bucket a parameter is in, if any."""
         return self._index.get(parameter)
 
     def takes(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a lane takes its gradient as it is, where it has one."""
+        """Tell whether a bucket takes its gradient as it is, where it has one."""
         if parameter.grad is None:
             return True
         index = self._index.get(parameter)
@@ -71,7 +71,7 @@ class PlannedLanes:
         if self._loaded_steps is not None:
             return True
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
-        if any(self.lanes[self._index[parameter]].has_room for parameter in gone):
+        if any(self.bucket_exchanges[self._index[parameter]].has_room for parameter in gone):
             return True  # its residual waits until it is there again
         return not all(map(self.takes, trained))
 
@@ -81,14 +81,14 @@ class PlannedLanes:
         order: Sequence[torch.nn.Parameter],
         peers: Peers,
     ) -> None:
-        """Make the lanes, the same on every rank, with the residual that there was.
+        """Make the buckets, the same on every rank, with the residual that there was.
 
         trained: the parameters that may have a gradient; all have a name.
         order:   those whose gradients are complete, the first to be first.
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
-        residuals = {**self._residuals, **take_out(self.lanes)}
+        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
         plan = Plan(
             self._options,
             trained,
@@ -102,46 +102,54 @@ class PlannedLanes:
         signature = plan.signature()
         agreed = _agree_on(plan, signature, peers)
         self._progress.steps = agreed.steps
-        self.lanes = plan.open_lanes(agreed, peers.name, self._progress)
-        put_in(self.lanes, residuals)
+        self.bucket_exchanges = plan.open_bucket_exchanges(agreed, peers.name, self._progress)
+        put_in(self.bucket_exchanges, residuals)
         records = {tuple(record["names"]): record for record in agreed.records}
-        for lane in self.lanes:
-            if tuple(lane.names) in records:
-                lane.resume(records[tuple(lane.names)])
+        for bucket_exchange in self.bucket_exchanges:
+            if tuple(bucket_exchange.names) in records:
+                bucket_exchange.resume(records[tuple(bucket_exchange.names)])
         self._wanted, self._loaded_steps = [], None
         self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
         self._warn_of_strangers(peers.world.rank)
         if peers.rank == 0:
             self._warn_of_lost_momentum()
-        self._sparse = {parameter for lane in self.lanes for parameter in lane.sparse}
-        self._index = {p: index for index, lane in enumerate(self.lanes) for p in lane.parameters}
+        self._sparse = {
+            parameter
+            for bucket_exchange in self.bucket_exchanges
+            for parameter in bucket_exchange.sparse
+        }
+        self._index = {
+            p: index
+            for index, bucket_exchange in enumerate(self.bucket_exchanges)
+            for p in bucket_exchange.parameters
+        }
         said = "\n".join([*signature, *map(str, agreed.parts)])
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
     def dissolve(self) -> None:
-        """Be without lanes, and keep their residual: they were of a world that is no more."""
-        if self.lanes:
+        """Be without buckets, and keep their residual: they were of a world that is no more."""
+        if self.bucket_exchanges:
             self._residuals, self._wanted = self.take_state_out()
-            self.lanes, self._index, self._sparse = [], {}, set()
+            self.bucket_exchanges, self._index, self._sparse = [], {}, set()
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and lanes' records."""
-        if not self.lanes:
+        """Return the residual of each parameter after the last step, and buckets' records."""
+        if not self.bucket_exchanges:
             return self._residuals, self._wanted
-        residuals = {**self._residuals, **take_out(self.lanes)}
+        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
         if self._loaded_steps is not None:
             return residuals, self._wanted
-        return residuals, [lane.record() for lane in self.lanes]
+        return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
 
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Hold this back from now on; where rank 0 does, go on from its steps in lanes like these.
+        """Have this residual from now on; where rank 0 does, go on from its steps in such buckets.
 
         Other ranks may load nothing: until the next plan what all agree on stays as it is.
         """
-        if self.lanes:
-            put_in(self.lanes, residuals)
+        if self.bucket_exchanges:
+            put_in(self.bucket_exchanges, residuals)
         self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps
 
     @property
@@ -176,7 +184,11 @@ class PlannedLanes:
         feedback = self._options.feedback
         if feedback is None or not feedback.corrects:
             return
-        sparse = {lane.names[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
+        sparse = {
+            bucket_exchange.names[0]
+            for bucket_exchange in self.bucket_exchanges
+            if isinstance(bucket_exchange, SparseGradientExchange)
+        }
         if news := sorted(sparse - self._without_momentum):
             self._without_momentum |= sparse
             _log.warning(

@@ -146,9 +146,14 @@ def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads
                 training.step(*training.draw(step))
             for step in range(8, 11):
                 training.step(*training.draw(step))
-                lanes = training.optimizer._reducer.planned.lanes
-                assert {lane.signature for lane in lanes} == {"dense FP16Compressor"}
-                assert all(lane.exchange.residual is None for lane in lanes)
+                bucket_exchanges = training.optimizer._reducer.planned.bucket_exchanges
+                assert {bucket_exchange.signature for bucket_exchange in bucket_exchanges} == {
+                    "dense FP16Compressor"
+                }
+                assert all(
+                    bucket_exchange.exchange.residual is None
+                    for bucket_exchange in bucket_exchanges
+                )
 
     threads(2, program)
 

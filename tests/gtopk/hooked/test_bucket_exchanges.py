@@ -11,9 +11,9 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE
-from gtopk.hooked.bucket_lanes import BucketLanes, split
+from gtopk.hooked.bucket_exchanges import BucketExchanges, split
 from gtopk.hooked.one_step import OneStep
-from gtopk.lanes.lanes import Lane, open_lane
+from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -29,21 +29,25 @@ class Hook:
     """One rank that sends every entry of Adam's steps, bucket by bucket."""
 
     def __init__(self) -> None:
-        self.lanes = BucketLanes(self._open_lane)
+        self.bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
 
-    def _open_lane(self, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
+    def _open_bucket_exchange(
+        self, whole: torch.nn.Parameter, sizes: Sequence[int]
+    ) -> BucketExchange:
         compression = GTopK(1.0, adam_correction=BETAS)
-        return open_lane("bucket", [whole], ["bucket"], compression, Progress(), sizes=sizes)
+        return open_bucket_exchange(
+            "bucket", [whole], ["bucket"], compression, Progress(), sizes=sizes
+        )
 
     def exchange(self, parameters: Parameters, bucket: str) -> None:
         """Replace their gradients, where they have one, by Adam's steps."""
         members = [parameters[name] for name in bucket]
         buffer = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in members])
-        lane = self.lanes.lane_of(members, buffer)
-        lane.parameters[0].grad = buffer
-        lane.take(1.0, 1.0)
+        bucket_exchange = self.bucket_exchanges.bucket_exchange_of(members, buffer)
+        bucket_exchange.parameters[0].grad = buffer
+        bucket_exchange.take(1.0, 1.0)
         step = OneStep()
-        step.run(lane, local_world(1)[0], [0])
+        step.run(bucket_exchange, local_world(1)[0], [0])
         assert step.close()
         for parameter, part in zip(members, split(buffer, members), strict=True):
             if parameter.grad is not None:
@@ -69,10 +73,10 @@ def assert_steps_are_adams(
     adam = torch.optim.Adam(theirs.values(), lr=0.1, betas=BETAS)
     for step, (bucket, names) in enumerate(zip(buckets, trained, strict=True)):
         if step == saved_before:
-            held = {p: hook.lanes.residual_of(p) for p in ours.values()}
+            held = {p: hook.bucket_exchanges.residual_of(p) for p in ours.values()}
             assert all(parts[AGE].shape == () for parts in held.values())
             hook = Hook()
-            hook.lanes.put_residuals(held)
+            hook.bucket_exchanges.put_residuals(held)
         for parameters in (ours, theirs):
             give_gradients(parameters, names, step)
         hook.exchange(ours, bucket)

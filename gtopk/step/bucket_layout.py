@@ -1,4 +1,4 @@
-"""The lanes of an optimizer: which there are is rank 0's to say, and all make the same."""
+"""The buckets of an optimizer: which there are is rank 0's to say, and all make the same."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from collectives.transports import Transport
 from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
 from ..exchange.exchange import DenseExchange, Progress, open_residual
-from ..lanes.lanes import open_lane
-from ..lanes.sparse_gradients import SparseGradientLane
+from ..lanes.bucket_exchange import open_bucket_exchange
+from ..lanes.sparse_gradients import SparseGradientExchange
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .options import Options
-from .rounds import AnyLane
+from .rounds import AnyBucketExchange
 
 
 class Agreed(NamedTuple):
     """What rank 0 says, and every rank goes by.
 
     steps:   taken: a checkpoint may have been loaded on some ranks only.
-    records: of lanes that its checkpoint had.
+    records: of buckets that its checkpoint had.
     unsent:  names of parameters of which any rank holds something back.
     sparse:  those whose gradients are sparse on any rank.
     """
@@ -43,7 +43,7 @@ class Plan:
     names:  of the trained parameters.
     order:  the parameters whose gradients are complete, the first to be first; others follow.
     sparse: names of parameters whose gradients are sparse tensors here.
-    wanted: records of lanes that a checkpoint had; none of them where it is empty.
+    wanted: records of buckets that a checkpoint had; none of them where it is empty.
     steps:  taken.
     unsent: names of parameters of which this rank holds something back.
     """
@@ -80,21 +80,25 @@ class Plan:
             [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
         )
 
-    def open_lanes(self, agreed: Agreed, name: str, progress: Progress) -> list[AnyLane]:
-        """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
+    def open_bucket_exchanges(
+        self, agreed: Agreed, name: str, progress: Progress
+    ) -> list[AnyBucketExchange]:
+        """Return the buckets of its parts, with room for what is unsent, and nothing there yet."""
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
         # The last one begins when backward has ended, and is in nobody's way before.
         waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
-        lanes = [
-            self._open_lane(part, f"{name}.{index}", progress, compressed, sum(waiting[index:]))
+        bucket_exchanges = [
+            self._open_bucket_exchange(
+                part, f"{name}.{index}", progress, compressed, sum(waiting[index:])
+            )
             for index, part in enumerate(parts)
         ]
-        for lane in lanes:
-            lane.take_sparse(agreed.sparse)
-            if not agreed.unsent.isdisjoint(lane.names):
-                lane.send_along()
-        return lanes
+        for bucket_exchange in bucket_exchanges:
+            bucket_exchange.take_sparse(agreed.sparse)
+            if not agreed.unsent.isdisjoint(bucket_exchange.names):
+                bucket_exchange.send_along()
+        return bucket_exchanges
 
     def _elements(self, part: Part) -> int:
         return sum(self.trained[number].numel() for number in part.numbers)
@@ -130,8 +134,13 @@ class Plan:
         if groups is not None:
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
-        lanes = [[places[n] for n in lane["names"] if n in places] for lane in self.wanted]
-        return lanes, [number for lane in lanes for number in lane]
+        bucket_exchanges = [
+            [places[n] for n in bucket_exchange["names"] if n in places]
+            for bucket_exchange in self.wanted
+        ]
+        return bucket_exchanges, [
+            number for bucket_exchange in bucket_exchanges for number in bucket_exchange
+        ]
 
     def _sizes(self, ranks: int) -> Sizes:
         value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4
@@ -144,25 +153,29 @@ class Plan:
         on_gpu = home_of(self.trained).type == "cuda"
         return sizes_for(self.options.compression, elements, ranks, value_bytes, on_gpu=on_gpu)
 
-    def _open_lane(
+    def _open_bucket_exchange(
         self, part: Part, name: str, progress: Progress, compressed: int, waiting: int
-    ) -> AnyLane:
-        """Return the lane of a part.
+    ) -> AnyBucketExchange:
+        """Return the bucket of a part.
 
-        compressed, waiting: elements of all lanes that are, and of those that become ready from
+        compressed, waiting: elements of all buckets that are, and of those that become ready from
         this one on while backward goes on.
         """
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]
         if part.how == "sparse":
-            return SparseGradientLane(name, parameters[0], names[0])
+            return SparseGradientExchange(name, parameters[0], names[0])
         compression = self.options.compression if part.how == "compressed" else NoneCompressor
         elements = self._elements(part)
         share = elements / compressed if part.how == "compressed" else 1.0
         room_share = elements / waiting if waiting else 1.0
-        lane = open_lane(name, parameters, names, compression, progress, share, room_share)
+        bucket_exchange = open_bucket_exchange(
+            name, parameters, names, compression, progress, share, room_share
+        )
         feedback = self.options.feedback
         if part.how == "dense" and feedback is not None and feedback.corrects:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
-            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
-        return lane
+            bucket_exchange.exchange = DenseExchange(
+                open_residual(bucket_exchange.bucket, feedback)
+            )
+        return bucket_exchange
