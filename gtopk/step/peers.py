@@ -11,7 +11,7 @@ from collectives.transports import Transport
 from ..engine import Engine, Work
 from ..world.process_sets import ProcessSet
 from ..world.world import World
-from .standing_in import LEFT_OUT
+from .join_shadow import LEFT_OUT
 
 
 @dataclass(frozen=True)

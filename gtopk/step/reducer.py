@@ -31,13 +31,13 @@ from ..world.world import World
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
+from .join_shadow import stands_in
 from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
 from .rounds import Round
 from .samples import Samples, note_stepper
-from .standing_in import stands_in
 from .weights import LocalClip
 
 _log = logging.getLogger("gtopk")
@@ -86,7 +86,7 @@ class Reducer:
         self._has_told_of_lacking = False
         self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
-        self._ghost: Round | None = None
+        self._shadow: Round | None = None
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -261,9 +261,9 @@ class Reducer:
 
     def _open(self) -> Round:
         self._settle_applied()
-        if self._ghost is not None:
-            self._ghost.undo()  # where it came to no end
-            self._ghost = None
+        if self._shadow is not None:
+            self._shadow.undo()  # where it came to no end
+            self._shadow = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
         clip = LocalClip([p.grad for p in self.trained()], self.options.local_clip_norm, loss)
@@ -287,7 +287,7 @@ class Reducer:
         """
         if self._round is not None:
             self._round.break_off()
-            self._ghost, self._round = self._round, None
+            self._shadow, self._round = self._round, None
 
     def stand_in(self, index: int) -> Work:
         """Return what this rank, which has joined, does of a bucket in the others' round."""
@@ -297,15 +297,15 @@ class Reducer:
                 f"{self.peers.name} has no bucket {index} on rank {here.rank}, which has joined: "
                 "every rank must take a step before one joins"
             )
-        ghost = self._ghost
-        if ghost is None or index in ghost.stood_in:
-            ghost = self._open()
-        self._ghost = ghost
-        reduce = ghost.stand_in(index)
+        shadow = self._shadow
+        if shadow is None or index in shadow.shadowed:
+            shadow = self._open()
+        self._shadow = shadow
+        reduce = shadow.stand_in(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
             self.progress.steps += reduce(transport, all_flags)
-            here.note_preempted(ghost.preempted)
+            here.note_preempted(shadow.preempted)
 
         return work
 

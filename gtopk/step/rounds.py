@@ -140,7 +140,7 @@ class Round:
         self._weight, self._share = weight, share
         self._scale, self._predivide = scale, predivide
         self._clip = clip
-        self.stood_in: set[int] = set()  # buckets
+        self.shadowed: set[int] = set()  # buckets
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
         # By parameter: its version, and its gradient, which `zero_grad` is to free.
@@ -167,7 +167,7 @@ class Round:
         """
         for index in self._late():
             self._submit(index, _BROKEN_OFF)
-        self.stood_in.update(self.operations)
+        self.shadowed.update(self.operations)
 
     def finish(self, unplanned: bool, preempted: bool) -> None:
         """Exchange what is left, and know on every rank what becomes of the round.
@@ -289,7 +289,7 @@ class Round:
 
         Its residual is sent as ever; its parameters stay as they are.
         """
-        self.stood_in.add(index)
+        self.shadowed.add(index)
         self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
 
         def work(transport: Transport, all_flags: list[int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ...step.standing_in import break_off_steps
+from ...step.join_shadow import break_off_steps
 from ...world.process_sets import ProcessSet, global_process_set
 
 

@@ -1,4 +1,4 @@
-"""Standing in: what a rank that has joined does in the operations of optimizers that go on."""
+"""Join shadow: a rank that has joined takes part in the operations of optimizers that go on."""
 
 from __future__ import annotations
 

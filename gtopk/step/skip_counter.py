@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class InARow:
+class SkipCounter:
     """What steps are counted by that a rank's numbers, not being finite, have spoilt.
 
     allowed: how many in a row are no error.
