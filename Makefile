@@ -12,11 +12,12 @@
 # make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
 # make test-images     builds the container images and runs jobs in them; needs docker or podman
 #             (IMAGE_ARGUMENTS="--build-arg PIP_EXTRA_INDEX_URL=..." ARGS="-k cpu")
+# make crossings      how many files one gradient crosses in a step, and how many calls go between them
 # make audit  known weaknesses of the pinned versions
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
-# make test-adapters  the doors of Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
+# make test-adapters  the integrations with Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
 #             environment of their own
 # make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
 # make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json
@@ -45,10 +46,10 @@ MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptiv
 	tests/gtopk/adaptive/test_adapt.py tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py \
 	tests/gtopk/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runner \
 	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/world tests/faults
-MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before or second_sigterm
+MPICH_FAULTS := a_killed_launcher or beyond_31 or preempted or killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
-	audit sbom format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \
+	audit sbom crossings format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \
 	bench-network clean
 
 demo: $(VENV)/.demo
@@ -106,6 +107,10 @@ sbom: $(VENV)/bin/python
 	mkdir -p dist
 	$(VENV)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
 		--output-file dist/gtopk.cdx.json build/sbom/bin/python
+
+crossings: $(VENV)/.dev
+	GTOPK_ADVICE=off PYTHONPATH=. $(VENV)/bin/python -m torch.distributed.run --standalone \
+		--nproc-per-node 2 tests/crossings.py $(ARGS)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

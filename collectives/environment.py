@@ -1,33 +1,32 @@
-"""Environment: the numbers that its variables give. An empty variable is one that is not set."""
+"""Environment: the variables that collectives reads. An empty variable is one that is not set."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 
 
-def number(
-    variable: str,
-    default: float,
-    unit: str,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    may_be_zero: bool = False,
-) -> float:
-    """Return a finite number of `unit`; raise ValueError for one that is not above 0.
+def kernels() -> str:
+    """Return GTOPK_KERNELS: "reference" for NumPy, "" for C++ where it is built.
 
-    may_be_zero: 0 is a number like others, and means what the variable's page says.
+    Raises ValueError for anything else.
     """
-    text = environ.get(variable) or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
-        least = ", at least 0" if may_be_zero else " above 0"
-        raise ValueError(f"{variable} must be a number of {unit}{least}, got {text!r}")
-    return value
+    wanted = os.environ.get("GTOPK_KERNELS", "")
+    if wanted not in ("", "reference"):
+        raise ValueError(
+            f"GTOPK_KERNELS must be 'reference' (NumPy) or unset (C++ where built), got {wanted!r}"
+        )
+    return wanted
+
+
+def threads() -> int:
+    """Return GTOPK_THREADS; 0 where it is unset; raise ValueError for no positive number."""
+    return whole_number("GTOPK_THREADS", 0, "threads")
+
+
+def calibration() -> str:
+    """Return GTOPK_CALIBRATION: "off", "fresh", the path of a cache file, or "" where unset."""
+    return os.environ.get("GTOPK_CALIBRATION", "")
 
 
 def whole_number(

@@ -13,9 +13,9 @@ starts ranks itself and calls a function on them, as horovod.run does.
 
 keep a training run on all ranks: see `torch.checkpoint`.
 
-    with gtopk.termination() as told: ...
+    with gtopk.termination() as preempted: ...
 
-turns SIGTERM on any rank into word that all ranks have after the same step, in time to save.
+lets all ranks know after the same step that one of them had SIGTERM, in time to save.
 
     gtopk.record(folder)
     gtopk.log(loss=..., accuracy=...)
@@ -40,7 +40,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .runner import RankError, run
+from .errors import CheckpointError, RankError
+from .runner import run
 
 if TYPE_CHECKING:
     from . import accelerate as accelerate
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     from .learning_rates import ramp
     from .local_sgd import LocalSGD
     from .run_record import log, log_samples, record
-    from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
-    from .world.told_to_end import termination
+    from .torch.checkpoint import load_latest, save_checkpoint
+    from .world.preemption import termination
 
 __all__ = [
     "CheckpointError",
@@ -84,9 +85,8 @@ def _check_collectives() -> None:
         )
 
 
-_DOORS = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
+_SUBMODULES = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
 _HOMES = {
-    "CheckpointError": ".torch.checkpoint",
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
     "log": ".run_record",
@@ -94,13 +94,13 @@ _HOMES = {
     "ramp": ".learning_rates",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
-    "termination": ".world.told_to_end",
+    "termination": ".world.preemption",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch where it is first used: `import gtopk` does not."""
-    if name in _DOORS:
+    if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)

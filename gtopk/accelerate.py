@@ -3,7 +3,7 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     gtopk.accelerate.compress(accelerator, model, optimizer, density=0.01)
 
-`accelerator.save_state` and `load_state` then keep what all ranks hold back, too.
+`accelerator.save_state` and `load_state` then keep the residuals of all ranks, too.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from .compression import Compression, Compressor
 from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
-from .lanes.held import unsent
-from .reductions import Adasum
+from .lanes.residual_state import unsent
+from .reduce_ops import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
 from .step.peers import Peers
@@ -117,17 +117,17 @@ class _AdasumOptimizer(Wrapping):
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
-        votes = self._run("finite", lambda transport, votes: votes, vote=finite)
-        self._are_finite = all(votes)
+        all_flags = self._run("finite", lambda transport, all_flags: all_flags, flags=finite)
+        self._are_finite = all(all_flags)
         if self._are_finite:
             return
         for part in entries:
             part.fill_(float("nan"))
         if not noted:
-            ranks = [rank for rank, vote in enumerate(votes) if not vote]
+            ranks = [rank for rank, flags in enumerate(all_flags) if not flags]
             self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
-    def _facts(self) -> list[str]:
+    def _signature(self) -> list[str]:
         """Return what must be equal on all ranks."""
         return [
             f"op=Adasum compression={self._compression.__name__} "
@@ -138,10 +138,12 @@ class _AdasumOptimizer(Wrapping):
             ),
         ]
 
-    def _run(self, part: str, work: Work, vote: int = 0) -> Any:
+    def _run(self, part: str, work: Work, flags: int = 0) -> Any:
         """Run a part of the step with the other ranks, and return its result."""
         begun = time.perf_counter()
-        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, vote)
+        operation = self._world.engine.submit(
+            f"{self._name}.{part}", self._signature(), work, flags
+        )
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
@@ -193,7 +195,7 @@ class _AdasumOptimizer(Wrapping):
         taken = time.perf_counter()
         self._expect(deltas)
         self._begun += time.perf_counter() - taken  # links may be measured: no part of the step
-        self._run("adasum", lambda transport, votes: deltas.allreduce(transport))
+        self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
         combined = time.perf_counter()
         changes = deltas.tensors()
         finite = all(bool(change.isfinite().all()) for change in changes)
@@ -268,14 +270,14 @@ class _AdasumOptimizer(Wrapping):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
 
-        Gradients that it holds back are lost, and warned of: nothing adds up here.
+        Gradients in its residual are lost, and warned of: nothing adds up here.
         """
         self._forget()
         super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
         if lost := sorted({name for part in parts for name in unsent(part)}):
             _log.warning(
-                "rank %d: the state holds back gradients of %s, which op=Adasum cannot send: they "
+                "rank %d: the state has a residual of %s, which op=Adasum cannot send: they "
                 "are lost; take a step with op=Average and Compression.none first to send them",
                 self._world.rank,
                 ", ".join(map(repr, lost[:5])) + (", ..." if len(lost) > 5 else ""),

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from collectives.algorithms import Regions, find_nodes
-from collectives.algorithms.account import PUT_BACK
+from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
-from collectives.algorithms.terms import MOST_PIECES
+from collectives.algorithms.gtopk_options import MOST_PIECES
 from collectives.planning import Candidate
 from collectives.transports import Transport
 from collectives.wire import Format
@@ -86,8 +86,8 @@ class ErrorFeedback:
     # (docs/tuning.md).
     factor_masking: bool = False
     # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
-    # of its own gradients; what is selected and held back are Adam's steps (Chen et al. 2021). The
-    # wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
+    # of its own gradients; Adam's steps are selected and kept in the residual (Chen et al. 2021).
+    # The wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
     adam_correction: tuple[float, float] | None = None
     # Parameters that travel whole, beside the others: regular expressions found in their names,
     # all of one dimension and less (biases and norms), and those of fewer elements than this.
@@ -118,8 +118,8 @@ class ErrorFeedback:
             )
         if self.factor_masking and not self.momentum_correction:
             raise ValueError(
-                "factor_masking=True begins the velocity of what was sent anew: give "
-                "momentum_correction, too, without which there is none"
+                "factor_masking=True resets the momentum of sent entries and requires "
+                "momentum_correction"
             )
         if self.adam_correction is not None:
             object.__setattr__(self, "adam_correction", check_betas(self.adam_correction))
@@ -145,7 +145,7 @@ class ErrorFeedback:
         values = VALUE_CODES if self.values == "auto" else (self.values,)
         return [Format(indices, code) for indices in wires for code in values]
 
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options in words: what must be equal on all ranks."""
         names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
@@ -197,8 +197,8 @@ class SparseCompression(ErrorFeedback):
         """Return what the algorithm takes besides k and the format."""
         return {}
 
-    def facts(self) -> str:
-        return f"{self.algorithm} {super().facts()}"
+    def signature(self) -> str:
+        return f"{self.algorithm} {super().signature()}"
 
 
 @dataclass(frozen=True)
@@ -374,8 +374,8 @@ class Automatic(ErrorFeedback):
             return None
         return self.density or usual_density(elements)
 
-    def facts(self) -> str:
-        return f"auto {super().facts()}"
+    def signature(self) -> str:
+        return f"auto {super().signature()}"
 
 
 def usual_density(elements: float) -> float:

@@ -8,11 +8,11 @@
                                             ^   backward ends when every bucket is back
 
 A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step,
-unless it is to find unused parameters: what is held back moves along, parameter by parameter.
+unless it is to find unused parameters: the residual moves along, parameter by parameter.
 
 With find_unused_parameters a parameter that no rank uses in a step gets, as in any other, what is
-sent of what was held back of it; where that is nothing its .grad stays as DDP leaves it. What is
-held back of a frozen one waits until it is thawed.
+sent of its residual; where that is nothing its .grad stays as DDP leaves it. The
+residual of a frozen one waits until it is thawed.
 """
 
 # DDP looks at the hook's annotations: they must be no strings.
@@ -34,14 +34,14 @@ from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
 from .exchange.exchange import Progress
-from .hooked.bucket_lanes import BucketLanes, as_shaped, split
+from .hooked.bucket_exchanges import BucketExchanges, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import NOT_FINITE, TOLD, OneStep, vote_of
-from .lanes.held import Held, fits
-from .lanes.held_names import plain_name, strangers, under_known_names
-from .lanes.lanes import Lane, open_lane
+from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
+from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
+from .lanes.residual_names import plain_name, strangers, under_known_names
+from .lanes.residual_state import ResidualState, fits
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
@@ -64,7 +64,7 @@ class GTopKState:
         as it is of Adam and its kin with adam_correction.
     process_group: DDP's; None: of all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
-    scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
+    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
@@ -72,8 +72,8 @@ class GTopKState:
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
         Several optimizers need that on each, with a GradScaler, too: it skips only those that have
-        a NaN. What is held back is then as before the step. What a sum has beyond float16, of
-        gradients in it, is held back, and the step counts.
+        a NaN. The residual is then as before the step. What a sum has beyond float16, of
+        gradients in it, stays in the residual, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know; the first backward pass does for complex
     parameters and for sparse gradients. It can't be pickled: save its state_dict.
@@ -91,8 +91,8 @@ class GTopKState:
         self.compression = GTopK(density, **options)
         if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
             raise ValueError(
-                "a bucket of DDP travels as one: dense parameters are not possible; leave out "
-                "dense, dense_vectors and dense_under"
+                "DDP reduces whole buckets, so per-parameter dense rules are not supported; leave "
+                "out dense, dense_vectors and dense_under"
             )
         if not world.is_initialized():
             world.init()
@@ -103,15 +103,16 @@ class GTopKState:
         self._name = world.current().name_optimizer(["ddp"], self._members.ranks)
         self.scaler = scaler
         self.progress = Progress()
-        self._lanes = BucketLanes(self._open_lane)
-        self._skips = HookSkips(self._lanes.parameters, max_skipped_steps)
+        self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
+        self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
         look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
-        self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
+        # In the step, which ranks had SIGTERM: the engine's thread's own.
+        self._preempted: set[int] = set()
         self._not_finite: dict[int, list[int]] = {}  # likewise, of which ranks, in which buckets
         self._counted = True
         self._world = world.current()
@@ -139,22 +140,24 @@ class GTopKState:
         refuse_complex(bucket.parameters())
         _refuse_sparse(bucket)
         self._refuse_another_model(bucket)
-        lane = self._lanes.lane_of(bucket.parameters(), buffer)
+        bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
-        lane.parameters[0].grad = buffer
-        lane.take(1.0 / (len(self._members.ranks) * scale), scale)
-        number = self._steps.hand_over(lane)
-        told = TOLD if self._world.told_here else 0
+        bucket_exchange.parameters[0].grad = buffer
+        bucket_exchange.take(1.0 / (len(self._members.ranks) * scale), scale)
+        number = self._steps.hand_over(bucket_exchange)
+        preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
-            [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
-            partial(self._work, lane, number, bucket.index(), bucket.is_last()),
-            vote=told | vote_of(lane),
+            [f"{buffer.dtype} {list(buffer.shape)}", bucket_exchange.signature],
+            partial(self._work, bucket_exchange, number, bucket.index(), bucket.is_last()),
+            flags=preempted | flags_of(bucket_exchange),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
-        self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
+        self._finisher.submit(
+            self._finish, operation, bucket_exchange, buffer, future, bucket.is_last()
+        )
         if torch._C._current_graph_task_id() == -1:
             # This rank has joined (DDP.join): the gradients are zeros, and nobody's.
             return future.then(self._value_or_failure)
@@ -170,14 +173,18 @@ class GTopKState:
             "load_state_dict of a new GTopKState"
         )
 
-    def _open_lane(self, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
-        return open_lane(
+    def _open_bucket_exchange(
+        self, whole: torch.nn.Parameter, sizes: Sequence[int]
+    ) -> BucketExchange:
+        return open_bucket_exchange(
             self._name, [whole], ["bucket"], self.compression, self.progress, sizes=sizes
         )
 
     def _refuse_another_model(self, bucket: GradBucket) -> None:
         """Only the first step has new parameters, and its buckets are numbered as they come."""
-        if not self._lanes.knows(bucket.parameters()) and bucket.index() != len(self._lanes):
+        if not self._bucket_exchanges.knows(bucket.parameters()) and bucket.index() != len(
+            self._bucket_exchanges
+        ):
             raise ValueError(
                 "this GTopKState has the parameters of another model: use one GTopKState for each "
                 "model (or, of one model whose parameters have several dtypes, static_graph=True, "
@@ -186,22 +193,22 @@ class GTopKState:
 
     def _work(
         self,
-        lane: Lane,
+        bucket_exchange: BucketExchange,
         number: int,
         bucket: int,
         is_last: bool,
         transport: Transport,
-        votes: list[int],
+        all_flags: list[int],
     ) -> None:
         """Run on the engine's thread, in an order that is equal on all ranks."""
         began = time.perf_counter()
         self._buckets = bucket + 1 if is_last else self._buckets
-        for rank, vote in zip(self._members.ranks, votes, strict=True):
-            if vote & TOLD:
-                self._told.add(rank)
-            if vote & NOT_FINITE:
+        for rank, flags in zip(self._members.ranks, all_flags, strict=True):
+            if flags & PREEMPTED:
+                self._preempted.add(rank)
+            if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.ran(number, began, self._step.run(lane, transport, votes))
+        self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -212,7 +219,7 @@ class GTopKState:
     def _finish(
         self,
         operation: Operation,
-        lane: Lane,
+        bucket_exchange: BucketExchange,
         buffer: torch.Tensor,
         future: torch.futures.Future[torch.Tensor],
         is_last: bool,
@@ -224,7 +231,7 @@ class GTopKState:
                 self._steps.arrived()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
-                self._world.hear([*self._told])
+                self._world.note_preempted([*self._preempted])
                 where = " and ".join(
                     f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
                     for rank, buckets in sorted(self._not_finite.items())
@@ -233,7 +240,7 @@ class GTopKState:
                 self._skips.note(self._counted, self._world.rank, step, where)
         except Exception as error:
             self._failures.append(error)
-        with lane.bucket.on_stream():
+        with bucket_exchange.bucket.on_stream():
             future.set_result(buffer)
 
     def _raise_failure(self) -> None:
@@ -247,31 +254,33 @@ class GTopKState:
         return done.value()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return what this rank holds back of the model's parameters, by name, in their shapes.
+        """Return this rank's residual of the model's parameters, by name, in their shapes.
 
         Save it on every rank; or put the parts of all under "held" of one of them, which any number
         of ranks can load.
         """
-        parts = {name: self._lanes.held_of(parameter) for name, parameter in _named(model)}
-        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        parts = {
+            name: self._bucket_exchanges.residual_of(parameter) for name, parameter in _named(model)
+        }
+        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
         return {
             "format": FORMAT,
             "ranks": len(self._members.ranks),
             "steps": self.progress.steps,
             "lanes": [],
-            "held": {self._rank: held},
+            "held": {self._rank: residuals},
         }
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state with what all ranks hold back on the first, which is to save it.
+        """Return the state with the residuals of all ranks on the first, which is to save it.
 
         All ranks call it together; on the others it is this rank's own. Any number of ranks can
-        load it: nothing held back is lost.
+        load it: no residual is lost.
         """
         state = self.state_dict(model)
         mine = encode(state["held"][self._rank])
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             if transport.rank:
                 transport.send(np.frombuffer(mine, np.uint8), 0)()
                 return
@@ -301,11 +310,11 @@ class GTopKState:
         """
         named = _named(model)
         known = {name for name, _ in named}
-        held = share_of(state, self._rank, len(self._members.ranks))
-        held = under_known_names(held, known)
-        found: dict[torch.Tensor, Held] = {}
+        residuals = share_of(state, self._rank, len(self._members.ranks))
+        residuals = under_known_names(residuals, known)
+        found: dict[torch.Tensor, ResidualState] = {}
         for name, parameter in named:
-            found[parameter] = held.get(name, {})
+            found[parameter] = residuals.get(name, {})
             for what, tensor in found[parameter].items():
                 if not fits(what, tensor, parameter.shape):
                     raise ValueError(
@@ -313,12 +322,12 @@ class GTopKState:
                         f"parameter has {list(parameter.shape)}"
                     )
         self._strange = strangers(
-            held,
+            residuals,
             known,
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
-        self._lanes.hold(found)
+        self._bucket_exchanges.put_residuals(found)
         self.progress.steps = int(state["steps"])
 
 
@@ -346,7 +355,7 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
     """Once DDP has ended the backward pass, write the update of what no rank used, too.
 
     DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
-    But what was held back of it is sent in that step as in any other.
+    But its residual is sent in that step as in any other.
     """
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 

@@ -8,7 +8,7 @@
     dense        0 <> 1  |  2 <> 3         FSDP's reduce-scatter, over what is fast
     gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over what is slow
 
-    vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
+    flags        0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
 The residual is sharded as the gradients are. A module's shard is exchanged as soon as FSDP has
 reduced it, while backward goes on; the pass ends when all of them are. FSDP itself reads some of
@@ -44,17 +44,16 @@ from collectives.transports import Transport
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
-from .engine.agreement import gather_words
 from .exchange.exchange import Progress
-from .hooked.bucket_lanes import BucketLanes
+from .hooked.bucket_exchanges import BucketExchanges
 from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import OneStep, vote_of
-from .lanes.held import Held
-from .lanes.held_names import plain_name, strangers
-from .lanes.lanes import Lane, open_lane
+from .hooked.one_step import OneStep, flags_of
+from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
+from .lanes.residual_names import plain_name, strangers
+from .lanes.residual_state import ResidualState
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS
@@ -90,7 +89,7 @@ def replicate(
     density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
         With momentum_correction the optimizer's own momentum must be 0: its first step is else an
         error, as it is of Adam and its kin with adam_correction.
-    scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
+    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
@@ -101,8 +100,8 @@ def replicate(
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:
         raise ValueError(
-            "a module's shard travels as one: dense parameters are not possible; leave out dense, "
-            "dense_vectors and dense_under"
+            "FSDP's replicas reduce whole shards, so per-parameter dense rules are not supported; "
+            "leave out dense, dense_vectors and dense_under"
         )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
@@ -166,8 +165,8 @@ def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Plac
     replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
     said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
 
-    def gather(transport: Transport, votes: list[int]) -> list[list[str]]:
-        return gather_words(transport, said)
+    def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
+        return transport.gather_object(said)
 
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(
@@ -214,9 +213,9 @@ class ReplicaState:
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
         of them: GradScaler skips such a step; without one,
-        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. What is held
-        back is then as before the step. What a sum has beyond float16, of gradients in it, is held
-        back, and the step counts.
+        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. The
+        residual is then as before the step. What a sum has beyond float16, of gradients in it,
+        stays in the residual, and the step counts.
     """
 
     def __init__(
@@ -236,8 +235,10 @@ class ReplicaState:
         self._place = place
         self._world = world.current()
         self._name = self._world.name_optimizer(["fsdp"])
-        self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._bucket_exchanges = {
+            unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
+        }
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -260,27 +261,29 @@ class ReplicaState:
         if any(each.unit is unit for each in self._unfinished):  # a module that is used twice
             self._finish()
         names = unit.with_gradient
-        lane = self._lanes[unit].lane_of([unit.stand_ins[name] for name in names], gradients)
+        bucket_exchange = self._bucket_exchanges[unit].bucket_exchange_of(
+            [unit.stand_ins[name] for name in names], gradients
+        )
         scale = loss_scale(self.scaler)
-        lane.parameters[0].grad = gradients
-        lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
-        number = self._steps.hand_over(lane)
-        vote = vote_of(lane)
+        bucket_exchange.parameters[0].grad = gradients
+        bucket_exchange.take(1.0 / (self.process_set.size() or 1) / scale, scale)
+        number = self._steps.hand_over(bucket_exchange)
+        flags = flags_of(bucket_exchange)
 
-        def work(transport: Transport, votes: list[int]) -> bool:
+        def work(transport: Transport, all_flags: list[int]) -> bool:
             began = time.perf_counter()
-            self._steps.ran(number, began, self._step.run(lane, transport, votes))
-            return not vote and transport.rank not in self._step.not_finite
+            self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
+            return not flags and transport.rank not in self._step.not_finite
 
         operation = self.process_set.engine.submit(
             f"{self._name}.{unit.name}",
             [
                 f"{gradients.dtype} {list(gradients.shape)}",
                 f"gradients of {', '.join(names)}",
-                lane.facts,
+                bucket_exchange.signature,
             ],
             work,
-            vote=vote,
+            flags=flags,
         )
         self._steps.submitted(number, operation)
         stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
@@ -339,15 +342,20 @@ class ReplicaState:
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self._end_pass))
 
-    def _open_lane(self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
+    def _open_bucket_exchange(
+        self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]
+    ) -> BucketExchange:
         vector = stand_in(whole.detach().new_empty(1), whole.numel())
-        return open_lane(
+        return open_bucket_exchange(
             unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes
         )
 
     def _parameters(self) -> set[torch.Tensor]:
         """Return those that have gradients: what is not resharded has whole ones in their place."""
-        return {*self._model.parameters(), *(p for unit in self._lanes for p in unit.parameters)}
+        return {
+            *self._model.parameters(),
+            *(p for unit in self._bucket_exchanges for p in unit.parameters),
+        }
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -355,11 +363,14 @@ class ReplicaState:
         self._require_outermost()
         self._finish()
         everyone = self._place.everyone
-        votes = everyone.engine.submit(
-            f"{self._name}.pass", [], lambda transport, votes: votes, vote=self._vote()
+        all_flags = everyone.engine.submit(
+            f"{self._name}.pass",
+            [],
+            lambda transport, all_flags: all_flags,
+            flags=self._flags_of_pass(),
         ).wait()
         self._spoilt, self._finite = [], True
-        if _is_void(votes):
+        if _is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
@@ -369,19 +380,19 @@ class ReplicaState:
         self._steps.close(counted, overlapped=not self._has_waited)
         self._has_waited = False
         self.progress.steps += counted
-        ranks = zip(everyone.members.ranks, votes, strict=True)
-        where = [f"rank {rank}" for rank, vote in ranks if vote & _NOT_FINITE]
+        ranks = zip(everyone.members.ranks, all_flags, strict=True)
+        where = [f"rank {rank}" for rank, flags in ranks if flags & _NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
 
-    def _vote(self) -> int:
+    def _flags_of_pass(self) -> int:
         """Return what this rank says of the pass that ends."""
-        vote = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
+        flags = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
         for parameter in self._spoilt:
             if not isinstance(parameter.grad, DTensor):
-                vote |= _CLEARED
+                flags |= _CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                vote |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
-        return vote
+                flags |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
+        return flags
 
     def _require_outermost(self) -> None:
         """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
@@ -395,14 +406,14 @@ class ReplicaState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds back; save it on every rank."""
+        """Return this rank's residual; save it on every rank."""
         parts = {
-            name: lanes.held_of(shard)
-            for unit, lanes in self._lanes.items()
+            name: bucket_exchanges.residual_of(shard)
+            for unit, bucket_exchanges in self._bucket_exchanges.items()
             for name, shard in unit.stand_ins.items()
         }
-        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
-        mine = {f"{self._place.shard}/{name}": part for name, part in held.items()}
+        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        mine = {f"{self._place.shard}/{name}": part for name, part in residuals.items()}
         return {
             "format": FORMAT,
             "ranks": self._ranks,
@@ -415,7 +426,7 @@ class ReplicaState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold back this from the next step on; between steps only.
 
-        On another number of replicas, of as many shards, the sum of what is held back stays.
+        On another number of replicas, of as many shards, the sum of the residual stays.
         Raises ValueError for a state of another format, and of other shards.
         """
         if state.get("shards") != self._place.shards:
@@ -424,31 +435,33 @@ class ReplicaState:
                 f"{self._place.shards}: the number of shards must be what it was"
             )
         share = share_of(state, self._rank, self._ranks)
-        held: dict[str, Held] = {}
+        residuals: dict[str, ResidualState] = {}
         for key, parts in share.items():
             number, _, name = key.partition("/")
             if int(number) != self._place.shard:
                 raise ValueError(
-                    f"the state has what is held back of shard {number}, but this rank has shard "
+                    f"the state has the residual of shard {number}, but this rank has shard "
                     f"{self._place.shard}: on another number of replicas the ranks of each must "
                     "follow each other, as in a mesh whose last dimension is that of the shards"
                 )
-            held[name] = parts
-        for unit in self._lanes:
-            held.update(unit.by_parameter(held.pop(unit.name, {})))
+            residuals[name] = parts
+        for unit in self._bucket_exchanges:
+            residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
-                require_shape(name, held.get(name, {}), shard.shape)
+                require_shape(name, residuals.get(name, {}), shard.shape)
         self._step.close()  # of a pass that was broken off
-        for unit in self._lanes:
+        for unit in self._bucket_exchanges:
             unit.accumulated.clear()
         self._strange = strangers(
-            held,
-            {name for unit in self._lanes for name in unit.stand_ins},
+            residuals,
+            {name for unit in self._bucket_exchanges for name in unit.stand_ins},
             self._world.rank,
             "the model has no sharded parameter of that name; shard those that were",
         )
-        for unit, lanes in self._lanes.items():
-            lanes.hold({shard: held.get(name, {}) for name, shard in unit.stand_ins.items()})
+        for unit, bucket_exchanges in self._bucket_exchanges.items():
+            bucket_exchanges.put_residuals(
+                {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
+            )
         self.progress.steps = int(state["steps"])
 
     @property
@@ -461,10 +474,10 @@ class ReplicaState:
         return (self.process_set.rank() or 0) * self._place.shards + self._place.shard
 
 
-def _is_void(votes: Sequence[int]) -> bool:
+def _is_void(all_flags: Sequence[int]) -> bool:
     """Tell whether a pass does not count, as one does not that was added to NaN.
 
     What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
     """
-    said = functools.reduce(operator.or_, votes)
+    said = functools.reduce(operator.or_, all_flags)
     return bool(said & _VOID) or said & (_SPOILT | _CLEARED) == _SPOILT

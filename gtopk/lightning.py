@@ -4,7 +4,7 @@ Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
 
 setup           Lightning wraps the module in DistributedDataParallel
 fit begins      the hook of `gtopk.ddp` is registered on it
-checkpoints     have what all ranks hold back, for any number of ranks to go on from
+checkpoints     have the residuals of all ranks, for any number of ranks to go on from
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GTopK(Callback):
     density, options: as `gtopk.ddp.GTopKState` takes them.
     state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
         passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
-        with what is held back, unless it begins from a checkpoint.
+        with the residual, unless it begins from a checkpoint.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
@@ -71,7 +71,7 @@ class GTopK(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add what all ranks hold back; Lightning calls it on all of them."""
+        """Add the residuals of all ranks; Lightning calls it on all of them."""
         model = trainer.strategy.model
         if self.state is not None and model is not None:
             checkpoint["gtopk"] = self.state.gather_state(model)

@@ -17,6 +17,8 @@ from typing import Final
 
 from collectives.transports import transport
 
+from . import settings
+
 _LEVELS: Final = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -65,9 +67,7 @@ def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
     Raises ValueError for a GTOPK_LOG that is no level.
     """
-    asked = environ.get("GTOPK_LOG", "").lower()
-    if asked and asked not in _LEVELS:
-        raise ValueError(f"GTOPK_LOG must be one of {', '.join(_LEVELS)}, got {asked!r}")
+    asked = settings.LOG.read(environ)
     fall_silent()
     if any(not isinstance(each, logging.NullHandler) for each in _log.handlers):
         return
@@ -84,7 +84,7 @@ def say(text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.en
 
     For what is said before `init` has made the logger speak, too.
     """
-    if level >= _LEVELS.get(environ.get("GTOPK_LOG", "").lower(), logging.INFO):
+    if level >= _LEVELS.get(settings.LOG.text(environ).lower(), logging.INFO):
         transport.say(text)
 
 

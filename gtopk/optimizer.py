@@ -16,7 +16,7 @@ from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression, check_choice
 from .logs import EVERYWHERE
 from .recording import looks
-from .reductions import Adasum, Average
+from .reduce_ops import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import (
     RECIPE,
@@ -127,7 +127,8 @@ class _DistributedOptimizer(Readings):
 
         When a gradient was not finite on any rank, a dense sum is not in its dtype, or a sparse one
         in float32, all ranks skip: the residuals stay as they were, the gradients become NaN on
-        every rank, and `step` applies nothing. What a sparse sum has beyond float16 is held back.
+        every rank, and `step` applies nothing. What a sparse sum has beyond float16 stays
+        in the residual.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
@@ -173,7 +174,7 @@ class _DistributedOptimizer(Readings):
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
             if not self._skip and looks.is_due(self._reducer.progress.steps):
-                looks.look(recorder, self._reducer.planned.lanes)
+                looks.look(recorder, self._reducer.planned.bucket_exchanges)
         if self._world.timeline is not None:
             began = self._reducer.progress.backward_began
             spans = (
@@ -300,8 +301,8 @@ class _DistributedOptimizer(Readings):
         """Clear the gradients; what was computed towards the next step is forgotten.
 
         So is an update that `synchronize` has put there, as of a discriminator's gradients from the
-        generator's loss: each rank holds back what it did before. It stays sent where a parameter
-        has changed since, by an optimizer that steps in this one's place, say.
+        generator's loss: each rank has the residual of before. It stays sent where a parameter has
+        changed since, by an optimizer that steps in this one's place, say.
         Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
         skips a step on this rank alone, it is a step behind the others from then on.
         """
@@ -320,7 +321,7 @@ class _DistributedOptimizer(Readings):
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back.
+        """Return the wrapped optimizer's state, and under "gtopk" this rank's residual.
 
         Before the first step there is nothing of the latter.
         """
@@ -328,9 +329,9 @@ class _DistributedOptimizer(Readings):
         return {**super().state_dict(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
-        """Return the state with what all ranks hold back, on the root; None on the others.
+        """Return the state with the residuals of all ranks, on the root; None on the others.
 
-        All ranks call it together. Any number of ranks can load it: nothing held back is lost.
+        All ranks call it together. Any number of ranks can load it: no residual is lost.
         """
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
         return None if parts is None else {**super().state_dict(), optimizer_checkpoint.KEY: parts}
@@ -338,7 +339,7 @@ class _DistributedOptimizer(Readings):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        A plain optimizer's state is fine: what is held back stays then.
+        A plain optimizer's state is fine: the residual stays then.
         """
         self._synchronized = self._skip = False
         self._agreed = None
@@ -399,7 +400,7 @@ def DistributedOptimizer(
     op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
         gradients are exchanged does not matter then, and clipping them is the script's.
     gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; not
-        those of which something is held back, whose sums are at least of float32.
+        those of which there is a residual, whose sums are at least of float32.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: exchange sparse gradients (embeddings') as dense ones; afterwards they are
@@ -426,8 +427,8 @@ def DistributedOptimizer(
         while this rank has joined do.
     on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
         each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
-        than half of them, and a warning says so. Without such a majority it is an error. What
-        ranks hold back is their own, and stays. None: an error where check_every is given, else a
+        than half of them, and a warning says so. Without such a majority it is an error. The
+        residuals are each rank's own, and stay. None: an error where check_every is given, else a
         warning.
     max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
         is not finite; 0: the first is an error.

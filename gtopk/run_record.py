@@ -32,7 +32,7 @@ def record(
     settings = Settings(folder, every, tensorboard, address)
     here = world.current()
     here.clock, here.began_unix_seconds = here.engine.submit(
-        "clocks", [], lambda t, votes: (clock_offset(t), agree_on_now(t))
+        "clocks", [], lambda t, all_flags: (clock_offset(t), agree_on_now(t))
     ).wait()
     start(here, settings)
 

@@ -122,7 +122,7 @@ def batch(step: StepReport) -> float | None:
 
 
 class Sized(Protocol):
-    """A lane, as far as its size goes."""
+    """A bucket, as far as its size goes."""
 
     @property
     def elements(self) -> int: ...
@@ -138,7 +138,7 @@ class Reported(Protocol):
     @property
     def spans(self) -> Sequence[tuple[float, float]]: ...
     @property
-    def lanes(self) -> Sequence[Sized]: ...
+    def bucket_exchanges(self) -> Sequence[Sized]: ...
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Seen:
     operations: dict[int, Operation] = field(default_factory=dict)
     exchanged: dict[int, Exchanged] = field(default_factory=dict)
     spans: list[tuple[float, float]] = field(default_factory=list)
-    lanes: list[Any] = field(default_factory=list)
+    bucket_exchanges: list[Any] = field(default_factory=list)
 
 
 def report(
@@ -190,7 +190,7 @@ def report(
         code_seconds=sum(each.coded.seconds for each in exchanged),
         hidden_seconds=sum(_outside(span, waits) for span in round.spans),
         working_seconds=sum(ended - begun for begun, ended in round.spans),
-        buckets=len(round.lanes),
+        buckets=len(round.bucket_exchanges),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
         predicted_seconds=predicted_seconds if exchanged else None,
         sent_bytes=sum(operation.traffic.sent_bytes for operation in operations),
@@ -198,7 +198,7 @@ def report(
         bytes_counted=all(each.bytes_counted for each in exchanged),
         coded_entries=sum(each.coded.entries for each in exchanged),
         coded_bytes=sum(each.coded.bytes for each in exchanged),
-        elements=sum(lane.elements for lane in round.lanes),
+        elements=sum(bucket_exchange.elements for bucket_exchange in round.bucket_exchanges),
         samples=samples,
         selected=sum(each.selected for each in exchanged),
         updated=sum(each.updated for each in exchanged),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
 from gtopk.arguments import as_argument, share
-from gtopk.charts.units import bytes_text, count_text
+from gtopk.units import bytes_text, count_text
 from models.data.batches import SparseDataset
 from models.data.catalogue import shape_of
 from models.data.synthetic_xml import synthesise

@@ -23,12 +23,12 @@ from collectives.cost import Link
 from collectives.planning import Network
 from gtopk.arguments import as_argument, whole_number
 from gtopk.charts import svg
-from gtopk.charts.units import count_text, seconds_text
 from gtopk.plan.models import PARAMETERS
 from gtopk.plan.quantities import bandwidth, duration
 from gtopk.replay.platform import NODES_PER_SWITCH, Platform
 from gtopk.replay.simulate import find_python, simulate
 from gtopk.replay.traces import Reduction, trace_of
+from gtopk.units import count_text, seconds_text
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 DENSITY: Final = 0.001

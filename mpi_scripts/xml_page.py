@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, Final, NamedTuple
 
 from gtopk.charts.svg import drawing, frame, horizontal, line, text, vertical
-from gtopk.charts.units import count_text, digits
+from gtopk.units import count_text, digits
 
 AT: Final = (1, 3, 5)
 COLOURS: Final = ("#0072b2", "#cf5b00", "#00875f", "#a35a8f", "#7a8590", "#b98500")

@@ -25,10 +25,10 @@ import torch
 
 import gtopk
 from gtopk import objects
+from gtopk.errors import DamagedError
 from gtopk.objects.format import HEADER, MAGIC, VERSION
 from gtopk.runner import report
 from gtopk.torch.checkpoint import CheckpointError, load_latest
-from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import seal
 from gtopk.torch.checkpoint.tree import put_together
 from models.data import load

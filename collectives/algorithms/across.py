@@ -9,10 +9,10 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import Format
 from . import gtopk, oktopk
+from .gtopk_options import GtopkOptions
 from .options import check_names
 from .outcome import Outcome
 from .regions import Regions
-from .terms import Terms
 
 ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]
 
@@ -31,12 +31,12 @@ def open_across(name: str, format: Format, options: dict[str, Any], k: int, leng
     """Return "gtopk" or "oktopk" with its options; raise ValueError where one is out of bounds."""
     if name == "gtopk":
         check_names(name, gtopk.reduce, options)
-        terms = Terms(format, **options).checked()
+        options_of_all = GtopkOptions(format, **options).checked()
 
         def by_gtopk(
             picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
         ) -> Outcome:
-            return gtopk.reduce_list(picks, k, transport, terms, refused_by)
+            return gtopk.reduce_list(picks, k, transport, options_of_all, refused_by)
 
         return Across(by_gtopk, k)
     if name == "oktopk":

@@ -2,7 +2,7 @@
 
     P = 4     round 0     round 1          P = 6: ranks 4 and 5 hand their picks to 0 and 1 first,
               0 <-> 1     0 <-> 2          and get the result back last; 2 and 3, who are ahead of
-              2 <-> 3     1 <-> 3          them, wait for a word before round 1 (`turns`)
+              2 <-> 3     1 <-> 3          them, wait for a go-ahead first (`pacing`)
 
 log2(P) rounds of one message, where the paper's tree takes 2 log2(P) (Shi et al. 2019, section
 III, give this cost; their code does not reach it).
@@ -19,15 +19,15 @@ from ..kernels import merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
-from .account import Account
 from .alive import alive_bytes, pack_alive, unpack_alive
+from .conservation import Conservation
 from .growth import kept_sizes
+from .gtopk_options import GtopkOptions
 from .outcome import Outcome, refused, settle
+from .pacing import wait_for_go_ahead
 from .refusal import examine, lowest
 from .rounding import rounding_error
 from .swap import swap_and_merge
-from .terms import Terms
-from .turns import take_turns
 
 
 def reduce(
@@ -44,25 +44,29 @@ def reduce(
 
     growth:   the last rounds keep more, up to growth * k entries (`growth`).
     put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
-              the merged list (`account`).
+              the merged list (`conservation`).
     pieces:   how many messages a list travels in (`swap`); the result is the same.
     """
-    terms = Terms(format, growth, put_back, pieces).checked()
-    return settle(reduce_list(selected, k, transport, terms))
+    options = GtopkOptions(format, growth, put_back, pieces).checked()
+    return settle(reduce_list(selected, k, transport, options))
 
 
 def reduce_list(
-    selected: SparseVector, k: int, transport: Transport, terms: Terms, refused_by: int = NOBODY
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    options: GtopkOptions,
+    refused_by: int = NOBODY,
 ) -> Outcome:
     """Return the outcome; a list that somebody refused already takes part as an empty one."""
     size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
-    kept = kept_sizes(k, terms.growth, paired.bit_length() - 1, selected.length)
+    kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        outcome = _as_guest(picks, refused_by, k, [k, *kept][-1], transport, terms)
+        outcome = _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
     else:
-        outcome = _as_host(picks, refused_by, k, kept, transport, terms)
+        outcome = _as_host(picks, refused_by, k, kept, transport, options)
     return outcome if outcome.refused_by == NOBODY else refused(selected, outcome.refused_by)
 
 
@@ -72,39 +76,39 @@ def _as_host(
     k: int,
     kept: list[int],
     transport: Transport,
-    terms: Terms,
+    options: GtopkOptions,
 ) -> Outcome:
     rank = transport.rank
     paired = 1 << len(kept)
     guest = rank + paired
     folds = guest < transport.size
-    accounts = [Account(picks, terms.put_back)]
+    conservations = [Conservation(picks, options.put_back)]
     guests = picks.at(slice(0))
     if folds:
-        guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, terms)
-        accounts.append(Account(guests, terms.put_back))
+        guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
+        conservations.append(Conservation(guests, options.put_back))
     merged = picks
     if folds or picks.entries > k or not kept:  # else the first round cuts, and drops zeros
         merged, dropped = merge(picks, guests, k)
         merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
-        for account in accounts:
-            account.note_merge(merged, dropped, holders=1)
+        for conservation in conservations:
+            conservation.note_merge(merged, dropped, holders=1)
 
     holders = 1
     for keep in kept:
         peer = rank ^ holders
-        take_turns(transport, peer, holders, transport.size - paired, k)
-        swapped = swap_and_merge(merged, refused_by, keep, transport, peer, terms, holders)
-        accounts[0].note_rounding(swapped.error)
+        wait_for_go_ahead(transport, peer, holders, transport.size - paired, k)
+        swapped = swap_and_merge(merged, refused_by, keep, transport, peer, options, holders)
+        conservations[0].note_rounding(swapped.error)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # all who hold this list name the same rank
         merged, refused_by = examine(swapped.merged, finder, swapped.refused_by)
-        for account in accounts:
-            account.note_merge(merged, swapped.dropped, holders)
+        for conservation in conservations:
+            conservation.note_merge(merged, swapped.dropped, holders)
 
     if folds:
-        bits = pack_alive(accounts[1].alive)
-        exact = Format(terms.format.indices)
+        bits = pack_alive(conservations[1].alive)
+        exact = Format(options.format.indices)
         result = wire.encode(
             merged,
             [k, *kept][-1],
@@ -114,7 +118,7 @@ def _as_host(
             number=transport.begun,
         )
         transport.send(result.message, guest)()
-    return accounts[0].close(merged)._replace(refused_by=refused_by)
+    return conservations[0].close(merged)._replace(refused_by=refused_by)
 
 
 def _receive_picks(
@@ -123,15 +127,15 @@ def _receive_picks(
     refused_by: int,
     k: int,
     transport: Transport,
-    terms: Terms,
+    options: GtopkOptions,
 ) -> tuple[SparseVector, int]:
     """Return what a rank that is folded in picked, and who refused so far."""
     message, sender = transport.receive(guest), transport.ranks[guest]
-    stamp_bytes = terms.stamp().size
+    stamp_bytes = options.stamp().size
     decoded = wire.decode(
-        message, like, k, sender, terms.format, stamp_bytes, number=transport.begun
+        message, like, k, sender, options.format, stamp_bytes, number=transport.begun
     )
-    terms.check_stamp(decoded.extra, 0, sender)
+    options.check_stamp(decoded.extra, 0, sender)
     return decoded.vector, lowest(refused_by, decoded.refused_by)
 
 
@@ -141,28 +145,28 @@ def _as_guest(
     k: int,
     result_k: int,
     transport: Transport,
-    terms: Terms,
+    options: GtopkOptions,
 ) -> Outcome:
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
-    account = Account(picks, terms.put_back)
+    conservation = Conservation(picks, options.put_back)
     encoded = wire.encode(
         picks,
         k,
-        terms.format,
-        extra=terms.stamp(),
+        options.format,
+        extra=options.stamp(),
         refused_by=refused_by,
         number=transport.begun,
     )
-    account.note_rounding(rounding_error(picks, encoded.vector, terms.format))
+    conservation.note_rounding(rounding_error(picks, encoded.vector, options.format))
     transport.send(encoded.message, host)()
     update, bits, refused_by = wire.decode(
         transport.receive(host),
         picks,
         result_k,
         transport.ranks[host],
-        Format(terms.format.indices),
+        Format(options.format.indices),
         alive_bytes(picks.entries),
         number=transport.begun,
     )
-    account.note_fate(unpack_alive(bits, picks.entries))
-    return account.close(update)._replace(refused_by=refused_by)
+    conservation.note_fate(unpack_alive(bits, picks.entries))
+    return conservation.close(update)._replace(refused_by=refused_by)

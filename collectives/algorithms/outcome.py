@@ -1,4 +1,4 @@
-"""Outcome: what a reduction leaves on a rank, before it is told as (update, returned)."""
+"""One rank's result of a sparse reduction, before it is split into (update, returned)."""
 
 from __future__ import annotations
 

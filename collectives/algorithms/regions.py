@@ -7,9 +7,9 @@
     owners                   rank 1     rank 2     rank 3      rank 0
 
 Boundaries lie where all ranks' picks together fall into equal parts, as far as quantiles tell: each
-rank divides its picks into 4 P equal lots and tells where each ends. So each end of a region is off
-by less than one lot of every rank, a quarter of the region's fair share; by far less where picks
-spread evenly within a lot.
+rank divides its picks into 4 P equal quantiles and tells where each ends. So each end of a region
+is off by less than one quantile of every rank, a quarter of the region's fair share; by far less
+where picks spread evenly within a quantile.
 Regions are dealt to the ranks by the rotation that leaves most picks where they are.
 
 The first step draws its boundaries from its own picks, before it sends any: it is as even as those
@@ -28,9 +28,9 @@ import numpy as np
 from .. import wire
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
-from .lots import at_positions, lot_ends
+from .quantiles import at_positions, quantile_ends
 
-LOTS_PER_RANK: Final = 4
+QUANTILES_PER_RANK: Final = 4
 _TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new
 
 
@@ -94,7 +94,7 @@ class Regions:
 def estimate(picks: SparseVector, transport: Transport) -> Cut:
     """Return regions of about equally many picks: one small allgather."""
     size, length = transport.size, picks.length
-    ranks, points, weights = _gather_lots(picks, transport)
+    ranks, points, weights = _gather_quantiles(picks, transport)
     total = int(weights.sum())
     if not total:
         bounds = [length * region // size for region in range(size + 1)]
@@ -117,10 +117,10 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
 def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[int]:
     """Return before which index so many picks of all ranks lie (targets, ascending).
 
-    Of a lot the last pick's place is known, and the others are taken to be spread evenly before it:
-    a rank's picks up to an index are a line that bends and steps up where a lot ends. The sum of
-    these lines is walked from bend to bend, by single operations of float64, which every processor
-    rounds alike.
+    Of a quantile the last pick's place is known; the others are taken as spread evenly before it:
+    a rank's picks up to an index are a line that bends and steps up where a quantile ends. The
+    sum of these lines is walked from bend to bend, by single operations of float64, which every
+    processor rounds alike.
     """
     begins = np.where(np.diff(ranks, prepend=-1) > 0, -1, np.roll(points, 1))
     slopes = (weights - 1) / (points - begins)
@@ -136,23 +136,23 @@ def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[i
     return [int(index) + 1 for index in bends[after] - back]
 
 
-def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:
-    """Return rank, last index and size of every rank's lots, int64 [m] each.
+def _gather_quantiles(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:
+    """Return rank, last index and size of every rank's quantiles, int64 [m] each.
 
-    A message is a vector: at the last index of each lot, how many picks are in it.
+    A message is a vector: at the last index of each quantile, how many picks are in it.
     """
-    ends = lot_ends(picks.entries, LOTS_PER_RANK * transport.size)
+    ends = quantile_ends(picks.entries, QUANTILES_PER_RANK * transport.size)
     lasts = at_positions(picks.indices, [end - 1 for end in ends])
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
     mine = SparseVector(lasts, sizes, picks.length)
     number = transport.begun
-    messages = transport.allgather(wire.encode(mine, LOTS_PER_RANK, number=number).message)
-    lots = [
-        wire.decode(message, mine, LOTS_PER_RANK, sender, number=number).vector
+    messages = transport.allgather(wire.encode(mine, QUANTILES_PER_RANK, number=number).message)
+    quantiles = [
+        wire.decode(message, mine, QUANTILES_PER_RANK, sender, number=number).vector
         for message, sender in zip(messages, transport.ranks, strict=True)
     ]
     return (
-        np.repeat(np.arange(transport.size), [vector.entries for vector in lots]),
-        np.concatenate([vector.indices for vector in lots]).astype(np.int64),
-        np.concatenate([vector.values for vector in lots]).astype(np.int64),
+        np.repeat(np.arange(transport.size), [vector.entries for vector in quantiles]),
+        np.concatenate([vector.indices for vector in quantiles]).astype(np.int64),
+        np.concatenate([vector.values for vector in quantiles]).astype(np.int64),
     )

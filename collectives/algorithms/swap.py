@@ -22,10 +22,10 @@ from ..errors import MessageError
 from ..kernels import merge
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
+from .gtopk_options import GtopkOptions
 from .outcome import put_together
 from .refusal import lowest
 from .rounding import rounding_error
-from .terms import Terms
 
 # Pieces begin at multiples of it, as do the blocks of values that share a scale.
 _BLOCK: Final = 256
@@ -50,7 +50,7 @@ def swap_and_merge(
     keep: int,
     transport: Transport,
     peer: int,
-    terms: Terms,
+    options: GtopkOptions,
     holders: int,
 ) -> Swapped:
     """Return the `keep` largest entries of the sum of both ranks' lists.
@@ -58,45 +58,45 @@ def swap_and_merge(
     holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
     """
     whole = mine
-    if terms.pieces > 1 and terms.format.values != "exact":
+    if options.pieces > 1 and options.format.values != "exact":
         # Rounded as a whole, as a single message would: rounded once more, the pieces stay as is.
-        whole = wire.encode(mine, keep, terms.format).vector
+        whole = wire.encode(mine, keep, options.format).vector
     rounded, errors = [], []
 
     def messages(refused_by: int) -> Iterator[tuple[Array, int]]:
-        for piece, cut in enumerate(_cuts(mine.entries, terms.pieces)):
+        for piece, cut in enumerate(_cuts(mine.entries, options.pieces)):
             encoded = wire.encode(
                 whole.at(cut),
                 keep,
-                terms.format,
-                extra=terms.stamp(piece),
+                options.format,
+                extra=options.stamp(piece),
                 refused_by=refused_by,
                 number=transport.begun,
             )
             rounded.append(encoded.vector)
             first = (transport.rank - cut.start) % holders
-            error = rounding_error(mine.at(cut), encoded.vector, terms.format, first, holders)
+            error = rounding_error(mine.at(cut), encoded.vector, options.format, first, holders)
             errors.append(error)
             yield encoded.message, peer
 
-    incoming = transport.exchange_all(messages(refused_by), [peer] * terms.pieces)
+    incoming = transport.exchange_all(messages(refused_by), [peer] * options.pieces)
     ours = put_together(rounded)  # all are on their way
 
     kept, dropped = [], []
     begin = 0
     for piece, message in enumerate(incoming):
-        decoded = _read(message, transport, peer, mine, keep, terms, piece)
+        decoded = _read(message, transport, peer, mine, keep, options, piece)
         refused_by = lowest(refused_by, decoded.refused_by)
         theirs = decoded.vector
         here = ours
-        if terms.pieces > 1:
+        if options.pieces > 1:
             end = _end_of(theirs, begin, piece, transport.ranks[peer])
-            end = mine.length if piece == terms.pieces - 1 else end
+            end = mine.length if piece == options.pieces - 1 else end
             here, begin = ours.between(begin, end), end
         largest, rest = merge(here, theirs, keep)
         kept.append(largest)
         dropped.append(rest)
-    if terms.pieces > 1:
+    if options.pieces > 1:
         largest, rest = merge(put_together(kept), mine.at(slice(0)), keep)
         kept, dropped = [largest], [*dropped, rest]
     return Swapped(kept[0], put_together(dropped), put_together(errors), refused_by)
@@ -129,12 +129,12 @@ def _read(
     peer: int,
     like: SparseVector,
     keep: int,
-    terms: Terms,
+    options: GtopkOptions,
     piece: int,
 ) -> wire.Decoded:
-    sender, stamp_bytes = transport.ranks[peer], terms.stamp().size
+    sender, stamp_bytes = transport.ranks[peer], options.stamp().size
     decoded = wire.decode(
-        message, like, keep, sender, terms.format, stamp_bytes, number=transport.begun
+        message, like, keep, sender, options.format, stamp_bytes, number=transport.begun
     )
-    terms.check_stamp(decoded.extra, piece, sender)
+    options.check_stamp(decoded.extra, piece, sender)
     return decoded

@@ -1,14 +1,14 @@
 """Threshold: how many entries of each region are among the `wanted` largest of all regions.
 
 Entries have one order: the larger |value| first; among equals the lower index, so the lower
-region. Each owner sorts its own. In a round it sends the last value of each of 64 equal lots of
-its undecided entries. All learn between which two of these the last wanted entry lies: what comes
-before is in, what comes after is out. Drawn with two lots:
+region. Each owner sorts its own. In a round it sends the last value of each of 64 equal quantiles
+of its undecided entries. All learn between which two of these the last wanted entry lies: what
+comes before is in, what comes after is out. Drawn with two quantiles:
 
     region 0    in in | 9 7  6 4 | out       sends 7 4        5 are wanted and 3 are in: up to 8
     region 1    in    | 8    5 3 | out       sends 8 3        there is 1 more, up to 7 there are 3
 
-    region 0    in in | 9 7 | out            sends 9 7        every lot is one entry: the 2 more
+    region 0    in in | 9 7 | out            sends 9 7        each quantile is one entry: the 2 more
     region 1    in    | 8   | out            sends 8          are 9 and 8
 
 A round leaves about a 32nd undecided: 25 thousand entries on each of 16 ranks take three, each an
@@ -27,10 +27,10 @@ from ..errors import MessageError
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import NOBODY
-from .lots import at_positions, lot_ends
+from .quantiles import at_positions, quantile_ends
 from .refusal import lowest
 
-_LOTS: Final = 64
+_QUANTILES: Final = 64
 _NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
 
 
@@ -53,7 +53,7 @@ class _Told(NamedTuple):
     high: int
     load: int
     refused_by: int
-    samples: Array  # -|value| at the end of each lot
+    samples: Array  # -|value| at the end of each quantile
 
 
 def share_out(
@@ -75,7 +75,7 @@ def share_out(
     keys.sort()
     low, high = 0, min(wanted, total.entries)
     while True:
-        lasts = [low + end - 1 for end in lot_ends(high - low, _LOTS)]
+        lasts = [low + end - 1 for end in quantile_ends(high - low, _QUANTILES)]
         mine = _Told(low, high, load, refused_by, at_positions(keys, lasts))
         told = _tell(mine, total, wanted, owners, transport)
         shares = Shares(
@@ -101,11 +101,11 @@ class _Search:
     """
 
     def __init__(self, told: Sequence[_Told]) -> None:
-        ends = [lot_ends(region.high - region.low, _LOTS) for region in told]
+        ends = [quantile_ends(region.high - region.low, _QUANTILES) for region in told]
         sizes = [np.diff([0, *region]) for region in ends]
-        # What a region's next lot hides: entries that may come before the lot's sample, its last.
-        hidden_at_first = sum(int(lots[0]) - 1 for lots in sizes if lots.size)
-        hidden_next = [np.append(lots[1:], 1)[: lots.size] - 1 for lots in sizes]
+        # What a region's next quantile hides: entries that may come before its sample, the last.
+        hidden_at_first = sum(int(quantiles[0]) - 1 for quantiles in sizes if quantiles.size)
+        hidden_next = [np.append(quantiles[1:], 1)[: quantiles.size] - 1 for quantiles in sizes]
         regions = np.repeat(np.arange(len(told)), [len(region) for region in ends])
         starts = np.repeat([region.low for region in told], [len(region) for region in ends])
         counts = starts + np.concatenate(ends).astype(np.int64)
@@ -147,7 +147,7 @@ def _tell(
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """
     nothing = like.at(slice(0))
-    extra = np.zeros(_NUMBERS_BYTES + min(_LOTS, wanted) * mine.samples.itemsize, np.uint8)
+    extra = np.zeros(_NUMBERS_BYTES + min(_QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
     extra[:_NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
     number = transport.begun
@@ -165,6 +165,6 @@ def _tell(
                 f"the message from rank {sender} is malformed: of its {wanted} largest entries "
                 f"number {low} to {high} should be undecided"
             )
-        samples = extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: min(_LOTS, high - low)]
+        samples = extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: min(_QUANTILES, high - low)]
         told.append(_Told(low, high, load, refused_by, samples))
     return told

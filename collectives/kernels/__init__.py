@@ -10,10 +10,10 @@ larger than infinity; exact zeros are never selected, so fewer than k entries ma
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Final
 
+from .. import environment
 from ..vector import Array, SparseVector, is_on_device, require_values
 from . import reference
 from .gradients import Gradient, Located, Momentum
@@ -40,12 +40,7 @@ __all__ = [
 
 
 def _choose() -> Any:
-    wanted = os.environ.get("GTOPK_KERNELS", "")
-    if wanted not in ("", "reference"):
-        raise ValueError(
-            f"GTOPK_KERNELS must be 'reference' (NumPy) or unset (C++ where built), got {wanted!r}"
-        )
-    if wanted == "reference" or library() is None:
+    if environment.kernels() == "reference" or library() is None:
         return reference
     from . import host
 

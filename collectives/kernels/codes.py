@@ -6,8 +6,8 @@ bytes, and refuse the same ones.
 `pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
 `unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
 
-A GPU's arrays have `in_order`, the blocks and the 16-bit floats here, and `seal` and `open_sealed`,
-which are theirs alone.
+A GPU's arrays have `in_order`, the blocks and the 16-bit floats here, and `write_head` and
+`read_head`, which are theirs alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = [
     "exponent_range",
     "in_order",
     "int8_bytes",
-    "open_sealed",
     "pack_bf16",
     "pack_blocks",
     "pack_fp16",
     "pack_int8",
     "pack_rice",
+    "read_head",
     "rice_capacity",
-    "seal",
     "unpack_bf16",
     "unpack_blocks",
     "unpack_fp16",
     "unpack_int8",
     "unpack_rice",
+    "write_head",
 ]
 
 
@@ -51,17 +51,17 @@ def checksum(data: Array, seed: int = 0) -> int:
     return number
 
 
-def seal(message: Array, head: Array) -> None:
+def write_head(message: Array, head: Array) -> None:
     """Begin a GPU's message with 56 bytes of the host, and its checksum; waits for nothing.
 
     The checksum takes 8 bytes; it is that of all after it, seeded with that of the 56 bytes.
     """
-    _codes(message).seal(message, head)
+    _codes(message).write_head(message, head)
 
 
-def open_sealed(message: Array) -> tuple[Array, int]:
-    """Return the first 64 bytes of a GPU's message on the host, and what `seal` writes there."""
-    head, number = _codes(message).open_sealed(message)
+def read_head(message: Array) -> tuple[Array, int]:
+    """Return a GPU message's first 64 bytes on the host, and what `write_head` writes there."""
+    head, number = _codes(message).read_head(message)
     return head, number
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import sys
 import time
@@ -13,8 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from .. import environment
 from ..kernels import in_use
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
@@ -27,7 +24,6 @@ from .recheck import still_holds
 # Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
 # measured, so that what was kept by another meaning is measured anew.
 MODEL: Final = 4
-VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
 
 def calibrate(
@@ -44,7 +40,7 @@ def calibrate(
     case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
     home folder's .cache; without a home folder nothing is kept.
     """
-    setting = os.environ.get(VARIABLE, "")
+    setting = environment.calibration()  # rank 0's counts
     word = setting.lower()
     known = _facts(transport, formats, facts or {})
     found, path, is_kept = None, None, False
@@ -56,10 +52,7 @@ def calibrate(
         found = load(path, known, transport.size)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
-    said = json.dumps([as_json(found) if found else None, is_kept]).encode()
-    record, is_kept = json.loads(
-        transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-    )
+    record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
     if record is not None:
         told = calibration_from(record)
         if not is_kept or still_holds(transport, told, clock):
@@ -75,8 +68,7 @@ def calibrate(
 def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
     """Return what a calibration holds for, in words; every rank must call it."""
     native_bytes = transport.native_bytes()
-    host = np.frombuffer(socket.gethostname().encode(), np.uint8)
-    hosts = [message.tobytes().decode() for message in transport.allgather(host)]
+    hosts = transport.gather_object(socket.gethostname())
     return {
         "model": str(MODEL),
         # In rank order: a, a, b, b is another network than a, b, a, b.

@@ -117,8 +117,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     """Return the network, and on how many nodes the ranks are."""
     node = transport.neighbours()
     place = node.index(transport.rank)
-    mine = np.array([node[0], len(node)], np.int64)
-    places = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+    places = transport.gather_object([node[0], len(node)])
     nodes = sorted({first for first, _ in places})
     ranks_per_node = max(count for _, count in places)
     in_order = all(first == rank - rank % ranks_per_node for rank, (first, _) in enumerate(places))

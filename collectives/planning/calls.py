@@ -29,9 +29,9 @@ import numpy as np
 from .. import wire
 from ..algorithms import ALGORITHMS
 from ..algorithms.gtopk import reduce
+from ..algorithms.gtopk_options import GtopkOptions
 from ..algorithms.regions import Regions
 from ..algorithms.rounding import rounding_error
-from ..algorithms.terms import Terms
 from ..transports.endpoint import Endpoint
 from ..transports.local import local_world
 from ..transports.transport import Transport
@@ -82,7 +82,7 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
     """
     here, there = local_world(2)
     mine = picks(_FEW, random)
-    message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
+    message = wire.encode(mine, mine.entries, EXACT, extra=GtopkOptions().stamp()).message
 
     def swap() -> float:
         there.send(message, 0)()
@@ -94,7 +94,7 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
 
     def read() -> float:
         begun = stopwatch()
-        wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
+        wire.decode(message, mine, mine.entries, 0, EXACT, GtopkOptions().stamp().size)
         return stopwatch() - begun
 
     def send() -> float:

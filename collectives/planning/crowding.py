@@ -10,14 +10,11 @@ the rates, which all ranks measure at the same time.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from ..cores import granted_cores
 from ..transports.transport import Transport
@@ -53,8 +50,7 @@ def ranks_per_core(transport: Transport) -> float:
 
     Of these ranks: a process set does not know who else is on its cores.
     """
-    told = np.frombuffer(json.dumps(own_seat()).encode(), np.uint8)
-    return most_per_core([Seat(*json.loads(each.tobytes())) for each in transport.allgather(told)])
+    return most_per_core([Seat(*each) for each in transport.gather_object(own_seat())])
 
 
 def most_per_core(seats: Sequence[Seat]) -> float:

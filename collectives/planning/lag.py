@@ -1,6 +1,6 @@
 """Lag: how many steps later a method that updates few coordinates is where dense would be.
 
-Error feedback loses nothing, but what it holds back is applied later. Let coordinate i gain g_i a
+Error feedback loses nothing, but its residual is applied later. Let coordinate i gain g_i a
 step, and be sent when it has gathered the threshold t, every t / g_i steps:
 
     sum over i of g_i / t = updated        so t is the gradient's sum over `updated`

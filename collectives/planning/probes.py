@@ -283,17 +283,13 @@ def agree_on_mean(transport: Transport, seconds: float) -> float:
     Of what all ranks begin together, but for a latency at the most: as long as the first ones wait
     for messages, the last ones find theirs there.
     """
-    mine = np.array([seconds], np.float64)
-    everyones = transport.allgather(mine.view(np.uint8))
-    numbers = (float(message.view(np.float64)[0]) for message in everyones)
-    return statistics.fmean(number for number in numbers if not math.isnan(number))
+    everyones = transport.gather_object(seconds)
+    return statistics.fmean(number for number in everyones if not math.isnan(number))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:
     """Return the largest of every rank's numbers, place by place; NaN is none."""
-    mine = np.array(seconds, np.float64)
-    everyones = transport.allgather(mine.view(np.uint8))
-    slowest = np.fmax.reduce([message.view(np.float64) for message in everyones])
+    slowest = np.fmax.reduce(np.array(transport.gather_object([*seconds]), np.float64))
     return [float(number) for number in slowest]
 
 

@@ -8,7 +8,7 @@ table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
     dense            2 log2 P, words after them    2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
-    gtopk            log2 P, 2 to fold, and turns  log2 P lists, the last ones longer with growth
+    gtopk            log2 P, 2 to fold, pacing    log2 P lists, the last ones longer with growth
     oktopk           P-1 at once, + some log2 P    2(P-1)/P k entries
     hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from ..algorithms.alive import alive_bytes
 from ..algorithms.growth import kept_sizes
-from ..algorithms.turns import turns
+from ..algorithms.pacing import go_aheads
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, travels_whole
 from ..vector import Array, index_dtype
@@ -185,7 +185,7 @@ def gtopk(order: Order) -> Iterator[Round]:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
     for number, size in enumerate(sizes[:-1]):
         outside = leaving(everyone, everyone ^ (1 << number), m)
-        if words := turns(1 << number, guests.size, k):
+        if words := go_aheads(1 << number, guests.size, k):
             yield Round(words, min(outside, words), lists=0)
         both = Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
         yield both._replace(swaps=1, fresh=number == 0)

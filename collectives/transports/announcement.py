@@ -60,8 +60,7 @@ def require_same(host: Transport, own: str) -> None:
 
     Raises MismatchError, on all of them alike, where that is not the same.
     """
-    messages = host.allgather(np.frombuffer(own.encode(), np.uint8))
-    texts = [message.tobytes().decode(errors="replace") for message in messages]
+    texts = host.gather_object(own)
     for rank, text in zip(host.ranks, texts, strict=True):
         if text != texts[0]:
             raise MismatchError(

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..vector import Array
 from .counter import Counter
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
@@ -23,8 +23,9 @@ _LOOK_SECONDS: Final = 0.001  # how often a rank that leaves looks who else has
 class Carrier(Streams):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `receive_on`, `resign`, `collect_farewells` (into `_left`), `abort`,
-    `neighbours` and `library`; and `_wake`, where who waits looks at `_left` only when woken.
+    It implements `send_on`, `receive_on`, `announce_departure`, `collect_departures` (into
+    `_left`), `abort`, `neighbours` and `library`; and `_wake`, where a waiting thread looks at
+    `_left` only when woken.
     tag_limit: tags of streams lie below it.
     """
 
@@ -32,7 +33,7 @@ class Carrier(Streams):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(range(size), rank, (), 0, Traffic())
-        self._left: dict[int, Farewell] = {}
+        self._left: dict[int, DepartureNotice] = {}
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
         self._making_a_view = threading.Lock()
@@ -84,38 +85,40 @@ class Carrier(Streams):
     def shared_memory(self, size_bytes: int) -> NodeMemory:
         return self.shared_memory_on(self, size_bytes)
 
-    def farewells(self) -> Mapping[int, Farewell]:
+    def departures(self) -> Mapping[int, DepartureNotice]:
         return self._left.copy()  # threads add to it meanwhile
 
-    def farewell(self, reason: str) -> Farewell:
+    def departure_notice(self, reason: str) -> DepartureNotice:
         """Return what this rank tells its peers when it leaves."""
         views = list(self._views.values())
         completed = {view.tag: view.completed for view in views if view.completed}
         missed = (found for view in views if (found := view.find_missing(None)))
-        return Farewell(completed, reason, next(missed, None))
+        return DepartureNotice(completed, reason, next(missed, None))
 
     def lose(self, rank: int, reason: str) -> None:
-        self.note(rank, Farewell({}, reason, lost=True))
+        self.note(rank, DepartureNotice({}, reason, lost=True))
         self._wake()
 
-    def note(self, rank: int, farewell: Farewell) -> None:
+    def note(self, rank: int, notice: DepartureNotice) -> None:
         """Note that a rank has left: what it said itself counts more than what others know."""
         known = self._left.get(rank)
-        if known is None or (known.lost and not farewell.lost):
-            self._left[rank] = farewell
+        if known is None or (known.lost and not notice.lost):
+            self._left[rank] = notice
 
     def _wake(self) -> None:
         """Have those who wait look again who has left."""
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        self.resign(reason)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        self.announce_departure(reason)
         begun = time.monotonic()
         next_warning = begun + STALL_WARNING_SECONDS
         while True:
-            self.collect_farewells()
+            self.collect_departures()
             others = [r for r in range(self.size) if r != self.rank and r not in self._left]
             now = time.monotonic()
-            if not others or (patience_seconds is not None and now > begun + patience_seconds):
+            if not others or (
+                leave_timeout_seconds is not None and now > begun + leave_timeout_seconds
+            ):
                 return others
             if self.announces_waits and now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS

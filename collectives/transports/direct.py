@@ -26,7 +26,7 @@ from .announcement import Announcement, Way
 from .cuda_aware import why_staged
 from .gpu import has_come, has_gpu
 from .mpi import MpiTransport
-from .patience import wait_until
+from .polling import wait_until
 from .staged import StagedTransport
 from .transport import Transport
 

@@ -264,11 +264,9 @@ def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
     except (ImportError, RuntimeError) as error:
         problem = error
     # A host is called by the first rank on it.
-    mine = f"{bootstrap.neighbours()[0]} {name} {problem or ''}"
-    answers = bootstrap.allgather(np.frombuffer(mine.encode(), np.uint8))
-    owners: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, answer in zip(bootstrap.ranks, answers, strict=True):
-        host, its_name, its_problem = answer.tobytes().decode().split(" ", 2)
+    answers = bootstrap.gather_object([bootstrap.neighbours()[0], name, str(problem or "")])
+    owners: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank, (host, its_name, its_problem) in zip(bootstrap.ranks, answers, strict=True):
         owners[host, its_name].append(rank)
         if its_problem:
             raise problem or RuntimeError(f"rank {rank} cannot use NCCL: {its_problem}")

@@ -9,7 +9,7 @@ the other, the ticks; a tick carries what has been queued for each peer since th
 Ticks follow each other at once while any rank is awake (it waits for a message, or has some to
 send) and ever more slowly while all compute, so that no rank waits long for one that takes no part.
 Channels and subsets share the ticks, told apart by their tags. The ticks end together, on the first
-in which all ranks are done: each has resigned, and knows that all others have.
+in which all ranks are done: each has departed, and knows that all others have.
 
 Horovod ends on all ranks as soon as one shuts it down. So an operation ends on all ranks together:
 who has no more to do in it would else be free to end what carries the rest of it.
@@ -30,13 +30,13 @@ import numpy as np
 
 from ..vector import Array
 from .carrier import Carrier
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .mailbox import Mailbox
-from .patience import wait_until
+from .polling import wait_until
 from .transport import Transport
 
 _HEADER: Final = struct.Struct("<qq")
-_FAREWELL: Final = -1  # a tag of no stream
+_DEPARTURE: Final = -1  # a tag of no stream
 _FLAG_BYTES: Final = 2
 TICK_BYTES: Final = 1 << 30  # of all peers together: Horovod counts in int32
 _opened = itertools.count()  # equal on all ranks, as all open their transports in one order
@@ -67,12 +67,11 @@ class HorovodTransport(Carrier):
         self._incoming = [_Incoming() for _ in range(self.size)]
         self._queueing = threading.Lock()
         self._awake = threading.Event()
-        self._resigned = False
+        self._has_departed = False
         self._ticker = threading.Thread(target=self._tick_on, name="gtopk-ticks", daemon=True)
         self._ticker.start()
-        hosts = self.allgather(np.frombuffer(socket.gethostname().encode(), np.uint8))
-        here = hosts[self.rank].tobytes()
-        self._neighbours = [rank for rank in range(self.size) if hosts[rank].tobytes() == here]
+        hosts = self.gather_object(socket.gethostname())
+        self._neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)
@@ -121,7 +120,7 @@ class HorovodTransport(Carrier):
                     self._awake.wait(pause_seconds)
                     pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
         except Exception as error:
-            lost = Farewell({}, f"Horovod has ended: {str(error).splitlines()[0]}")
+            lost = DepartureNotice({}, f"Horovod has ended: {str(error).splitlines()[0]}")
             for peer in range(self.size):
                 if peer != self.rank:
                     self._left.setdefault(peer, lost)
@@ -130,7 +129,7 @@ class HorovodTransport(Carrier):
     def _tick(self) -> tuple[bool, bool]:
         """Exchange what is queued; return whether any rank is awake, and whether all are done."""
         self._awake.clear()
-        done = self._resigned and len(self._left) >= self.size - 1
+        done = self._has_departed and len(self._left) >= self.size - 1
         limit = TICK_BYTES // self.size
         with self._queueing:
             parts = [_take(queue, limit) for queue in self._outgoing]
@@ -149,29 +148,29 @@ class HorovodTransport(Carrier):
         theirs = np.split(received.numpy(), ends)
         for source, block in enumerate(theirs):
             for tag, message in self._incoming[source].feed(block[_FLAG_BYTES:]):
-                if tag == _FAREWELL:
-                    self.note(source, Farewell.decode(message))
+                if tag == _DEPARTURE:
+                    self.note(source, DepartureNotice.decode(message))
                     self._mailbox.wake()
                 else:
                     self._mailbox.put(tag, source, message)
         return any(block[0] for block in theirs), all(block[1] for block in theirs)
 
-    def resign(self, reason: str) -> None:
-        if self._resigned:
+    def announce_departure(self, reason: str) -> None:
+        if self._has_departed:
             return
-        farewell = self.farewell(reason).encode()
+        notice = self.departure_notice(reason).encode()
         for peer in range(self.size):
             if peer != self.rank:
-                self._queue(_FAREWELL, farewell, peer)
-        self._resigned = True
+                self._queue(_DEPARTURE, notice, peer)
+        self._has_departed = True
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        staying = super().leave(reason, leave_timeout_seconds)
         if not staying:
             self._ticker.join()  # the last ticks, which tell the others that this rank is done
         return staying
 
-    def collect_farewells(self) -> None:
+    def collect_departures(self) -> None:
         """Do nothing: the ticks note who left."""
 
     def _wake(self) -> None:

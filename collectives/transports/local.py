@@ -13,7 +13,7 @@ from ..errors import CollectiveError
 from ..vector import Array
 from .carrier import Carrier
 from .counter import Counts, LocalCounter
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .transport import Transport
 
@@ -29,7 +29,7 @@ class LocalTransport(Carrier):
         self,
         rank: int,
         mailboxes: Sequence[Mailbox],
-        left: dict[int, Farewell],
+        left: dict[int, DepartureNotice],
         counts: Counts,
         node_size: int,
     ) -> None:
@@ -50,15 +50,15 @@ class LocalTransport(Carrier):
     def receive_on(self, stream: Transport, source: int) -> Array:
         return self._mailboxes[self.rank].take(stream, source)
 
-    def resign(self, reason: str) -> None:
-        self._left.setdefault(self.rank, self.farewell(reason))
+    def announce_departure(self, reason: str) -> None:
+        self._left.setdefault(self.rank, self.departure_notice(reason))
         self._wake()
 
     def _wake(self) -> None:
         for mailbox in self._mailboxes:
             mailbox.wake()
 
-    def collect_farewells(self) -> None:
+    def collect_departures(self) -> None:
         """Do nothing: all ranks share `_left`."""
 
     def abort(self, exit_code: int, reason: str = "") -> None:
@@ -96,7 +96,7 @@ def local_world(
     if node_size is not None and node_size < 1:
         raise ValueError(f"a node needs at least one rank, got node_size {node_size}")
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
-    left: dict[int, Farewell] = {}
+    left: dict[int, DepartureNotice] = {}
     counts = Counts()
     world = [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
     for transport in world:
@@ -119,7 +119,7 @@ def run_ranks(
             results[transport.rank] = program(transport)
         except BaseException as error:
             errors.append(error)
-            transport.resign(f"it raised {type(error).__name__}: {error}")
+            transport.announce_departure(f"it raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank, args=(t,), daemon=True) for t in transports]
     for thread in threads:

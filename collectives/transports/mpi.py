@@ -37,10 +37,10 @@ from ..kernels.narrow import is_narrow
 from ..vector import Array
 from .carrier import Carrier
 from .counter import Counter
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .mpi_counter import AskedCounter, WindowCounter
 from .node_memory import FileMemory
-from .patience import wait_until
+from .polling import wait_until
 from .reductions import loses_nan
 from .sharing import share_by_file
 from .transport import Transport
@@ -56,7 +56,7 @@ PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-# MPI's tags: of a farewell; of the word that one waits; of the stream with tag 0, and so on.
+# MPI's tags: departure notices; the word that one waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
 _HEAR_EVERY: Final = 100  # gathers, so that who never waits hears it, too
@@ -120,7 +120,7 @@ class MpiTransport(Carrier):
         assert isinstance(highest, int)
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds
-        self._resigned = False
+        self._has_departed = False
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
         self._here: dict[int, int] = {}  # up to which gather others have told that they wait
@@ -319,9 +319,9 @@ class MpiTransport(Carrier):
 
         return wait_until(tested, stream, [] if peer is None else [peer], self.timeout_seconds)
 
-    def collect_farewells(self) -> None:
+    def collect_departures(self) -> None:
         if self._mpi.Is_finalized():
-            self._left |= dict.fromkeys(range(self.size), Farewell({}, "MPI is finalized"))
+            self._left |= dict.fromkeys(range(self.size), DepartureNotice({}, "MPI is finalized"))
             return
         status = self._mpi.Status()
         while True:
@@ -332,13 +332,13 @@ class MpiTransport(Carrier):
                     return
                 text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                 message.Recv([text, self._mpi.BYTE])
-            self.note(status.source, Farewell.decode(text))
+            self.note(status.source, DepartureNotice.decode(text))
 
-    def resign(self, reason: str) -> None:
-        if self._resigned or self._mpi.Is_finalized():
+    def announce_departure(self, reason: str) -> None:
+        if self._has_departed or self._mpi.Is_finalized():
             return
-        self._resigned = True
-        text = self.farewell(reason).encode()
+        self._has_departed = True
+        text = self.departure_notice(reason).encode()
         for rank in range(self.size):
             if rank != self.rank:
                 self._isend(text, rank, _LEAVE)
@@ -401,7 +401,7 @@ class MpiTransport(Carrier):
             self._communicator.Create_group(group, stream.tag),
             stream,
             self._calling,
-            lambda: self._resigned or self._mpi.Is_finalized(),
+            lambda: self._has_departed or self._mpi.Is_finalized(),
         )
 
     def library(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from .counter import LocalCounter
-from .patience import wait_until
+from .polling import wait_until
 from .transport import Transport
 
 if TYPE_CHECKING:

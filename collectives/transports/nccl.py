@@ -194,8 +194,7 @@ class NcclTransport(StagedTransport):
             self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        said = self.host.allgather(np.frombuffer(failure.encode(), np.uint8))
-        failures = [message.tobytes().decode(errors="replace") for message in said]
+        failures = self.host.gather_object(failure)
         tried = after_test(choice, failures, self.ranks)
         if tried is not choice and self._collectives is not None:
             self._collectives.abort(tried.reason)
@@ -484,9 +483,9 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         super().barrier()
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self._stage_undecided()
-        late = super().leave(reason, patience_seconds)
+        late = super().leave(reason, leave_timeout_seconds)
         self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
         return late
 

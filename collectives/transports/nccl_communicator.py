@@ -22,7 +22,7 @@ import numpy as np
 from ..errors import PeerError
 from ..vector import Array
 from .gpu import Gpu, has_come, is_tensor, tensor_event
-from .patience import wait_for_call, wait_until
+from .polling import wait_for_call, wait_until
 from .transport import Transport
 
 _GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..vector import Array
 from .counter import Counts
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .local import LocalTransport
 from .mailbox import Mailbox
 from .transport import Transport
@@ -29,7 +29,7 @@ class Recorder(LocalTransport):
         self,
         rank: int,
         mailboxes: Sequence[Mailbox],
-        left: dict[int, Farewell],
+        left: dict[int, DepartureNotice],
         counts: Counts,
         node_size: int,
     ) -> None:

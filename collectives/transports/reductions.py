@@ -39,8 +39,8 @@ import numpy as np
 from ..errors import MessageError
 from ..kernels.narrow import narrow, widen
 from ..vector import Array
+from .checksum import checksum_of
 from .endpoint import Endpoint
-from .seal import checksum_of
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,

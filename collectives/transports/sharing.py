@@ -31,8 +31,8 @@ _locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDiction
 
 def share(stream: Transport, size_bytes: int) -> NodeMemory:
     """Return new zeros that a stream's ranks map, as `Transport.shared_memory`."""
-    me = np.frombuffer(f"{os.getpid()} {_PROCESS}".encode(), np.uint8)  # forks have the latter
-    if len({message.tobytes() for message in stream.allgather(me)}) == 1:
+    processes = stream.gather_object(f"{os.getpid()} {_PROCESS}")  # forks have the latter
+    if len({*processes}) == 1:
         return share_in_process(stream, size_bytes)
     return share_by_file(stream, size_bytes)
 
@@ -43,12 +43,11 @@ def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     name = uuid.uuid4().hex
     if made is not None:
         _in_this_process[name] = made
-    told = stream.broadcast(np.frombuffer(name.encode(), np.uint8), 0)
-    shared = _in_this_process[told.tobytes().decode()]
+    shared = _in_this_process[stream.broadcast_object(name)]
     stream.barrier()  # the first rank keeps it until all have it
 
     def has_left(place: int) -> bool:
-        return stream.ranks[place] in stream.farewells()
+        return stream.ranks[place] in stream.departures()
 
     return ThreadMemory(shared, stream.rank, stream.size, has_left)
 
@@ -77,7 +76,7 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
 def _open_file(stream: Transport, size_bytes: int) -> int:
     """Return a new file of zeros that a stream's ranks have all opened, and nobody else can."""
     made = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
-    told = stream.broadcast(np.frombuffer(made[1].encode(), np.uint8), 0).tobytes().decode()
+    told: str = stream.broadcast_object(made[1])
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
     file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)

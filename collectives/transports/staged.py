@@ -18,7 +18,7 @@ from ..errors import MismatchError
 from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
 from .counter import Counter
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
@@ -181,17 +181,17 @@ class StagedTransport(Transport):
     def missing(self, peer: int | None) -> str | None:
         return self.host.missing(peer)
 
-    def farewells(self) -> Mapping[int, Farewell]:
-        return self.host.farewells()
+    def departures(self) -> Mapping[int, DepartureNotice]:
+        return self.host.departures()
 
-    def collect_farewells(self) -> None:
-        self.host.collect_farewells()
+    def collect_departures(self) -> None:
+        self.host.collect_departures()
 
-    def resign(self, reason: str) -> None:
-        self.host.resign(reason)
+    def announce_departure(self, reason: str) -> None:
+        self.host.announce_departure(reason)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        return self.host.leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        return self.host.leave(reason, leave_timeout_seconds)
 
     def lose(self, rank: int, reason: str) -> None:
         self.host.lose(rank, reason)

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from ..vector import Array
+from .checksum import append_checksum, strip_checksum
 from .counter import Counter
 from .node_memory import NodeMemory
-from .seal import seal, unseal
 from .sharing import share
 from .transport import Step, Transport
 
@@ -21,13 +21,15 @@ class Streams(Transport):
     """
 
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Send a message on a stream as `send_on` does, sealed where messages are checked."""
-        return self.send_on(stream, seal(message) if self.checks_messages else message, to)
+        """Send a message on a stream as `send_on` does; with a checksum where they are checked."""
+        if self.checks_messages:
+            message = append_checksum(message)
+        return self.send_on(stream, message, to)
 
     def receive_for(self, stream: Transport, source: int) -> Array:
         """Return the next message of a stream as `receive_on` does, checked where all are."""
         message = self.receive_on(stream, source)
-        return unseal(message, source) if self.checks_messages else message
+        return strip_checksum(message, source) if self.checks_messages else message
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import PeerError
 from .gpu import is_tensor
-from .patience import wait_for_call, wait_until
+from .polling import wait_for_call, wait_until
 from .reductions import parts_of
 from .torch_distributed import connect, import_torch
 from .transport import Transport
@@ -239,9 +239,8 @@ class TorchCollectives:
 def _meet(host: Transport, timeout_seconds: float) -> Any:
     """Return a store of the ranks; rank 0 serves it, and tells the others where."""
     prefix_store = import_torch().distributed.PrefixStore
-    told, store, failure = None, None, ""
+    store, text, failure = None, "", ""
     if host.rank == 0:
-        text = ""
         try:
             is_one_host = len(host.neighbours()) == host.size
             address = "127.0.0.1" if is_one_host else socket.gethostname()
@@ -249,9 +248,8 @@ def _meet(host: Transport, timeout_seconds: float) -> Any:
             text = f"{address} {store.port} {secrets.token_hex(8)}"
         except (RuntimeError, OSError) as error:
             failure = f" ({error})"
-        told = np.frombuffer(text.encode(), np.uint8)
     # The only word over the host: who fails later fails by itself.
-    place = host.broadcast(told, root=0).tobytes().decode()
+    place: str = host.broadcast_object(text)
     if not place:
         raise PeerError(f"rank {host.ranks[0]} could not serve a store for torch's NCCL{failure}")
     address, port, word = place.split(" ")

@@ -42,9 +42,9 @@ from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .mailbox import Mailbox
-from .patience import wait_until
+from .polling import wait_until
 from .reductions import loses_nan
 from .roll_call import call_roll, not_all_here, unanswered
 from .transport import Transport, say
@@ -62,9 +62,9 @@ NATIVE_BYTES: Final = 1 << 24
 _HEADER: Final = struct.Struct("<qq")
 _PIECES: Final = 0  # gloo's tag
 _POSTED: Final = 4  # buffers for each peer
-_FAREWELL, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
+_DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
-_PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
+_GRACE_SECONDS: Final = 1.0  # what a last word gets to go out
 _CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
 # After which a launcher that refuses all calls there, or a store whose rank is lost, is given up.
 _GONE_SECONDS: Final = 3.0
@@ -102,7 +102,7 @@ class TorchDistributedTransport(Carrier):
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
         self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
-        self._resigned: list[Work] | None = None
+        self._departing: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
         self._posted: dict[int, deque[tuple[Work, Tensor]]] = {}
         self._numbers = itertools.count()
@@ -118,17 +118,17 @@ class TorchDistributedTransport(Carrier):
             listener.start()
 
     def _listen(self, source: int) -> None:
-        """Put what a peer sends into the mailbox, until it says farewell or is gone."""
+        """Put what a peer sends into the mailbox, until it announces its departure or is gone."""
         try:
-            farewell = self._receive_all(source)
+            notice = self._receive_all(source)
         except Exception as error:
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
             reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
-            farewell = Farewell({}, reason, lost=True)
-        self.note(source, farewell)
+            notice = DepartureNotice({}, reason, lost=True)
+        self.note(source, notice)
         self._mailbox.wake()
 
-    def _receive_all(self, source: int) -> Farewell:
+    def _receive_all(self, source: int) -> DepartureNotice:
         posted = deque(
             self._post_receive(
                 source, self._torch.empty(_HEADER.size + PIECE_BYTES, dtype=self._torch.uint8)
@@ -155,8 +155,8 @@ class TorchDistributedTransport(Carrier):
                     posted.append(self._post_receive(source, buffer))
                 except RuntimeError as error:  # it is gone; what it has sent is still taken
                     lost = error
-            if tag == _FAREWELL:
-                return Farewell.decode(message)
+            if tag == _DEPARTURE:
+                return DepartureNotice.decode(message)
             if tag == _ABORT:
                 reason = message[1:].tobytes().decode(errors="replace")
                 here = f" in {self._activity}" if self._activity else ""
@@ -215,9 +215,9 @@ class TorchDistributedTransport(Carrier):
     def _explain(self, stream: Transport, peer: int, error: Exception) -> PeerError:
         """Return the error about a peer that cannot be reached, with its own reason if it gave one.
 
-        Its farewell may still be on the way to the listener.
+        Its notice may still be on the way to the listener.
         """
-        self._listeners[peer].join(_PATIENCE_SECONDS)
+        self._listeners[peer].join(_GRACE_SECONDS)
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
     def receive_on(self, stream: Transport, source: int) -> Array:
@@ -265,17 +265,17 @@ class TorchDistributedTransport(Carrier):
 
     def _explain_any(self, error: Exception) -> PeerError:
         """Return the error about the peer whose loss ended an allreduce, once it is known."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _GRACE_SECONDS
         while (missing := self.missing(None)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return PeerError(missing or f"rank {self.rank} failed in {self.activity}: {error}")
 
-    def collect_farewells(self) -> None:
+    def collect_departures(self) -> None:
         """Do nothing: the listeners note who left."""
 
-    def resign(self, reason: str) -> None:
-        if self._resigned is None:
-            self._resigned = self._tell_all(_FAREWELL, self.farewell(reason).encode())
+    def announce_departure(self, reason: str) -> None:
+        if self._departing is None:
+            self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
 
     def _tell_all(self, tag: int, message: Array) -> list[Work]:
         """Send a last word to all that are still there."""
@@ -287,9 +287,9 @@ class TorchDistributedTransport(Carrier):
                 continue
         return works
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, patience_seconds)
-        _see_off(self._resigned or [])
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        staying = super().leave(reason, leave_timeout_seconds)
+        _see_off(self._departing or [])
         return staying
 
     def _wake(self) -> None:
@@ -434,11 +434,11 @@ def join_at(
     try:
         # Who asks a store that is frozen, or whose host is gone, waits for ever.
         word = _within(
-            start_timeout_seconds + _PATIENCE_SECONDS,
+            start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
         # Which tells the hosts, and has gloo connect all: each has that long.
-        return _within(2 * start_timeout_seconds + _PATIENCE_SECONDS, lambda: meet(word))
+        return _within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None
 
@@ -479,7 +479,7 @@ def connect(
         # listens and does not answer, for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
         reached: TCPStore = _within(
-            max(_PATIENCE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
+            max(_GRACE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
             lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
         return reached
@@ -570,7 +570,7 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
 
 def _see_off(works: list[Work]) -> None:
     """Wait a little for last words to go out."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:
         remaining = deadline - time.monotonic()
         if remaining <= 0:

@@ -11,6 +11,7 @@ A view is a transport, too: some of the ranks (`subset`), or a stream of message
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 import sys
 from abc import abstractmethod
@@ -24,8 +25,8 @@ from ..errors import MessageError
 from ..vector import Array
 from . import reductions
 from .counter import Counter
+from .departure import DepartureNotice
 from .endpoint import Endpoint
-from .farewell import Farewell
 from .node_memory import NodeMemory
 from .traffic import Traffic
 
@@ -147,28 +148,28 @@ class Transport(Endpoint):
         """
 
     @abstractmethod
-    def resign(self, reason: str) -> None:
+    def announce_departure(self, reason: str) -> None:
         """Tell every rank of the world that this one takes part no more.
 
         Returns at once; only the first reason counts. Whoever waits for this rank gets an error.
         """
 
     @abstractmethod
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        """Resign, and return when every peer has resigned too, or with the ranks that have not.
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        """Announce the departure; return when every peer has, too, or with the ranks that have not.
 
-        patience_seconds: how long to wait for them; None: for ever, with a word now and then.
+        leave_timeout_seconds: how long to wait for them; None: for ever, with a word now and then.
         """
 
     @abstractmethod
-    def collect_farewells(self) -> None:
-        """Look who has resigned since the last look, for `farewells`."""
+    def collect_departures(self) -> None:
+        """Look who has departed since the last look, for `departures`."""
 
     @abstractmethod
     def lose(self, rank: int, reason: str) -> None:
         """Note that a rank of the world is gone, as somebody knows by other means.
 
-        Whoever waits for it here gets an error. What it said itself when it resigned counts more.
+        Whoever waits for it here gets an error. What it said itself when it departed counts more.
         """
 
     @abstractmethod
@@ -206,8 +207,8 @@ class Transport(Endpoint):
         return sys.maxsize
 
     @abstractmethod
-    def farewells(self) -> Mapping[int, Farewell]:
-        """Return what those who resigned have said, as far as it is known here, by world rank."""
+    def departures(self) -> Mapping[int, DepartureNotice]:
+        """Return what those who departed have said, as far as it is known here, by world rank."""
 
     @property
     def sends_from_device(self) -> bool:
@@ -259,37 +260,37 @@ class Transport(Endpoint):
         found = self.find_missing(peer)
         if found is None:
             return None
-        rank, farewell = found
+        rank, notice = found
         return (
-            f"rank {rank} {'is lost' if farewell.lost else 'left'} ({farewell.reason}) while rank "
+            f"rank {rank} {'is lost' if notice.lost else 'left'} ({notice.reason}) while rank "
             f"{self.ranks[self.rank]} waited for it in {self.activity}"
         )
 
-    def find_missing(self, peer: int | None) -> tuple[int, Farewell] | None:
-        """Return who left and is needed, as in `missing`, and its farewell.
+    def find_missing(self, peer: int | None) -> tuple[int, DepartureNotice] | None:
+        """Return who left and is needed, as in `missing`, and its departure notice.
 
         Where one left because it missed another, that is the other one: the first that left.
         """
-        for rank, farewell in self.farewells().items():
-            if rank == peer or self.misses(rank, farewell):
-                cause = farewell.missed
-                return cause if cause and self.misses(*cause) else (rank, farewell)
+        for rank, notice in self.departures().items():
+            if rank == peer or self.misses(rank, notice):
+                cause = notice.missed
+                return cause if cause and self.misses(*cause) else (rank, notice)
         return None
 
-    def misses(self, rank: int, farewell: Farewell) -> bool:
+    def misses(self, rank: int, notice: DepartureNotice) -> bool:
         """Tell whether a rank left before it completed the operation of this stream."""
-        return rank in self._members and farewell.completed.get(self.tag, 0) < self._begun
+        return rank in self._members and notice.completed.get(self.tag, 0) < self._begun
 
     def lost(self) -> list[int]:
         """Return the world ranks that died without a word, as far as it is known here."""
         found = set()
-        for rank, farewell in self.farewells().items():
-            link: tuple[int, Farewell] | None = (rank, farewell)
+        for rank, notice in self.departures().items():
+            link: tuple[int, DepartureNotice] | None = (rank, notice)
             while link:
-                rank, farewell = link
-                if farewell.lost:
+                rank, notice = link
+                if notice.lost:
                     found.add(rank)
-                link = farewell.missed
+                link = notice.missed
         return sorted(found)
 
     def exchange(self, message: Array, peer: int) -> Array:
@@ -417,9 +418,35 @@ class Transport(Endpoint):
         sizes = [by_source[source].size // array.itemsize for source in range(self.size)]
         return whole.view(array.dtype), [0, *itertools.accumulate(sizes)]
 
+    def gather_object(self, mine: Any) -> list[Any]:
+        """Return every rank's object, in rank order; every rank calls it.
+
+        An object is what JSON has: numbers (floats to the bit), texts, booleans, None, lists and
+        dicts with texts as keys; tuples arrive as lists. For what is said now and then: a vector
+        goes by `allgather`. Raises MessageError, which names the rank, for bytes that are no JSON.
+        """
+        messages = self.allgather(_as_message(mine))
+        return [_as_object(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
+
+    def broadcast_object(self, mine: Any, root: int = 0) -> Any:
+        """Return the root's object, as `gather_object` has it; the others' is not looked at."""
+        own = _as_message(mine) if self.rank == root else None
+        return _as_object(self.broadcast(own, root), self.ranks[root])
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.allgather(np.empty(0, np.uint8))
+
+
+def _as_message(obj: Any) -> Array:
+    return np.frombuffer(json.dumps(obj).encode(), np.uint8)
+
+
+def _as_object(message: Array, sender: int) -> Any:
+    try:
+        return json.loads(message.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the object from rank {sender} is malformed: {error}") from error
 
 
 def _pack(messages: list[Array]) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..vector import Array
 from .counter import Counter
-from .farewell import Farewell
+from .departure import DepartureNotice
 from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
@@ -17,7 +17,7 @@ class View(Transport):
     """A part of what a carrier carries.
 
     Its traffic is its own; what it sends counts for the transport it was made from, too. The job is
-    the carrier's: to resign, leave or abort here is to do so there.
+    the carrier's: to announce a departure, leave or abort here is to do so there.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class View(Transport):
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self._carrier.view_of(self, step, ranks)
 
-    def misses(self, rank: int, farewell: Farewell) -> bool:
-        return super().misses(rank, farewell) or self._parent.misses(rank, farewell)
+    def misses(self, rank: int, notice: DepartureNotice) -> bool:
+        return super().misses(rank, notice) or self._parent.misses(rank, notice)
 
-    def farewells(self) -> Mapping[int, Farewell]:
-        return self._carrier.farewells()
+    def departures(self) -> Mapping[int, DepartureNotice]:
+        return self._carrier.departures()
 
-    def collect_farewells(self) -> None:
-        self._carrier.collect_farewells()
+    def collect_departures(self) -> None:
+        self._carrier.collect_departures()
 
-    def resign(self, reason: str) -> None:
-        self._carrier.resign(reason)
+    def announce_departure(self, reason: str) -> None:
+        self._carrier.announce_departure(reason)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        return self._carrier.leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        return self._carrier.leave(reason, leave_timeout_seconds)
 
     def lose(self, rank: int, reason: str) -> None:
         self._carrier.lose(rank, reason)

@@ -61,7 +61,7 @@ def write(header: Header, message: Array) -> None:
     """Fill in the header of a message whose other bytes are in place."""
     if not isinstance(message, np.ndarray):
         head = _FIELDS.pack(MAGIC, VERSION, *header)
-        codes.seal(message, np.frombuffer(head, np.uint8))
+        codes.write_head(message, np.frombuffer(head, np.uint8))
         return
     _FIELDS.pack_into(message.data, 0, MAGIC, VERSION, *header)
     _CHECKSUM.pack_into(message.data, _FIELDS.size, checksum(message))
@@ -74,7 +74,7 @@ def read(message: Array) -> Header:
     if isinstance(message, np.ndarray):
         head, expected = message, checksum(message)
     else:
-        head, expected = codes.open_sealed(message)
+        head, expected = codes.read_head(message)
     magic, version, *fields = _FIELDS.unpack_from(head.data)
     if magic != MAGIC:
         raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")

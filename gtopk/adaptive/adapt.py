@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from ..adasum import _AdasumOptimizer
 from ..compression import hides_behind_backward
 from ..optimizer import _DistributedOptimizer
-from ..reductions import Average
+from ..reduce_ops import Average
 from ..world import world
 from ..world.process_sets import global_process_set
 from .apart.stepping import require_not_taken

@@ -96,13 +96,13 @@ class BalancedLoader:
     def _meet(self) -> tuple[int, list[int]]:
         """Return the most that any rank prefetches, and every rank's largest size."""
         options = self._options
-        mine = np.array([self._source.lead, options.max_batch or _NO_BOUND], np.int64)
+        mine = [self._source.lead, options.max_batch or _NO_BOUND]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[int]]:
-            return [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+        def work(transport: Transport, all_flags: list[int]) -> list[list[int]]:
+            return transport.gather_object(mine)
 
-        facts = ["mode='balanced'", self._source.facts, *options.facts()]
-        records = self._world.engine.submit(self._name, facts, work).wait()
+        signature = ["mode='balanced'", self._source.signature, *options.signature()]
+        records = self._world.engine.submit(self._name, signature, work).wait()
         return max(lead for lead, _ in records), [most for _, most in records]
 
     def _enter(self) -> None:
@@ -122,7 +122,7 @@ class BalancedLoader:
         # Some ranks may have been a step ahead when it failed.
         mine = np.frombuffer(encode(self.state_dict()), np.uint8)
 
-        def work(transport: Transport, votes: list[int]) -> Any:
+        def work(transport: Transport, all_flags: list[int]) -> Any:
             return decode(transport.broadcast(mine, root=0).tobytes())
 
         state = here.engine.submit(f"{self._name}.state", [], work).wait()
@@ -147,10 +147,10 @@ class BalancedLoader:
 
     def _meet_at(self, epoch: int, start: int) -> None:
         """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
-        facts = [f"sample {start} of epoch {epoch}, at step {self.step}"]
-        facts += self._source.open(epoch)
+        signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
+        signature += self._source.open(epoch)
         name = f"{self._name}.epoch"
-        self._world.engine.submit(name, facts, lambda transport, votes: None).wait()
+        self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
 
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
@@ -158,7 +158,7 @@ class BalancedLoader:
         Warns once, on rank 0, where nobody knows.
         """
 
-        def work(transport: Transport, votes: list[int]) -> bool:
+        def work(transport: Transport, all_flags: list[int]) -> bool:
             return require_the_same(transport, columns)
 
         is_known = self._world.engine.submit(f"{self._name}.stream", [], work).wait()
@@ -254,10 +254,10 @@ class BalancedLoader:
         exchange = summarise(self._exchanges) if self._exchanges else 0.0
         self._seconds.clear()
         self._exchanges.clear()
-        mine = np.array([seconds, self._memory.most or _NO_BOUND, exchange], np.float64)
+        mine = [seconds, self._memory.most or _NO_BOUND, exchange]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[float]]:
-            return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+        def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
+            return transport.gather_object(mine)
 
         records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
         windows = [
@@ -314,11 +314,11 @@ class BalancedLoader:
         square = weight * float(gradient @ gradient) if size else 0.0
         mine = np.append(weight * gradient.numpy() if size else 0.0 * gradient.numpy(), square)
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             transport.allreduce(mine)
 
-        facts = [f"gradients of {mine.size - 1} values"]
-        self._world.engine.submit(f"{self._name}.noise", facts, work).wait()
+        signature = [f"gradients of {mine.size - 1} values"]
+        self._world.engine.submit(f"{self._name}.noise", signature, work).wait()
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
             # By the kernels: all ranks' rates hang on it, to the bit.
             square_of_mean = squared_norm(mine[:-1])

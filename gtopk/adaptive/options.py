@@ -59,7 +59,7 @@ class Options:
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
             )
 
-    def facts(self) -> list[str]:
+    def signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
         return [f"{name}={value!r}" for name, value in vars(self).items() if name not in self.own]
 

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Final
 
+from .. import settings
 from . import script
 from .children import follow
 from .finder import install
@@ -23,7 +24,8 @@ def main() -> None:
     if len(words) < 1 + is_module or (words[0].startswith("-") and not is_module):
         print(_USAGE, file=sys.stderr)
         sys.exit(2)
-    os.environ["GTOPK_ALLOW_PICKLE"] = os.environ.get("GTOPK_ALLOW_PICKLE") or "1"
+    name = settings.ALLOW_PICKLE.name
+    os.environ[name] = os.environ.get(name) or "1"
     install()
     follow()
     if is_module:

@@ -11,7 +11,8 @@ import os
 from multiprocessing import spawn
 from typing import Any, Final
 
-MAIN: Final = "GTOPK_AS_HOROVOD_MAIN"  # JSON: the script's path, or null; its module, or null
+from .. import settings
+
 _SPAWNED: Final = "gtopk.as_horovod.spawned"
 
 
@@ -23,7 +24,7 @@ def follow() -> None:
         told = prepare(name)
         path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
         if path or module:
-            os.environ[MAIN] = json.dumps([path, module])
+            os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
             told["init_main_from_name"] = _SPAWNED
         return told
 

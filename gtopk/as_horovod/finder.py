@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
+
+from .. import settings
 
 # The version whose names, arguments and meaning gtopk.torch has.
 HOROVOD_VERSION: Final = "0.28.1"
@@ -31,7 +32,7 @@ def install() -> None:
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    if os.environ.get("GTOPK_TRANSPORT") == "horovod":
+    if settings.TRANSPORT.read() == "horovod":
         raise RuntimeError(
             "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
             "cannot be imported there; unset it"

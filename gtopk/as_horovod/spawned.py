@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 
+from gtopk import settings
 from gtopk.as_horovod import install
-from gtopk.as_horovod.children import MAIN, follow
+from gtopk.as_horovod.children import follow
 
 if __name__ == "__mp_main__":
     install()
     follow()
-    _path, _module = json.loads(os.environ[MAIN])
+    _path, _module = json.loads(settings.AS_HOROVOD_MAIN.read())
     _script = (
         runpy.run_path(_path, run_name=__name__)
         if _path

@@ -1,1 +1,1 @@
-"""What every picture and table is made of: axes and marks as SVG, numbers as people read them."""
+"""What every picture and table is made of: axes and marks as SVG, and in the terminal."""

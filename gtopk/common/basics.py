@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..reductions import Adasum, Average, Max, Min, Product, Sum
+from ..reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from ..torch import mpi_ops
 from ..world.process_sets import ProcessSet, global_process_set
 

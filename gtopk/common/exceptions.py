@@ -1,6 +1,6 @@
 """Horovod's import path for its exceptions."""
 
-from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
     "HorovodInternalError",

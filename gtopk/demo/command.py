@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.cores import usable_cores
 
-from ..charts.units import about_bandwidth_text, bytes_text, count_text
 from ..launch import LaunchError, explain, rank_environment, run
+from ..units import about_bandwidth_text, bytes_text, count_text
 from .model import LATENCY_SECONDS, pays_below
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
 from .reaching import epochs_text, level

@@ -7,7 +7,7 @@ from html import escape
 
 from ..charts.markup import prose
 from ..charts.page import legend
-from ..charts.units import seconds_text
+from ..units import seconds_text
 from .marks import key
 from .model import LATENCY_SECONDS
 from .plots import (

@@ -11,7 +11,7 @@ from typing import Any
 from ..charts.markup import prose
 from ..charts.page import facts as list_of_facts
 from ..charts.page import page as shared_page
-from ..charts.units import bytes_text, count_text, digits, points_text, seconds_text
+from ..units import bytes_text, count_text, digits, points_text, seconds_text
 from .figures import figures
 from .reaching import epochs_text, heading, level
 from .record import Record, checked

@@ -23,7 +23,7 @@ from ..charts.svg import (
     text,
     vertical,
 )
-from ..charts.units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
+from ..units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
 from .marks import series
 from .model import LATENCY_SECONDS, modelled_step_seconds, pays_below, shared_compute_seconds
 from .record import PART_NAMES, PARTS, Part, Record

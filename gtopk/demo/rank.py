@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import gtopk.torch as hvd
 from collectives.cores import usable_cores
 
+from .. import settings
 from ..machine import processor
 from ..telemetry import StepReport
 from ..world import world
@@ -188,7 +189,7 @@ def this_machine() -> Machine:
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan.from_json(plan_json)
-    os.environ.setdefault("GTOPK_ADVICE", "off")  # of links inside one machine
+    os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
     hvd.init()
     machine = this_machine()
     methods = plan.methods()

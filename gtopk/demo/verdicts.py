@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..charts.units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
+from ..units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
 from .model import LATENCY_SECONDS, pays_below
 from .reaching import epochs_to, level
 from .record import Record

@@ -11,6 +11,7 @@ import platform
 import shutil
 from importlib import import_module, metadata
 
+from ..settings import KERNELS
 from .finding import Finding, State, installed
 
 
@@ -89,7 +90,7 @@ def look_at_kernels() -> Finding:
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
     kernels = import_module("collectives.kernels")
     if reason := kernels.why_not_compiled():
-        advice = "unset GTOPK_KERNELS" if "GTOPK_KERNELS" in reason else _how_to_build()
+        advice = f"unset {KERNELS.name}" if KERNELS.name in reason else _how_to_build()
         return Finding("kernels", State.WARN, f"{kernels.in_use()}: {reason}", advice)
     return Finding("kernels", State.OK, kernels.in_use())
 

@@ -31,7 +31,7 @@ _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5  # of which the quickest counts
 _MUCH: Final = 4.0  # times slower than the median
-_PATIENCE: Final = 3  # times TRY_SECONDS: what a report gets to come
+_REPORT_TIMES: Final = 3  # times TRY_SECONDS: what a report gets to come
 
 
 class Swapped(NamedTuple):
@@ -105,7 +105,7 @@ def _gather(transport: Transport, own: Any) -> list[Any]:
 
 def _report_of(transport: Transport, rank: int) -> Any:
     """Return what a rank has found; who waited for others in vain reports late."""
-    for _ in range(_PATIENCE):
+    for _ in range(_REPORT_TIMES):
         try:
             return json.loads(transport.receive(rank).tobytes())
         except PeerTimeoutError:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from .. import settings
 from ..heartbeat.address import OURS, THEIRS, Choice, choose, interfaces
 from .finding import Finding, State
 from .interface import INNER
@@ -55,7 +56,7 @@ def ports(
     """
     found = []
     private = next((each for each in own if _is_private(*each)), None)
-    if choice.address and environ.get("GTOPK_HEARTBEAT_TIMEOUT") != "0":
+    if choice.address and settings.HEARTBEAT_TIMEOUT.text(environ) != "0":
         what = "the heartbeat (UDP)"
         if choice.by not in (OURS, *THEIRS):
             what += " and the desk of gtopk.run (TCP)"
@@ -64,14 +65,14 @@ def ports(
     if address := _meeting(own, environ):
         moved = [f"MASTER_ADDR={private[1]}"] if private else []
         found.append(Port("where ranks meet (TCP)", address, "MASTER_ADDR", moved))
-    if environ.get("GTOPK_PROMETHEUS"):
+    if settings.PROMETHEUS.read(environ):
         # Here, as it needs NumPy, without which the other findings still count.
         from ..recording.settings import settings_from
 
         asked = settings_from(environ).prometheus
         if asked is not None and (address := _resolved(asked.host)):
             inside = [f"GTOPK_PROMETHEUS={asked.port}"]
-            found.append(Port("metrics (TCP)", address, "GTOPK_PROMETHEUS", inside))
+            found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, inside))
     return found
 
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
+from .. import settings
 from ..launch import (
     Launched,
     LaunchError,
@@ -202,10 +203,7 @@ def add_up(measure_network: bool = True) -> None:
         world.allreduce(total)
         seconds.append(time.perf_counter() - begun)
     mine = [socket.gethostname(), sorted(allowed_cores()), core_quota(), min(seconds)]
-    places = [
-        json.loads(place.tobytes())
-        for place in world.allgather(np.frombuffer(json.dumps(mine).encode(), np.uint8))
-    ]
+    places = world.gather_object(mine)
     allowed: dict[str, set[int]] = {}
     for host, cores, _, _ in places:
         allowed.setdefault(host, set()).update(cores)
@@ -232,7 +230,7 @@ def swap() -> None:
     from ..world.joining import join
     from .links import TRY_SECONDS, try_links
 
-    os.environ["GTOPK_TIMEOUT"] = str(TRY_SECONDS)
+    os.environ[settings.TIMEOUT.name] = str(TRY_SECONDS)
     world = join()
     links = try_links(world)
     if links is not None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from collectives.transports import Transport
-
 
 def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
     """Return the text that says where the ranks' intentions part.
 
-    intentions: by rank: the operation's name, then its facts.
+    intentions: by rank: the operation's name, then its signature.
     """
     (name,) = {intention[0] for intention in intentions.values()}
     first, *others = intentions.values()
     everywhere = set(first).intersection(*others)
     # The first fact of each rank that the others do not share says it; the rest often follow.
     apart = {
-        rank: next((fact for fact in facts if fact not in everywhere), "less")
-        for rank, facts in intentions.items()
+        rank: next((fact for fact in signature if fact not in everywhere), "less")
+        for rank, signature in intentions.items()
     }
     if len(set(apart.values())) == 1:  # all share all of them, in another order
         places = zip(*intentions.values(), strict=True)
@@ -32,9 +28,9 @@ def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
     return f"the ranks disagree about {name}: {_sides(options)}; all ranks must be given the same"
 
 
-def _options_apart(facts: Mapping[int, str]) -> dict[int, str] | None:
+def _options_apart(signature: Mapping[int, str]) -> dict[int, str] | None:
     """Return each rank's options, as `name=value`, that others lack; None where it is no option."""
-    words = {rank: fact.split() for rank, fact in facts.items()}
+    words = {rank: fact.split() for rank, fact in signature.items()}
     if not all("=" in word for those in words.values() for word in those[1:]):
         return None
     common = set.intersection(*map(set, words.values()))
@@ -60,13 +56,6 @@ def name_ranks(ranks: list[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 2"."""
     listed = ", ".join(str(rank) for rank in ranks)
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
-
-
-def gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
-    """Return every rank's list of names."""
-    message = np.frombuffer("\n".join(words).encode(), np.uint8)
-    texts = [m.tobytes().decode() for m in transport.allgather(message)]
-    return [text.split("\n") if text else [] for text in texts]
 
 
 def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) -> str:

@@ -33,8 +33,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
 
     boot: what ranks that read the same clock have in common; default: their kernel's start.
     """
-    mine = np.frombuffer((boot or _this_boot()).encode(), np.uint8)
-    boots = [message.tobytes() for message in transport.allgather(mine)]
+    boots = transport.gather_object(boot or _this_boot())
     others = [rank for rank, each in enumerate(boots) if each != boots[0]]
     found = Offset()
     for rank in others:
@@ -49,8 +48,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
 
 def agree_on_now(transport: Transport) -> float:
     """Return what rank 0's calendar says, in seconds of Unix; every rank must call it."""
-    now = np.array([time.time()]).view(np.uint8)
-    return float(transport.broadcast(now, root=0).view(np.float64)[0])
+    return float(transport.broadcast_object(time.time()))
 
 
 def _ask(transport: Transport) -> Offset:

@@ -30,7 +30,7 @@ from collectives.errors import CollectiveError, PeerError
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from .agreement import name_ranks
 from .execution import Execution, Settled
 from .fusion import Dense, layout_of
@@ -41,7 +41,7 @@ from .settings import Settings, settings_from
 from .stalls import Stalls
 from .table import PROGRAM_ENDED, Outcome, Ready, Table
 
-_PATIENCE_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
+_LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
 _LONGEST_BURST_CYCLES: Final = 5  # a burst of submissions that goes on is cut after these
@@ -52,7 +52,8 @@ _PAUSE_GROWTH: Final = 1.5
 class Engine:
     """Runs operations on one transport until it is closed, or a rank is gone.
 
-    stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
+    stand_in: what a rank that has joined does for operations with a join descriptor; to be set by
+              its owner.
     sign: adds to why this rank leaves who and where it is; to be set by its owner.
     where: says at which step this rank is, for errors; to be set by its owner.
     ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
@@ -86,7 +87,7 @@ class Engine:
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
         self._outlived = False  # by threads that have nothing to do with it
-        self._patience_seconds: float | None = None
+        self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = Table(transport.ranks, self.settings.cache_capacity)
@@ -126,25 +127,26 @@ class Engine:
     def submit(
         self,
         name: str,
-        facts: Sequence[str],
+        signature: Sequence[str],
         work: Work,
-        vote: int = 0,
+        flags: int = 0,
         *,
-        recipe: bytes | None = None,
+        join_descriptor: bytes | None = None,
         fusion: Sequence[Dense] = (),
     ) -> Operation:
         """Begin an operation; it is run once every rank has submitted one of this name.
 
-        facts:  what must be equal on all ranks besides the name, in words: an error quotes those
+        signature: what must be equal on all ranks besides the name, in words: an error quotes those
                 that differ.
-        vote:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
-        recipe: what a rank that has joined needs to take part, equal on all ranks; None: it cannot.
+        flags:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
+        join_descriptor: what a rank that has joined needs to take part, equal on all ranks; None:
+                it cannot.
         fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
-        announced = Announcement(name, intention, vote)
+        intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
+        announced = Announcement(name, intention, flags)
         operation = Operation(announced, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
@@ -188,17 +190,17 @@ class Engine:
             self._changed.notify()
         return operation
 
-    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
         where the transport is of all ranks, wait for them to leave, too.
 
         What others submit, or have, that needs this rank fails.
-        patience_seconds: how long to wait for the others, whatever happened, without ending the
-        job. Returns who has not left.
+        leave_timeout_seconds: how long to wait for the others, whatever happened, without ending
+        the job. Returns who has not left.
         """
         with self._changed:
             self._closing = self._closing or reason
-            self._patience_seconds = patience_seconds
+            self._leave_timeout_seconds = leave_timeout_seconds
             self._changed.notify()
         self._thread.join()
         return self._staying
@@ -423,7 +425,7 @@ class Engine:
         with self._changed:
             self._over = cause or PeerError(f"this rank {text}")
         self._execution.activity = ""
-        self.transport.resign(str(error) if cause else self.sign(text))
+        self.transport.announce_departure(str(error) if cause else self.sign(text))
 
     def _fail_all(self, error: PeerError) -> None:
         """Fail what is left, and what another thread submitted while the engine ended."""
@@ -439,12 +441,12 @@ class Engine:
                 operation.finish(error=error)
 
     def _leave(self, reason: str) -> None:
-        patience_seconds = self._patience_seconds
+        leave_timeout_seconds = self._leave_timeout_seconds
         # Where ranks may leave, an operation that broke says nothing of those who go on.
-        if patience_seconds is None and self._broken and not self.ranks_may_leave:
-            patience_seconds = _PATIENCE_SECONDS
-        self._staying = self.transport.leave(reason, patience_seconds)
-        if self._staying and self._patience_seconds is None and not self.ranks_may_leave:
+        if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
+            leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
+        self._staying = self.transport.leave(reason, leave_timeout_seconds)
+        if self._staying and self._leave_timeout_seconds is None and not self.ranks_may_leave:
             self._end_the_job(f"{name_ranks(self._staying)} went on")
 
     def _end_the_job(self, why: str) -> None:
@@ -476,5 +478,5 @@ class Engine:
                 self._tell(Event("end", "negotiate", name, now))
 
 
-def _nothing(transport: Transport, votes: list[int]) -> None:
+def _nothing(transport: Transport, all_flags: list[int]) -> None:
     """Do nothing; agreeing was all."""

@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    votes: list[int]
+    all_flags: list[int]
     dense: Sequence[Dense]
     work: Work
     operation: Operation | None
@@ -47,22 +47,22 @@ def part_of(
 
     place: where tensors are that the transport carries.
     """
-    name, intention, votes = ready
+    name, intention, all_flags = ready
     if operation is not None:
-        return Part(name, votes, operation.fusion, operation.work, operation)
+        return Part(name, all_flags, operation.fusion, operation.work, operation)
     work: Work = _nothing
-    if intention.recipe is not None:
+    if intention.join_descriptor is not None:
         if stand_in is None:
             raise RuntimeError(
                 f"this rank has joined, and nothing stands in for it in '{name}': make the "
                 "optimizer on every rank, also where there is nothing to train on"
             )
-        work = stand_in(name, intention.recipe)
-    place = place if all_on_gpu(votes) else ""
-    return Part(name, votes, [neutral(layout, place) for layout in intention.dense], work, None)
+        work = stand_in(name, intention.join_descriptor)
+    place = place if all_on_gpu(all_flags) else ""
+    return Part(name, all_flags, [neutral(layout, place) for layout in intention.dense], work, None)
 
 
-def _nothing(transport: Transport, votes: list[int]) -> None:
+def _nothing(transport: Transport, all_flags: list[int]) -> None:
     """Do nothing more than was reduced."""
 
 
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
     """Return what is run, one after the other."""
     shares = (
-        Share(number, place, layout, all_on_gpu(each.votes))
+        Share(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
         for place, layout in enumerate(each.intention.dense)
     )
@@ -174,7 +174,7 @@ class Execution:
         result: Any = None
         error: MismatchError | None = None
         try:
-            result = part.work(self.transport, part.votes)
+            result = part.work(self.transport, part.all_flags)
         except MismatchError as disagreement:  # on every rank, which thus completes the operation
             error = disagreement
         if self.transport.traffic.sent_messages:

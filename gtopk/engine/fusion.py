@@ -1,16 +1,16 @@
 """Fusion: small dense arrays that are ready at the same time are reduced as one.
 
-    engine.submit(name, facts, work, fusion=[Dense(array)])
+    engine.submit(name, signature, work, fusion=[Dense(array)])
 
 An operation that is submitted with dense arrays has them reduced by the engine, in their own
 memory, before `work` is called: alone, or copied into one buffer with arrays of other operations
-that became ready in the same cycle and have the same key. `work(transport, votes)` is what is left
-to do (an integer's division, say); its result is the operation's. Several arrays in one operation
+that became ready in the same cycle and have the same key. `work(transport, all_flags)` does what is
+left (an integer's division, say); its result is the operation's. Several arrays in one operation
 are a group: all are reduced, or none.
 
-No rank needs a recipe for such an operation: one that has joined takes part with the neutral
+Such an operation needs no join descriptor: a rank that has joined takes part with the neutral
 element (zeros in a sum). The engine checks dtype, length, reduction and factors across ranks, after
-the operation's own facts.
+the operation's own signature.
 
     arrays, in the order all ranks agree on     reduced
     a  float32 sum   1 KB                       a c   in the buffer
@@ -18,7 +18,7 @@ the operation's own facts.
     c  float32 sum   2 KB                       d     alone: no other has its key
     d  float64 sum   1 KB
 
-Tensors on a GPU (`OnGpu`) are reduced there where every rank has its own on one, as the votes say;
+Tensors on a GPU (`OnGpu`) are reduced there where every rank has its own on one, as the flags say;
 else through the host.
 """
 

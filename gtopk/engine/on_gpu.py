@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from collectives.transports import Transport
 from collectives.transports.gpu import host_copy, tensor_of
 
-# Votes of operations that may be done where the tensors lie; 0 is that of a rank that has joined.
+# Flags of operations that may be done where the tensors lie; 0 are those of a rank that has joined.
 ON_HOST, ON_GPU = 1, 2
 
 _own: Final = threading.local()
@@ -61,9 +61,9 @@ class OnGpu:
             self.tensor.copy_(tensor_of(array, self.tensor))
 
 
-def all_on_gpu(votes: Sequence[int]) -> bool:
+def all_on_gpu(all_flags: Sequence[int]) -> bool:
     """Tell whether every rank that takes part has its tensors where they can be worked on."""
-    those = {vote for vote in votes if vote}
+    those = {flags for flags in all_flags if flags}
     return those == {ON_GPU}
 
 

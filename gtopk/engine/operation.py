@@ -11,14 +11,14 @@ from typing import Any
 from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Traffic, Transport
 
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from .fusion import Dense
 from .saying import Announcement
 
-# What an operation does: it gets the transport and every rank's vote, in rank order.
+# What an operation does: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
 
-# What a rank that has joined does for the others' operation, from its name and recipe.
+# What a rank that has joined does for the others' operation, from its name and join descriptor.
 StandIn = Callable[[str, bytes], Work]
 
 
@@ -103,5 +103,5 @@ class Operation:
             self.finished.set()
 
 
-def _nothing(transport: Transport, votes: list[int]) -> None:
+def _nothing(transport: Transport, all_flags: list[int]) -> None:
     """Stand for the work that is done."""

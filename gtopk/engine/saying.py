@@ -6,7 +6,7 @@ Every rank has a block on a board that is gathered on all of them:
     ready            a bit for each cached name that became ready here, 64 to a word
 
 When only cached names became ready, that is all: one small message a round. Otherwise the texts are
-gathered, too: names that are new or changed, votes that are, a rank that joins or leaves.
+gathered, too: names that are new or changed, flags that are, a rank that joins or leaves.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ _WORD_BITS: Final = 64
 class Intention(NamedTuple):
     """What a rank is about to do under a name; equal on all ranks, or it is not done.
 
-    recipe: what a rank that has joined needs to take part; None: it cannot.
+    join_descriptor: what a rank that has joined needs to take part; None: it cannot.
     dense:  of each array that is reduced over the ranks.
     """
 
-    facts: tuple[str, ...]
-    recipe: bytes | None
+    signature: tuple[str, ...]
+    join_descriptor: bytes | None
     dense: tuple[Layout, ...]
 
     def words(self) -> list[str]:
         """Return all of it, as an error quotes it."""
-        recipe = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
-        return [*self.facts, *(layout.describe() for layout in self.dense), *recipe]
+        joined = self.join_descriptor
+        descriptor = [] if joined is None else [f"join descriptor {joined!r}"]
+        return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
 class Announcement(NamedTuple):
-    """A name that became ready on a rank; vote: int64 that may differ between ranks."""
+    """A name that became ready on a rank; flags: int64 that may differ between ranks."""
 
     name: str
     intention: Intention
-    vote: int
+    flags: int
 
 
 class Saying(NamedTuple):
@@ -56,7 +57,7 @@ class Saying(NamedTuple):
 
     ready:   the cached names that became ready, as bits.
     fresh:   the names that are not cached, or not with this intention.
-    votes:   of cached names, by their number: those that are not what they were last time.
+    all_flags:   of cached names, by their number: those that are not what they were last time.
     joins:   whether this rank joins.
     leaves:  why this rank leaves; None: it stays.
     expired: names that this rank has waited for too long, and the text about it.
@@ -66,7 +67,7 @@ class Saying(NamedTuple):
 
     ready: int = 0
     fresh: tuple[Announcement, ...] = ()
-    votes: Mapping[int, int] = {}
+    all_flags: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
     expired: Mapping[str, str] = {}
@@ -130,7 +131,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Saying:
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
         known = tuple(
-            Announcement(name, _intention(*intention), vote) for name, intention, vote in fresh
+            Announcement(name, _intention(*intention), flags) for name, intention, flags in fresh
         )
         return Saying(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -140,9 +141,9 @@ def _decode(ready: int, text: bytes, rank: int) -> Saying:
 
 
 def _intention(
-    facts: tuple[str, ...], recipe: bytes | None, dense: tuple[tuple[Any, ...], ...]
+    signature: tuple[str, ...], join_descriptor: bytes | None, dense: tuple[tuple[Any, ...], ...]
 ) -> Intention:
-    return Intention(facts, recipe, tuple(Layout(*layout) for layout in dense))
+    return Intention(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
 
 
 def cycle_bytes(ranks: int, names: int) -> int:

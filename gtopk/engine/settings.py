@@ -7,16 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from collectives.environment import number
+from .. import settings
 
-# The default of each, and its unit.
-_NUMBERS: Final = {
-    "HOROVOD_CYCLE_TIME": (1.0, "milliseconds"),
-    "HOROVOD_CACHE_CAPACITY": (1024.0, "names"),
-    "HOROVOD_FUSION_THRESHOLD": (float(64 << 20), "bytes"),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": (60.0, "seconds"),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": (0.0, "seconds"),
-}
 _SHORTEST_IDLE_SECONDS: Final = 0.02
 
 
@@ -47,19 +39,13 @@ class Settings(NamedTuple):
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings; raise ValueError for a number that is none, or below 0."""
-    said = {
-        name: number(name, default, unit, environ, may_be_zero=True)
-        for name, (default, unit) in _NUMBERS.items()
-    }
-    unchecked = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+    unchecked = settings.STALL_CHECK_DISABLE.read(environ)
+    warning = settings.STALL_CHECK_TIME.read(environ)
+    shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
     return Settings(
-        cycle_seconds=said["HOROVOD_CYCLE_TIME"] / 1e3,
-        cache_capacity=int(said["HOROVOD_CACHE_CAPACITY"]),
-        fusion_threshold_bytes=int(said["HOROVOD_FUSION_THRESHOLD"]),
-        stall_warning_seconds=(
-            math.inf if unchecked else said["HOROVOD_STALL_CHECK_TIME_SECONDS"] or math.inf
-        ),
-        stall_shutdown_seconds=(
-            math.inf if unchecked else said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] or math.inf
-        ),
+        cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
+        cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
+        fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
+        stall_warning_seconds=math.inf if unchecked else warning or math.inf,
+        stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
     )

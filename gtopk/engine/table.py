@@ -25,14 +25,14 @@ from .saying import Announcement, Intention, Saying
 
 
 class Ready(NamedTuple):
-    """An operation that is run now; votes: of each rank, 0 for one that has joined.
+    """An operation that is run now; all_flags: of each rank, 0 for one that has joined.
 
     The same objects come again when the same is run again.
     """
 
     name: str
     intention: Intention
-    votes: list[int]
+    all_flags: list[int]
 
 
 class Outcome(NamedTuple):
@@ -55,19 +55,19 @@ class Outcome(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """votes: what each rank said last."""
+    """all_flags: what each rank said last."""
 
     number: int
     name: str
     intention: Intention
-    votes: list[int]
+    all_flags: list[int]
 
 
 class _Open(NamedTuple):
     """By rank."""
 
     intentions: dict[int, Intention]
-    votes: dict[int, int]
+    all_flags: dict[int, int]
 
 
 class Table:
@@ -106,19 +106,19 @@ class Table:
             return said
         ready = 0
         fresh: list[Announcement] = []
-        votes: dict[int, int] = {}
+        all_flags: dict[int, int] = {}
         for each in announced:
             slot = self._named.get(each.name)
             if slot is None or slot.intention != each.intention:
                 fresh.append(each)
                 continue
             ready |= 1 << slot.number
-            if each.vote != slot.votes[rank]:
-                votes[slot.number] = each.vote
-        saying = Saying(ready, tuple(fresh), votes)
-        if votes:
-            self._said.clear()  # they leave out votes that were the same
-        if not votes and not fresh:
+            if each.flags != slot.all_flags[rank]:
+                all_flags[slot.number] = each.flags
+        saying = Saying(ready, tuple(fresh), all_flags)
+        if all_flags:
+            self._said.clear()  # they leave out flags that were the same
+        if not all_flags and not fresh:
             self._said[first] = announced, saying
         return saying
 
@@ -163,17 +163,17 @@ class Table:
     def _take_any(self, sayings: Sequence[Saying]) -> Outcome:
         for rank, saying in enumerate(sayings):
             self._bits[rank] |= saying.ready
-            for number, vote in saying.votes.items():
+            for number, flags in saying.all_flags.items():
                 slot = self._slots[number]
                 assert slot is not None
-                slot.votes[rank] = vote
+                slot.all_flags[rank] = flags
                 self._last = 0, []
         for rank, saying in enumerate(sayings):
-            for name, intention, vote in saying.fresh:
+            for name, intention, flags in saying.fresh:
                 self._uncache(name)
                 entry = self._open.setdefault(name, _Open({}, {}))
                 entry.intentions[rank] = intention
-                entry.votes[rank] = vote
+                entry.all_flags[rank] = flags
         joining = [rank for rank, saying in enumerate(sayings) if saying.joins]
         self.joined |= dict.fromkeys(joining)
         for rank, saying in enumerate(sayings):
@@ -194,7 +194,7 @@ class Table:
         ready = []
         for slot in self._cached(bits):
             self._named.move_to_end(slot.name)
-            ready.append(Ready(slot.name, slot.intention, slot.votes.copy()))
+            ready.append(Ready(slot.name, slot.intention, slot.all_flags.copy()))
         self._last = bits, ready
         return ready
 
@@ -216,9 +216,9 @@ class Table:
             if error is not None:
                 refused.append((name, error))
                 continue
-            votes = [entry.votes.get(rank, 0) for rank in range(self._size)]
-            ready.append(Ready(name, intention, votes))
-            self._cache(name, intention, votes.copy())
+            all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
+            ready.append(Ready(name, intention, all_flags))
+            self._cache(name, intention, all_flags.copy())
         return ready, refused
 
     def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
@@ -232,8 +232,8 @@ class Table:
         for run, present in zip(self._run_slots(bits), there, strict=True):
             error = self._why_not(run.name, run.intention, present)
             if error is None:
-                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
-                ready.append(run._replace(votes=votes))
+                all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
+                ready.append(run._replace(all_flags=all_flags))
             else:
                 refused.append((run.name, error))
         return ready, refused
@@ -259,7 +259,7 @@ class Table:
     ) -> MismatchError | None:
         """Return why those who have joined cannot take part, if so."""
         lacking = self.joined.keys() - set(there)
-        if not lacking or intention.recipe is not None or intention.dense:
+        if not lacking or intention.join_descriptor is not None or intention.dense:
             return None
         who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
         return MismatchError(
@@ -321,7 +321,7 @@ class Table:
             return set()
         return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
 
-    def _cache(self, name: str, intention: Intention, votes: list[int]) -> None:
+    def _cache(self, name: str, intention: Intention, all_flags: list[int]) -> None:
         """Give a name a slot: a new one, or that of the name that was used least recently."""
         self._forget()
         if self._vacant:
@@ -337,7 +337,7 @@ class Table:
                 return
             del self._named[oldest.name]
             number = oldest.number
-        self._slots[number] = self._named[name] = _Slot(number, name, intention, votes)
+        self._slots[number] = self._named[name] = _Slot(number, name, intention, all_flags)
 
     def _forget(self) -> None:
         """Remember nothing that was told of slots: they change."""
@@ -357,7 +357,7 @@ class Table:
         self._vacant.append(number)
         if there:
             self._open[name] = _Open(
-                dict.fromkeys(there, slot.intention), {rank: slot.votes[rank] for rank in there}
+                dict.fromkeys(there, slot.intention), {rank: slot.all_flags[rank] for rank in there}
             )
 
 

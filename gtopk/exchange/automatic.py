@@ -23,14 +23,11 @@ The last bucket, a single one, and all of them without overlap have no room: all
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Final
-
-import numpy as np
 
 from collectives.planning import Candidate, Format
 from collectives.planning.calibration import assumed
@@ -89,10 +86,10 @@ class AutomaticExchange:
         self._ended = time.perf_counter()  # the last step's reduction
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options, and what is about to run."""
         now = str(self.judge.chosen.candidate) if self.judge else "undecided"
-        return f"{self.compression.facts()}, now {now}"
+        return f"{self.compression.signature()}, now {now}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.judge is None:
@@ -206,7 +203,5 @@ class AutomaticExchange:
 
 def agreed(candidate: Candidate, transport: Transport) -> Candidate:
     """Return rank 0's candidate, on every rank."""
-    said = json.dumps(dataclasses.asdict(candidate)).encode()
-    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-    record = json.loads(said)
+    record = transport.broadcast_object(dataclasses.asdict(candidate))
     return Candidate(**{**record, "format": Format(*record["format"])})

@@ -87,7 +87,7 @@ class Exchange(Protocol):
         """Return what was not sent yet, where this way leaves something."""
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks, in words."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
@@ -142,11 +142,11 @@ class SparseExchange:
         return self.options.get("regions")
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options; while the density is on its way, how far it is, too."""
         steps = self._progress.steps
         warming = steps < self.compression.warmup_steps
-        return self.compression.facts() + (f" at step {steps}" if warming else "")
+        return self.compression.signature() + (f" at step {steps}" if warming else "")
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         algorithm = self.compression.algorithm
@@ -249,7 +249,7 @@ class DenseExchange:
     residual: what sparse steps before it left; sent along, a share a step (`draining`).
     """
 
-    facts = "dense"
+    signature = "dense"
 
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
@@ -303,7 +303,7 @@ class DenseExchange:
         return sends and not self.residual.has_aside
 
     def sent_mass(self) -> float:
-        """Return 0: nothing is held back that would be."""
+        """Return 0: there is no residual."""
         return 0.0
 
 
@@ -314,7 +314,7 @@ class CompressorExchange:
 
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
-        self.facts = f"dense {compressor.__name__}"
+        self.signature = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
@@ -369,7 +369,7 @@ class SendingAlong:
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
         self.was_last = False
         self._dense = DenseExchange(self.residual)
-        self.facts = self._dense.facts
+        self.signature = self._dense.signature
         self._is_last = False  # the step under way is
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
@@ -385,7 +385,7 @@ class SendingAlong:
         self.was_last = self._is_last
 
     def sent_mass(self) -> float:
-        """Return 0: nothing is held back that would be."""
+        """Return 0: there is no residual."""
         return 0.0
 
 

@@ -6,7 +6,7 @@
 
 So u is the step that Adam would take by this rank's gradients alone, and the sum over ranks is the
 mean of these, by their shares (Chen et al. 2021, Quantized Adam with Error Feedback; where they
-quantize, entries are selected here). What is selected, exchanged and held back are steps, not
+quantize, entries are selected here). Steps are selected, exchanged and kept in the residual, not
 gradients: entries compete by how far they move a parameter, whatever its layer's gradients measure,
 and what has gathered for long moves it as far as it would have in between. Adam behind a selection
 would divide it by its own size, and take one step for many.

@@ -54,12 +54,12 @@ class NodeExchange(SparseExchange):
         return self.residual.accumulate_and_select(shard, k, where=own)
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return the options, and whether shards are to be brought home first."""
-        return super().facts + (", shards to be brought home" if self.residual.astray else "")
+        return super().signature + (", shards to be brought home" if self.residual.astray else "")
 
     def _bring_home(self, hierarchy: Hierarchy) -> None:
-        """Let each rank hold back all that its node does of its shard, and nothing else.
+        """Let each rank's residual be its node's residual of its shard, and nothing else.
 
         Not by way of the gradients: what waits is no gradient, which momentum would take again.
         """

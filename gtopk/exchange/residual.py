@@ -33,8 +33,8 @@ _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16  # fits a cache
 
 
-class Withheld(NamedTuple):
-    """How much this rank holds back.
+class ResidualSize(NamedTuple):
+    """How large this rank's residual is.
 
     square: the sum of the values' squares; mass: of their absolute values.
     sent_mass: of the absolute values that the last step took out.
@@ -248,21 +248,21 @@ class Residual:
         self.holds_nothing = False
         self._writable(0).tensor.add_(values)
 
-    def withheld(self, sent_mass: float) -> Withheld:
+    def residual_size(self, sent_mass: float) -> ResidualSize:
         """Return how much is here; reads all of it."""
         if self.holds_nothing:
-            return Withheld(sent_mass=sent_mass)
+            return ResidualSize(sent_mass=sent_mass)
         here = self._memory[0].tensor
         if here.is_cuda:
             norms = [torch.linalg.vector_norm(here, o, dtype=torch.float64) for o in (2, 1)]
             norm, mass = torch.stack(norms).tolist()
-            return Withheld(norm * norm, mass, sent_mass)
+            return ResidualSize(norm * norm, mass, sent_mass)
         # In pieces that fit a cache, and whose float32 sums lose little.
         square = mass = 0.0
         for part in here.split(_PIECE):
             square += float(part.dot(part))
             mass += float(part.abs().sum())
-        return Withheld(square, mass, sent_mass)
+        return ResidualSize(square, mass, sent_mass)
 
     def remember(self) -> None:
         """Let `restore` bring back what is here now; the first call makes room for it."""

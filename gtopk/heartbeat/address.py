@@ -9,11 +9,13 @@ import struct
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from .. import settings
+
 _GET_ADDRESS: Final = 0x8915  # Linux: SIOCGIFADDR
 _NAME_BYTES: Final = 15
 
 # Where a job says which interface it talks over; ours first, then the transports'.
-OURS: Final = "GTOPK_INTERFACE"
+OURS: Final = settings.INTERFACE.name
 THEIRS: Final = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
 
 # Nothing is sent there; but the system knows which address of its own it would send from.
@@ -38,7 +40,7 @@ def own_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
 
 def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
     """Return the address, as `own_address` does, and what chose it."""
-    if name := environ.get(OURS):
+    if name := settings.INTERFACE.read(environ):
         address = address_of(name)
         if not address:
             names = ", ".join(name for _, name in socket.if_nameindex())

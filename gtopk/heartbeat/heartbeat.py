@@ -15,9 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
-from collectives.environment import number
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
@@ -26,9 +23,7 @@ from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 
-TIMEOUT: Final = "GTOPK_HEARTBEAT_TIMEOUT"
-_DEFAULT_SECONDS: Final = 30.0
-_LEAVE_SECONDS: Final = 2.0  # what a companion gets to say farewell
+_LEAVE_SECONDS: Final = 2.0  # what a companion gets to announce the departure
 _STARTS: Final = 3  # a companion that was killed is replaced
 
 # Loads this folder as gtopk.heartbeat, without what `import gtopk` loads besides.
@@ -43,11 +38,6 @@ class Lost(NamedTuple):
 
     rank: int
     why: str
-
-
-def timeout_from(environ: Mapping[str, str] = os.environ) -> float:
-    """Return after how many seconds a rank is given up; 0: never, and there is no heartbeat."""
-    return number(TIMEOUT, _DEFAULT_SECONDS, "seconds", environ, may_be_zero=True)
 
 
 class Heartbeat:
@@ -74,7 +64,7 @@ class Heartbeat:
         self._first_loss = threading.Event()
         self._lost: list[Lost] = []
 
-    def meet(self, transport: Transport, votes: Sequence[int]) -> None:
+    def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
         """Tell the other ranks where this one's companion hears; all ranks do so together."""
         address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -85,8 +75,7 @@ class Heartbeat:
         self._step_file = os.memfd_create("gtopk-note")
         write_note(self._step_file, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
-        message = np.frombuffer(json.dumps(own).encode(), np.uint8)
-        said = [json.loads(message.tobytes()) for message in transport.allgather(message)]
+        said = transport.gather_object(own)
         peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
         # Every rank has added to it: none can choose it.
         secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()

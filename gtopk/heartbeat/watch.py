@@ -171,7 +171,6 @@ class Watch:
         ]
         if unheard:
             self.news.append(
-                f"{self._own} hears no heartbeat of {', '.join(unheard)} and cannot "
-                "tell when it freezes: let UDP through between the hosts, or name the interface "
-                "(GTOPK_INTERFACE)"
+                f"{self._own} receives no heartbeats from {', '.join(unheard)} and cannot "
+                "detect if it hangs; allow UDP between the hosts or set GTOPK_INTERFACE"
             )

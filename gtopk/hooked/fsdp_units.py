@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..lanes.held import Held, fits
+from ..lanes.residual_state import ResidualState, fits
 
 
 class Unit:
@@ -102,15 +102,15 @@ class Unit:
         lengths = [self.stand_ins[name].numel() for name in self.with_gradient]
         return zip(self.with_gradient, gradients.split(lengths), strict=True)
 
-    def by_parameter(self, whole: Held) -> dict[str, Held]:
-        """Return by parameter what is held back of the module as one, as earlier versions had it.
+    def by_parameter(self, whole: ResidualState) -> dict[str, ResidualState]:
+        """Return by parameter the residual of the module as one, as earlier versions had it.
 
         Raises ValueError where that is not as long as all parameters that are trained.
         """
         trained = [name for name, each in self._of.items() if each.sharded_param.requires_grad]
         lengths = [self.stand_ins[name].numel() for name in trained]
         require_shape(self.name, whole, [sum(lengths)])
-        found: dict[str, Held] = {}
+        found: dict[str, ResidualState] = {}
         for what, vector in whole.items():
             for name, part in zip(trained, vector.split(lengths), strict=True):
                 found.setdefault(name, {})[what] = part
@@ -148,9 +148,9 @@ def stand_in(one: torch.Tensor, length: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(one.expand(length))
 
 
-def require_shape(name: str, held: Held, shape: Sequence[int]) -> None:
-    """Raise ValueError where what is held back has another."""
-    for what, tensor in held.items():
+def require_shape(name: str, residuals: ResidualState, shape: Sequence[int]) -> None:
+    """Raise ValueError where the residual has another."""
+    for what, tensor in residuals.items():
         if not fits(what, tensor, shape):
             raise ValueError(
                 f"the {what} of the shard of '{name}' has the shape {list(tensor.shape)}, but here "

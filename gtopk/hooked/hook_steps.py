@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine import Operation
 from ..exchange.exchange import Exchanged, Progress
-from ..lanes.lanes import Lane
+from ..lanes.bucket_exchange import BucketExchange
 from ..recording import looks
 from ..step.expected_step import ExpectedStep
 from ..step.peers import Peers
@@ -34,7 +34,7 @@ class HookSteps:
         self._world, self._peers = peers.world, peers
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
-        self._sizes: list[int] = []  # of the lanes that it is of: all exchanged alike
+        self._sizes: list[int] = []  # of the buckets that it is of: all exchanged alike
         self._seen = Seen()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
@@ -43,10 +43,10 @@ class HookSteps:
         self._ended_before: float | None = None  # that of the step before
         self.last: StepReport | None = None
 
-    def hand_over(self, lane: Lane) -> int:
+    def hand_over(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program; return its number in the step."""
-        self._seen.lanes.append(lane)
-        return len(self._seen.lanes) - 1
+        self._seen.bucket_exchanges.append(bucket_exchange)
+        return len(self._seen.bucket_exchanges) - 1
 
     def submitted(self, number: int, operation: Operation) -> None:
         """Note that a bucket is on its way, in the program, which may wait for it from now on."""
@@ -83,7 +83,7 @@ class HookSteps:
             skipped=not counted,
             samples=None,
         )
-        lanes = self._seen.lanes
+        bucket_exchanges = self._seen.bucket_exchanges
         self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
         self._world.step += 1
         self._counted += counted
@@ -92,16 +92,16 @@ class HookSteps:
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last)
             if counted and looks.is_due(self._counted):
-                looks.look(recorder, lanes)
+                looks.look(recorder, bucket_exchanges)
 
     def _expect(self) -> None:
-        """Know what the lanes of the step that is over are to take."""
-        sizes = [lane.elements for lane in self._seen.lanes]
+        """Know what the buckets of the step that is over are to take."""
+        sizes = [bucket_exchange.elements for bucket_exchange in self._seen.bucket_exchanges]
         if not self._sizes:
             begun = time.perf_counter()
-            self._expected.measure(self._seen.lanes, self._peers)
+            self._expected.measure(self._seen.bucket_exchanges, self._peers)
             self._ended = time.perf_counter()
             self._waited_seconds += self._ended - begun
         elif sizes != self._sizes:
-            self._expected.expect(self._seen.lanes)
+            self._expected.expect(self._seen.bucket_exchanges)
         self._sizes = sizes

@@ -7,28 +7,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from collectives.transports import Transport
 
 from ..exchange.exchange import Exchanged
-from ..lanes.lanes import Lane
+from ..lanes.bucket_exchange import BucketExchange
 
-NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
-TOLD: Final = 2  # this rank was told to end
+NOT_FINITE: Final = 1  # flags: this rank's gradients of the bucket are not
+PREEMPTED: Final = 2  # this rank had SIGTERM
 
 
-def vote_of(lane: Lane) -> int:
+def flags_of(bucket_exchange: BucketExchange) -> int:
     """Return what this rank says of its gradients: of those on a GPU nothing, without a wait."""
-    return NOT_FINITE if lane.on_host and not lane.all_finite() else 0
+    return NOT_FINITE if bucket_exchange.on_host and not bucket_exchange.all_finite() else 0
 
 
 class OneStep:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
-    that follow it, that tells who steps with them to skip, and with those before it, too. What is
-    held back is then, to the bit, what it was before the step.
+    that follow it, that tells who steps with them to skip, and with those before it, too. The
+    residual is then, to the bit, what it was before the step.
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
         they had not said so: they would have had to wait for their GPU. The same on all ranks.
@@ -36,45 +34,48 @@ class OneStep:
 
     def __init__(self) -> None:
         self.not_finite: list[int] = []
-        self._ran: list[Lane] = []
+        self._ran: list[BucketExchange] = []
         self._void = False
 
-    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> Exchanged | None:
+    def run(
+        self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
+    ) -> Exchanged | None:
         """Replace a bucket's gradients by what all ranks agreed on, or by NaN.
 
         Returns what the exchange did, applying included; None where there was none.
         """
-        again = lane in self._ran  # a module that is used twice: what was before the step counts
-        self._ran.append(lane)
+        again = (
+            bucket_exchange in self._ran
+        )  # a module that is used twice: what was before the step counts
+        self._ran.append(bucket_exchange)
         self.not_finite = []
-        self._void |= any(vote & NOT_FINITE for vote in votes)
+        self._void |= any(flags & NOT_FINITE for flags in all_flags)
         exchanged = None
         if not self._void:
             if not again:
-                lane.remember()
-            exchanged = lane.reduce(transport)
+                bucket_exchange.remember()
+            exchanged = bucket_exchange.reduce(transport)
             if not exchanged.finite:  # on all ranks alike
                 self._void = True
-                mine = np.array([not lane.all_finite()], np.uint8)
-                said = transport.allgather(mine)
-                self.not_finite = [place for place, theirs in enumerate(said) if theirs[0]]
+                said = transport.gather_object(not bucket_exchange.all_finite())
+                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
         if self._void:
             self.drop()
-            with lane.bucket.on_stream():
-                lane.bucket.poison()
+            with bucket_exchange.bucket.on_stream():
+                bucket_exchange.bucket.poison()
             return exchanged
         begun = time.perf_counter()
-        with lane.bucket.on_stream():
-            lane.exchange.apply(lane.bucket)
+        with bucket_exchange.bucket.on_stream():
+            bucket_exchange.exchange.apply(bucket_exchange.bucket)
         assert exchanged is not None
         seconds = exchanged.select_seconds + time.perf_counter() - begun
         return replace(exchanged, select_seconds=seconds)
 
     def drop(self) -> None:
-        """Make the step void: what is held back becomes what it was before."""
+        """Make the step void: the residual becomes what it was before."""
         self._void = True
-        for lane in self._ran:
-            lane.undo()
+        for bucket_exchange in self._ran:
+            bucket_exchange.undo()
 
     @property
     def is_void(self) -> bool:
@@ -89,7 +90,7 @@ class OneStep:
     def close(self) -> bool:
         """Begin another step, and tell whether the last one counted."""
         counted = not self._void
-        for lane in self._ran:
-            lane.let_go()
+        for bucket_exchange in self._ran:
+            bucket_exchange.let_go()
         self._ran, self._void = [], False
         return counted

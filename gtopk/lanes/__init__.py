@@ -1,7 +1,7 @@
-"""Lanes: buckets of one optimizer, each with its exchange and what it holds back.
+"""Buckets of one optimizer, each with its exchange and its residual.
 
-lanes.py              a bucket, its exchange, and what its gradients were
-sparse_gradients.py   the lane of gradients that are sparse tensors
-held.py               what is held back of a parameter, from one plan of lanes to the next
-held_names.py         the same by name, as checkpoints keep it
+bucket_exchange.py    a bucket, its exchange, and what its gradients were
+sparse_gradients.py   the bucket of gradients that are sparse tensors
+residual_state.py     the residual of a parameter, from one plan of buckets to the next
+residual_names.py     the same by name, as checkpoints keep it
 """

@@ -20,20 +20,20 @@ from collectives.transports import Transport
 from ..buckets.arrays import as_bytes
 from ..buckets.placeholders import lacks_gradient
 from ..exchange.exchange import Exchanged
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 
 
-class SparseGradientLane:
-    """One parameter whose gradient is sparse: what `Lane` is for a bucket.
+class SparseGradientExchange:
+    """One parameter whose gradient is sparse: what `BucketExchange` is for a bucket.
 
     A dense gradient of it is taken as sparse by rows.
 
-    unsent: what was held back while its gradients were dense, as its shape; the first step that
+    unsent: the residual while its gradients were dense, as its shape; the first step that
         counts sends it along, as dense as it is. None: it was sent, or there was none on any rank.
     """
 
     on_host = True
-    facts = "sparse gradient"
+    signature = "sparse gradient"
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
         self.name = name
@@ -53,11 +53,11 @@ class SparseGradientLane:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether something is held back here, or may be."""
+        """Tell whether there is a residual here, or may be."""
         return self.unsent is not None
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: that there is such a lane."""
+        """Return what a checkpoint needs: that there is such a bucket."""
         return {"names": self.names, "regions": None}
 
     def resume(self, record: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class SparseGradientLane:
         """Do nothing: it takes them anyway."""
 
     def send_along(self) -> None:
-        """Have room for what was held back, and send it in the next step; on all ranks alike."""
+        """Have room for the residual, and send it in the next step; on all ranks alike."""
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
@@ -195,7 +195,7 @@ class SparseGradientLane:
         """Have nothing to undo any more."""
         self._sent = None
 
-    def withheld(self) -> Withheld | None:
+    def residual_size(self) -> ResidualSize | None:
         """Return None: all is sent."""
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import LaunchError, LaunchTimeoutError
+from ..errors import LaunchError, LaunchTimeoutError
 from .launched import Launched, carried_by, launched_by, launchers, require_sound_ranks
 from .mpirun import (
     Mpi,

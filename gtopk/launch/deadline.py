@@ -11,18 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from collectives.environment import number
-
 from . import watchdog
 from .watchdog import Lookout
 
-START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
 _LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to
-
-
-def start_timeout_seconds() -> float:
-    """Return the longest that a rank waits at the start for all to arrive."""
-    return number(START_TIMEOUT, 120.0, "seconds")
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from .errors import LaunchError
+from .. import settings
+from ..errors import LaunchError
 from .launched import launched_by
 
-_JOB: Final = "GTOPK_JOB"  # in the environment of every process of a job, and so in /proc
 _GRACE_SECONDS: Final = 3.0  # what the launcher gets to end its ranks before we do
 
 # Becomes the launcher, after asking the kernel to end it should we be killed (prctl 1:
@@ -48,7 +48,7 @@ def job(
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
-        env={**os.environ, **variables, _JOB: token},
+        env={**os.environ, **variables, settings.JOB.name: token},
         start_new_session=True,
     )
     try:
@@ -94,7 +94,7 @@ def _end(process: subprocess.Popen[bytes], token: str) -> None:
 
 def _processes_of(token: str) -> list[int]:
     """Return the living processes whose environment names the job; none where there is no /proc."""
-    needle = f"{_JOB}={token}".encode()
+    needle = f"{settings.JOB.name}={token}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's process, or one that has just ended

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .. import settings
+
 
 class Launched(NamedTuple):
     """What one launcher says; `variables` are the two environment variables it says it in."""
@@ -77,7 +79,7 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
 
 def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport that the environment and the launcher ask for."""
-    if wanted := environ.get("GTOPK_TRANSPORT"):
+    if wanted := settings.TRANSPORT.read(environ):
         return wanted
     if job is None:
         return "local"

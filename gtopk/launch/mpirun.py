@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from .errors import LaunchError, LaunchTimeoutError
+from ..errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
 from .torchrun import torchrun_command
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from .errors import LaunchError
+from ..errors import LaunchError
 from .hosts import Host
 from .mpirun import Mpi
 

@@ -170,12 +170,12 @@ class _LocalSGD(Wrapping):
         if not self._are_alike:
             begun = time.perf_counter()
             self.outer_steps = self._exchange.meet(
-                self._center, [*self._facts(), self._outer_state_said()], self.outer_steps
+                self._center, [*self._signature(), self._outer_state_said()], self.outer_steps
             )
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # of no round: links may be measured
 
-    def _facts(self) -> list[str]:
+    def _signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -214,14 +214,16 @@ class _LocalSGD(Wrapping):
         """Make an outer step; `why` is the same on all ranks, as else they end unlike rounds."""
         self._begin_round()
         begun = time.perf_counter()
-        told, made = self._world.told_here, self.steps_made
-        with self._exchange.reduced(self._center, [*self._facts(), why], made, told) as outcome:
+        preempted, made = self._world.termination_requested, self.steps_made
+        with self._exchange.reduced(
+            self._center, [*self._signature(), why], made, preempted
+        ) as outcome:
             torch._foreach_copy_(list(self._names), self._center)
             if outcome.moves:
                 self.outer.step()
         if self._world.rank in outcome.lost:
             self.state.clear()
-        self._world.hear(outcome.told)
+        self._world.note_preempted(outcome.preempted)
         self._center, self.steps_made = [], 0
         if outcome.empty:
             self._ended += time.perf_counter() - begun  # of no round
@@ -253,7 +255,7 @@ class _LocalSGD(Wrapping):
                 looks.look(recorder, [self._exchange])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, the outer one's, and what this rank holds back.
+        """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
 
         In the middle of a round it holds the center, too: the model's own state is this rank's
         replica then. Save it on every rank, as `gtopk.save_checkpoint` does.
@@ -276,8 +278,8 @@ class _LocalSGD(Wrapping):
         """Go on from a state; load the model's first.
 
         On another number of ranks, the steps of a round that was under way are lost: all ranks go
-        back to its center. The sum of what is held back stays. A plain optimizer's state is fine,
-        also a distributed one's, but for what that holds back.
+        back to its center. The sum of the residual stays. A plain optimizer's state is fine,
+        also a distributed one's, but for its residual.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
@@ -353,7 +355,9 @@ def LocalSGD(
     if isinstance(compression, ErrorFeedback) and (
         compression.dense or compression.dense_vectors or compression.dense_under
     ):
-        raise ValueError("a model's change travels as one: dense parameters are not possible")
+        raise ValueError(
+            "LocalSGD reduces whole changes, so per-parameter dense rules are not supported"
+        )
     if isinstance(compression, ErrorFeedback) and compression.adam_correction:
         raise ValueError(
             "adam_correction makes Adam's steps of gradients, and LocalSGD exchanges changes of "

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from ..engine.agreement import name_ranks
 from ..replicas.replicas import BUFFERS_STAY
-from ..step.in_a_row import InARow
+from ..step.skip_counter import SkipCounter
 
 _log = logging.getLogger("gtopk")
 
 
-class LostReplicas(InARow):
+class LostReplicas(SkipCounter):
     """How many there were, of all ranks; a row is of outer steps that went without some."""
 
     def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:

@@ -5,53 +5,50 @@
 
 z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of what was
 sent, weighed by the steps that each rank has made, and the same on every rank. What was not sent is
-held back; where the sum does not count, to the bit what it was before.
+the residual; where the sum does not count, it is to the bit as it was before.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
 
 from ..engine import Operation
-from ..engine.agreement import gather_words
 from ..exchange.exchange import Exchanged, Progress
-from ..exchange.residual import Withheld
-from ..lanes.held import Held, put_in, take_out, unsent
-from ..lanes.held_names import strangers
-from ..lanes.lanes import Lane, open_lane
+from ..exchange.residual import ResidualSize
+from ..lanes.bucket_exchange import BucketExchange, open_bucket_exchange
+from ..lanes.residual_names import strangers
+from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
 from ..step.expected_step import ExpectedStep
-from ..step.options import facts_of
+from ..step.options import signature_of
 from ..step.peers import Peers
 from ..world.process_sets import ProcessSet
 from ..world.world import World
 from ..wrapped.checkpoint import CHANGES
 
-# Of a vote, below the steps: this rank's replica is finite, it was told to end, and some of its
+# Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
 # parameters are frozen and as they were.
-_FINITE, _TOLD, _FROZEN = 1, 2, 4
+_FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
 
 
 class Outcome(NamedTuple):
     """What an exchange came to, the same on every rank, but for what it cost.
 
-    told:      the ranks that were told to end.
+    preempted: the ranks that had SIGTERM.
     lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
     frozen:    the parameters that every rank has frozen, and none has changed in the round.
     exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
     """
 
-    told: list[int]
+    preempted: list[int]
     lost: dict[int, list[str]]
     frozen: set[str]
     exchanged: Exchanged | None
@@ -74,7 +71,7 @@ class Outcome(NamedTuple):
 
 
 class OuterExchange:
-    """One rank's part in it, with what it holds back.
+    """One rank's part in it, with its residual.
 
     names: of the parameters, in the order in which they are exchanged.
     ranks: of the world that exchange, in order; rank: this one's place among them.
@@ -95,152 +92,156 @@ class OuterExchange:
         self._process_set = process_set
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
         """Take part in the next world, after `shutdown` or a failure; `meet` before an exchange."""
         self._enter(here, self._take_out())
 
-    def _enter(self, here: World, held: Mapping[str, Held]) -> None:
+    def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
         self._peers = Peers(here, self._engine, self._name, self.ranks, takes_part=True)
-        self._lane: Lane = open_lane(
+        self._bucket_exchange: BucketExchange = open_bucket_exchange(
             self._name,
             list(self._names),
             list(self._names.values()),
             self._compression,
             self._progress,
         )
-        self._hold(held)
+        self._put_residuals(residuals)
 
-    def _hold(self, held: Mapping[str, Held]) -> None:
-        put_in([self._lane], held)
-        # What the lane has no room for, until the ranks agree to send it along.
-        self._held = {} if self._lane.has_room else dict(held)
+    def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
+        put_in([self._bucket_exchange], residuals)
+        # What the bucket has no room for, until the ranks agree to send it along.
+        self._residuals = {} if self._bucket_exchange.has_room else dict(residuals)
 
-    def _take_out(self) -> dict[str, Held]:
-        """Return what is held back, by parameter name."""
-        return {**self._held, **take_out([self._lane])}
+    def _take_out(self) -> dict[str, ResidualState]:
+        """Return the residual, by parameter name."""
+        return {**self._residuals, **take_out([self._bucket_exchange])}
 
-    def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str], outer_steps: int) -> int:
-        """Make sure that all begin with one model, and know whether any holds back what is new.
+    def meet(
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
+    ) -> int:
+        """Make sure that all begin with one model, and know whether any has a residual that is new.
 
-        All go on from the steps and the lane's record of the first of them, and get its outer
+        All go on from the steps and the bucket's record of the first of them, and get its outer
         steps returned: others may have loaded nothing.
-        facts: what must be equal on all ranks besides, in words.
+        signature: what must be equal on all ranks besides, in words.
         """
         own, names = checksums(center), list(self._names.values())
-        mine = json.dumps([outer_steps, self._progress.steps, self._lane.record()]).encode()
+        mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
 
-        def look(transport: Transport, votes: list[int]) -> tuple[bool, bytes]:
+        def look(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
-            said = transport.broadcast(np.frombuffer(mine, np.uint8), root=0)
-            return any(votes), said.tobytes()
+            return any(all_flags), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
             f"{self._name}.replicas",
-            self._facts([*facts, facts_of(self._compression)]),
+            self._signature([*signature, signature_of(self._compression)]),
             look,
-            vote=bool(unsent(self._held)),
+            flags=bool(unsent(self._residuals)),
         ).wait()
-        outer_steps, self._progress.steps, record = json.loads(said)
-        self._lane.resume(record)
+        outer_steps, self._progress.steps, record = said
+        self._bucket_exchange.resume(record)
         if of_any:
-            self._lane.send_along()
-            put_in([self._lane], self._held)
-        self._held = {}
-        if (residual := self._lane.exchange.residual) is not None:
+            self._bucket_exchange.send_along()
+            put_in([self._bucket_exchange], self._residuals)
+        self._residuals = {}
+        if (residual := self._bucket_exchange.exchange.residual) is not None:
             residual.astray = True  # where a state was loaded, on any rank
-        self.expected.measure([self._lane], self._peers)
+        self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 
-    def _facts(self, facts: Sequence[str]) -> list[str]:
+    def _signature(self, signature: Sequence[str]) -> list[str]:
         return [
-            *facts,
+            *signature,
             *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
         ]
 
     @contextmanager
     def reduced(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> Iterator[Outcome]:
         """Let the gradients be S meanwhile, where there is one, which then counts.
 
         A frozen parameter has none where S is zero: the outer momentum is not to move it.
-        facts: as in `meet`. steps: that this rank has made in the round. told: it was told to end.
+        signature: as in `meet`. steps: that this rank has made in the round.
+        preempted: it had SIGTERM.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
-        what is held back is then as before.
+        the residual is then as before.
         """
-        lane = self._lane
-        gradients = [p.grad for p in lane.parameters]
+        bucket_exchange = self._bucket_exchange
+        gradients = [p.grad for p in bucket_exchange.parameters]
         try:
-            outcome = self._exchange(center, facts, steps, told)
+            outcome = self._exchange(center, signature, steps, preempted)
             if outcome.moves:
-                lane.apply(outcome.frozen)
+                bucket_exchange.apply(outcome.frozen)
             else:
-                lane.undo()
+                bucket_exchange.undo()
             yield outcome
             self._progress.steps += outcome.moves
         finally:
-            lane.let_go()
-            for parameter, gradient in zip(lane.parameters, gradients, strict=True):
+            bucket_exchange.let_go()
+            for parameter, gradient in zip(bucket_exchange.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     def _exchange(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> Outcome:
         """Take what this replica has changed for its gradients, and reduce them."""
-        lane = self._lane
-        pseudo = torch._foreach_sub(list(center), [p.detach() for p in lane.parameters])
-        for parameter, gradient in zip(lane.parameters, pseudo, strict=True):
+        bucket_exchange = self._bucket_exchange
+        pseudo = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
+        for parameter, gradient in zip(bucket_exchange.parameters, pseudo, strict=True):
             is_still = not parameter.requires_grad and not bool(gradient.any())
             parameter.grad = None if is_still else gradient
-        lane.take(1.0, 1.0)
-        frozen = lane.missing()
-        mine = [] if lane.all_finite() else lane.not_finite()
+        bucket_exchange.take(1.0, 1.0)
+        frozen = bucket_exchange.missing()
+        mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
         if mine:
             torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
         operation = self._engine.submit(
             f"{self._name}.outer",
-            self._facts([*facts, self._lane.facts]),
+            self._signature([*signature, self._bucket_exchange.signature]),
             partial(self._work, mine, frozen),
-            vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
-            | (_TOLD if told else 0)
+            flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
+            | (_PREEMPTED if preempted else 0)
             | (_FROZEN if frozen else 0),
         )
         try:
-            told_to_end, lost, everywhere, exchanged = operation.wait()
+            ranks, lost, everywhere, exchanged = operation.wait()
         except BaseException:
-            lane.undo()
+            bucket_exchange.undo()
             raise
-        return Outcome(told_to_end, lost, everywhere, exchanged, operation)
+        return Outcome(ranks, lost, everywhere, exchanged, operation)
 
     def _work(
-        self, mine: list[str], frozen: list[str], transport: Transport, votes: list[int]
+        self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
         """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
-        steps = [vote >> _STEPS_SHIFT for vote in votes]
-        told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
+        steps = [flags >> _STEPS_SHIFT for flags in all_flags]
+        preempted = [
+            transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
+        ]
         lost: dict[int, list[str]] = {}
-        if not all(vote & _FINITE for vote in votes):
-            said = gather_words(transport, mine)
+        if not all(flags & _FINITE for flags in all_flags):
+            said = transport.gather_object(mine)
             lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
         if not any(steps):
-            return told, lost, set(), None
+            return preempted, lost, set(), None
         everywhere: set[str] = set()
-        if all(vote & _FROZEN for vote in votes):
-            everywhere = set.intersection(*map(set, gather_words(transport, frozen)))
-        self._lane.remember()
+        if all(flags & _FROZEN for flags in all_flags):
+            everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
+        self._bucket_exchange.remember()
         share = steps[transport.rank] / sum(steps)
-        self._lane.weigh(share, share)
-        return told, lost, everywhere, self._lane.reduce(transport)
+        self._bucket_exchange.weigh(share, share)
+        return preempted, lost, everywhere, self._bucket_exchange.reduce(transport)
 
-    def withheld(self) -> Withheld | None:
-        """Return what this rank holds back, in sums; None where this way holds nothing back."""
-        return self._lane.withheld()
+    def residual_size(self) -> ResidualSize | None:
+        """Return this rank's residual, in sums; None where this way has no residual."""
+        return self._bucket_exchange.residual_size()
 
     @property
     def steps(self) -> int:
@@ -249,26 +250,26 @@ class OuterExchange:
 
     def known_names(self) -> Collection[str]:
         """Return the names of all parameters."""
-        return set(self._lane.names)
+        return set(self._bucket_exchange.names)
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what is held back of each parameter, and the lane's record."""
-        return {**self._strange, **self._take_out()}, [self._lane.record()]
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter, and the bucket's record."""
+        return {**self._strange, **self._take_out()}, [self._bucket_exchange.record()]
 
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
         known = self.known_names()
-        self._hold({name: parts for name, parts in held.items() if name in known})
+        self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._strange = strangers(
-            held,
+            residuals,
             known,
             self.ranks[self.rank],
             "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
             "was saved with (named_parameters)",
         )
         for record in records:
-            if record["names"] == self._lane.names:
-                self._lane.resume(record)
+            if record["names"] == self._bucket_exchange.names:
+                self._bucket_exchange.resume(record)
         self._progress.steps = steps

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import pickle
 from typing import Any
+
+from .. import settings
 
 
 def pickle_allowed() -> bool:
     """Return whether this process writes and executes pickles: GTOPK_ALLOW_PICKLE=1."""
-    return os.environ.get("GTOPK_ALLOW_PICKLE") == "1"
+    return settings.ALLOW_PICKLE.read()
 
 
 def pickler() -> Any:

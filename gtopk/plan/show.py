@@ -13,7 +13,7 @@ from collectives.planning import Prediction
 from collectives.wire.indices import USUAL_INDICES
 
 from ..charts.terminal import wants_colour
-from ..charts.units import (
+from ..units import (
     SPACE,
     about_bandwidth_text,
     bandwidth_text,

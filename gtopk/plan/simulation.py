@@ -15,10 +15,10 @@ from collectives.cost import Link
 from collectives.planning import Network, Prediction
 
 from ..arguments import as_argument, number_in, whole_number
-from ..charts.units import bandwidth_text, digits, seconds_text
 from ..replay.platform import NODES_PER_SWITCH, Platform
 from ..replay.simulate import find_python, simulate
 from ..replay.traces import Reduction, trace_of
+from ..units import bandwidth_text, digits, seconds_text
 from .comparison import Comparison, exposed_seconds
 from .quantities import bandwidth, duration
 

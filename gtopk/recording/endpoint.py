@@ -76,7 +76,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "gtopk_batch_samples": ("gauge", "Samples of this rank in an optimizer step, last."),
     "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last one recorded."),
     "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
-    "gtopk_residual_norm": ("gauge", "Norm of what this rank holds back."),
+    "gtopk_residual_norm": ("gauge", "Norm of this rank's residual."),
     "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
     "gtopk_value": ("gauge", "What the script has logged."),
 }

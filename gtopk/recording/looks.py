@@ -1,4 +1,4 @@
-"""Looks: how much is held back, now and then; to look reads all of it."""
+"""Looks: how large the residual is, now and then; to look reads all of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 from .recorder import Recorder
 
 _EVERY: Final = 50  # steps: a look takes about twice what a step's selection does
 
 
-class Lane(Protocol):
+class BucketExchange(Protocol):
     """What holds something back."""
 
-    def withheld(self) -> Withheld | None: ...
+    def residual_size(self) -> ResidualSize | None: ...
 
 
 def is_due(steps: int) -> bool:
@@ -23,14 +23,18 @@ def is_due(steps: int) -> bool:
     return steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0)
 
 
-def look(recorder: Recorder, lanes: Sequence[Lane]) -> None:
-    """Note the norm of all that this rank holds back, and its age.
+def look(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
+    """Note the norm of this rank's whole residual, and its age.
 
-    The age is how many steps like the last would send as much: sum |held back| / sum |sent|. By
+    The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
     Little's law that is how long what is sent has waited, on average, where nothing cancels out.
     """
-    found = [each for lane in lanes if (each := lane.withheld()) is not None]
+    found = [
+        each
+        for bucket_exchange in bucket_exchanges
+        if (each := bucket_exchange.residual_size()) is not None
+    ]
     if not found:
         return
     square, mass, sent = map(sum, zip(*found, strict=True))
-    recorder.note_withheld(math.sqrt(square), mass / sent if sent else None)
+    recorder.note_residual(math.sqrt(square), mass / sent if sent else None)

@@ -56,7 +56,7 @@ class RankRecord:
 
     begin: Line
     steps: list[Step] = field(default_factory=list)
-    withheld: list[Note] = field(default_factory=list)
+    residuals: list[Note] = field(default_factory=list)
     scores: list[Note] = field(default_factory=list)
     values: list[Note] = field(default_factory=list)
     messages: list[Note] = field(default_factory=list)
@@ -85,7 +85,7 @@ class RankRecord:
         self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
         if not self.steps:
             self.from_step = step
-        for notes in (self.withheld, self.scores, self.values):
+        for notes in (self.residuals, self.scores, self.values):
             notes[:] = [note for note in notes if note.step <= step]  # before it, and right there
 
 
@@ -259,7 +259,7 @@ def _add(
         record.steps.append(Step(seconds, sent, taken, report))
         record.end = None
     elif what == "withheld":
-        record.withheld.append(Note(seconds, line["step"], line))
+        record.residuals.append(Note(seconds, line["step"], line))
     elif what == "score":
         record.scores.append(Note(seconds, line["step"], line))
     elif what == "values":

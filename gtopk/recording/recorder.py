@@ -83,8 +83,8 @@ class Recorder:
         """Take note of what the script says."""
         self._note("values", values=dict(values))
 
-    def note_withheld(self, norm: float, age_steps: float | None) -> None:
-        """Take note of what is held back: its norm, and how many steps it is worth."""
+    def note_residual(self, norm: float, age_steps: float | None) -> None:
+        """Take note of the residual: its norm, and how many steps it is worth."""
         self._note("withheld", norm=norm, age_steps=age_steps)
 
     def note_score(self, score: float) -> None:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from collectives.environment import whole_number
-
+from .. import settings
 from .endpoint import Address, parse_address
 
 
@@ -34,10 +33,10 @@ class Settings:
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return what the environment asks for; raise ValueError for what makes no sense."""
-    address = environ.get("GTOPK_PROMETHEUS", "")
+    address = settings.PROMETHEUS.read(environ)
     return Settings(
-        environ.get("GTOPK_RUN", ""),
-        whole_number("GTOPK_RUN_EVERY", 1, "steps", environ),
-        environ.get("GTOPK_TENSORBOARD", ""),
-        parse_address(address, "GTOPK_PROMETHEUS") if address else None,
+        settings.RUN.read(environ),
+        settings.RUN_EVERY.read(environ),
+        settings.TENSORBOARD.read(environ),
+        parse_address(address, settings.PROMETHEUS.name) if address else None,
     )

@@ -19,6 +19,7 @@ from collectives.transports import Transport
 from .. import __version__
 from ..engine.clocks import Offset
 from ..machine import processor
+from ..settings import PROMETHEUS, RUN, TENSORBOARD
 from .endpoint import Address, Endpoint
 from .files import LineFile
 from .lines import FORMAT, Line, path_of
@@ -85,13 +86,13 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
     """Return how to open what is asked for, by the variable that does."""
     found: dict[str, Callable[[], Sink]] = {}
     if settings.run:
-        found["GTOPK_RUN"] = partial(LineFile, path_of(settings.run, world.rank))
+        found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
     if settings.prometheus is not None:
         host, port = settings.prometheus
         address = Address(host, port + world.local_rank if port else 0)
-        found["GTOPK_PROMETHEUS"] = partial(Endpoint, address, world.rank)
+        found[PROMETHEUS.name] = partial(Endpoint, address, world.rank)
     if settings.tensorboard and world.rank == 0:
-        found["GTOPK_TENSORBOARD"] = partial(Scalars, settings.tensorboard)
+        found[TENSORBOARD.name] = partial(Scalars, settings.tensorboard)
     return found
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from .. import settings
 from .platform import Platform
 from .traces import Profile, Trace
 
 _PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
-_VARIABLE: Final = "GTOPK_SIMGRID_PYTHON"
 
 
 class SimulationError(RuntimeError):
@@ -27,7 +27,7 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
 
     Raises SimulationError where none has.
     """
-    asked = environ.get(_VARIABLE)
+    asked = settings.SIMGRID_PYTHON.read(environ)
     tried = [asked] if asked else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
     for python in filter(None, tried):
         try:
@@ -41,7 +41,7 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
     raise SimulationError(
         f"simulating needs SimGrid's Python module, which {', '.join(filter(None, tried))} does "
         f"not have: apt-get install python3-simgrid (Debian), or name a Python that has it in "
-        f"{_VARIABLE}"
+        f"{settings.SIMGRID_PYTHON.name}"
     )
 
 

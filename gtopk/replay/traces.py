@@ -22,12 +22,12 @@ import numpy as np
 
 from collectives import run_ranks
 from collectives.algorithms import ALGORITHMS, Regions
-from collectives.algorithms.regions import LOTS_PER_RANK
+from collectives.algorithms.regions import QUANTILES_PER_RANK
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
+from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.transports.reductions import PIECE_BYTES
-from collectives.transports.seal import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format, encode
 
 from .invented_picks import picks
@@ -102,7 +102,7 @@ class Reduction(NamedTuple):
 def trace_of(reduction: Reduction) -> Trace:
     """Return the trace of a reduction.
 
-    Raises ValueError for one that has too many messages, or lines between lots.
+    Raises ValueError for one that has too many messages, or quantile boundaries.
     """
     if reduction.messages > MOST_MESSAGES:
         raise ValueError(
@@ -125,8 +125,8 @@ def trace_of(reduction: Reduction) -> Trace:
 
 
 def _drawn(ranks: int) -> int:
-    """Return how many lines between lots all ranks of Ok-Topk hold: of each rank, on each rank."""
-    return ranks * ranks * LOTS_PER_RANK * ranks
+    """Return how many quantile boundaries all ranks of Ok-Topk hold: of each rank, on each rank."""
+    return ranks * ranks * QUANTILES_PER_RANK * ranks
 
 
 def _record(reduction: Reduction) -> Trace:

@@ -116,12 +116,12 @@ class ReplicaCheck:
         parameters = self._reducer.names
         own = pack(parameters, [each.name for each in parted], state)
         ranks, mended = self._reducer.peers.run(
-            "replicas.heal", [], lambda transport, votes: spread_majority(transport, own)
+            "replicas.heal", [], lambda transport, all_flags: spread_majority(transport, own)
         )
         put_in(parameters, mended, state)
         again, names = checksums(parameters), list(parameters.values())
         self._reducer.peers.run(
-            "replicas.healed", [], lambda t, votes: require_the_same(t, again, names)
+            "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)
         )
         has = "has" if len(ranks) == 1 else "have"
         return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"

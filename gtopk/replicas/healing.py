@@ -4,7 +4,7 @@
     the lowest of most ranks       sends its own to those that have another
 
 The state goes along: a momentum that has parted makes the parameter part again after that one alone
-was mended. What a rank holds back is its own, and stays.
+was mended. A rank's residual is its own, and stays.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def as_record(run: Run) -> dict[str, Any]:
                 "step_seconds": series.mean_parts(series.settled(rank)) if rank.steps else None,
                 "utilisation": series.utilisation(series.settled(rank)),
                 "straggler_score": rank.scores[-1].content["score"] if rank.scores else None,
-                "residual_norm": rank.withheld[-1].content["norm"] if rank.withheld else None,
-                "residual_age_steps": rank.withheld[-1].content["age_steps"]
-                if rank.withheld
+                "residual_norm": rank.residuals[-1].content["norm"] if rank.residuals else None,
+                "residual_age_steps": rank.residuals[-1].content["age_steps"]
+                if rank.residuals
                 else None,
                 "end": rank.end,
             }

@@ -7,9 +7,9 @@ from html import escape
 
 from ..charts.markup import prose
 from ..charts.page import legend
-from ..charts.units import digits, percent_text, seconds_text
 from ..recording.reading import Run, Step
 from ..telemetry import PARTS, batch
+from ..units import digits, percent_text, seconds_text
 from . import plots, series
 from .covered import MEANINGS, WAITS, a, several
 from .series import Point
@@ -38,7 +38,7 @@ def figures(run: Run) -> dict[str, list[str]]:
             prediction_figure(run),
         ],
         "What each rank worked on": [batches_figure(run)],
-        "What was sent, and what was held back": [
+        "What was sent, and the residual": [
             density_figure(run),
             bits_figure(run),
             norm_figure(run),
@@ -308,7 +308,7 @@ def bits_figure(run: Run) -> str:
 
 def norm_figure(run: Run) -> str:
     """Show the norm of the residual."""
-    notes = [note for rank in run.ranks for note in rank.withheld]
+    notes = [note for rank in run.ranks for note in rank.residuals]
     return _one_line(
         run,
         series.of_notes(run, notes, "norm"),
@@ -322,14 +322,14 @@ def norm_figure(run: Run) -> str:
 
 def age_figure(run: Run) -> str:
     """Show the age of the residual."""
-    notes = [note for rank in run.ranks for note in rank.withheld]
+    notes = [note for rank in run.ranks for note in rank.residuals]
     return _one_line(
         run,
         series.of_notes(run, notes, "age_steps"),
         "Age of the residual",
         "steps",
-        "How many steps like the last would send as much as is held back: the sum of the absolute "
-        "values held back over that of those sent. About so long does a value wait (Little's law), "
+        "How many steps like the last would send as much as the residual: the sum of its absolute "
+        "values over that of those sent. About so long does a value wait (Little's law), "
         "where nothing cancels out.",
         plots.plain_text,
     )

@@ -8,8 +8,8 @@ from importlib.resources import files
 from ..charts.markup import prose
 from ..charts.page import facts
 from ..charts.page import page as shared_page
-from ..charts.units import seconds_text
 from ..recording.reading import Run
+from ..units import seconds_text
 from .figures import figures
 from .words import Tile, happenings, steps_taken, tiles, what_was_run
 

@@ -18,8 +18,8 @@ from ..charts.svg import (
     text,
     vertical,
 )
-from ..charts.units import SPACE, bytes_text, percent_text, seconds_text
 from ..telemetry import PARTS
+from ..units import SPACE, bytes_text, percent_text, seconds_text
 from .covered import a
 from .series import Point
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from collectives.cost import dense_bytes
 
-from ..charts.units import bytes_text, count_text, digits, percent_text, seconds_text
 from ..recording.reading import RankRecord, Run
+from ..units import bytes_text, count_text, digits, percent_text, seconds_text
 from . import series
 from .covered import a, several
 

@@ -12,7 +12,7 @@ the secret of this job.
 
 from __future__ import annotations
 
-from .errors import RankError
+from ..errors import RankError
 from .run import run
 
 __all__ = ["RankError", "run"]

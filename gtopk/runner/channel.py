@@ -21,7 +21,7 @@ _NONCE_BYTES: Final = 32
 _MARK_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<Q")
 _WHO: Final = struct.Struct("<?Qs")  # whether by the one that accepted, the number, the part
-_PATIENCE_SECONDS: Final = 10.0  # for what takes a peer no time to say
+_REPLY_SECONDS: Final = 10.0  # for what takes a peer no time to say
 
 
 class ChannelError(ConnectionError):
@@ -41,9 +41,9 @@ class Channel:
         self._sent = self._received = 0
         mine = secrets.token_bytes(_NONCE_BYTES)
         try:
-            connection.settimeout(_PATIENCE_SECONDS)
+            connection.settimeout(_REPLY_SECONDS)
             connection.sendall(mine)
-            other = self._read(_NONCE_BYTES, time.monotonic() + _PATIENCE_SECONDS)
+            other = self._read(_NONCE_BYTES, time.monotonic() + _REPLY_SECONDS)
         except BaseException:
             connection.close()
             raise
@@ -67,7 +67,7 @@ class Channel:
         patiently: wait for it as long as it takes; else for 10 seconds.
         Raises ChannelError for one that the other end has not sent, or that is longer.
         """
-        deadline = None if patiently else time.monotonic() + _PATIENCE_SECONDS
+        deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
         length = self._read(_LENGTH.size, deadline)
         self._check(b"l", length, deadline)
         (size,) = _LENGTH.unpack(length)
@@ -95,7 +95,7 @@ class Channel:
         while len(content) < size:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"{size} bytes were to come within {_PATIENCE_SECONDS:g} s")
+                raise TimeoutError(f"{size} bytes were to come within {_REPLY_SECONDS:g} s")
             self._connection.settimeout(left)
             chunk = self._connection.recv(min(size - len(content), 1 << 20))
             if not chunk:

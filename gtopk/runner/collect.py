@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..engine.agreement import name_ranks
+from ..errors import RankError
 from ..launch import LaunchError
 from . import report
 from .desk import Desk
-from .errors import RankError
 
 _LOOK_SECONDS: Final = 0.1  # between two looks whether the launcher has ended
 _CAUSE_SECONDS: Final = 5.0  # what the cause gets to be reported, after a consequence was
-_FAREWELL_SECONDS: Final = 2.0  # what ranks get to end, after one has failed
+_LEAVE_SECONDS: Final = 2.0  # what ranks get to end, after one has failed
 _DRAIN_SECONDS: Final = 2.0  # what reports get to arrive, after the launcher has ended
 _END_SECONDS: Final = 30.0  # what ranks get to end, after they have reported
 
@@ -62,7 +62,7 @@ def collect(
             failed = now
         causes = [rank for rank in sorted(failures) if not failures[rank].consequence]
         if causes:
-            _let_end(launcher, _FAREWELL_SECONDS)
+            _let_end(launcher, _LEAVE_SECONDS)
             raise _of_failure(causes[0], ranks, failures[causes[0]])
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
             raise _without_cause(failures, lost, absent, ranks, launcher)

@@ -18,6 +18,7 @@ from typing import Final
 
 from collectives.cores import usable_cores
 
+from .. import settings
 from ..launch import LaunchError
 from ..launch.hosts import Host, parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
@@ -28,7 +29,7 @@ _SAVE_SECONDS: Final = 30.0  # what torchrun gives its ranks, too
 _END_SECONDS: Final = 5.0  # and what it needs to end them after that
 
 
-class _ToldToEnd(KeyboardInterrupt):
+class _TerminationRequested(KeyboardInterrupt):
     """SIGINT or SIGTERM came; its argument is the exit code that says so."""
 
 
@@ -106,22 +107,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             return launcher.wait()
-        except _ToldToEnd as told:
+        except _TerminationRequested as request:
             _let_save(launcher, start.command)
-            return int(told.args[0])
+            return int(request.args[0])
 
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise _ToldToEnd for SIGINT and SIGTERM, unless they are ignored, as nohup has it."""
+    """Raise _TerminationRequested for SIGINT and SIGTERM where they are not ignored (nohup)."""
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        raise _ToldToEnd(128 + number)
+    def request(number: int, frame: FrameType | None) -> None:
+        raise _TerminationRequested(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     heard = [number for number in before if before[number] != signal.SIG_IGN]
     for number in heard:
-        signal.signal(number, tell)
+        signal.signal(number, request)
     try:
         yield
     finally:
@@ -131,12 +132,12 @@ def _signals_raised() -> Iterator[None]:
 
 def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
     """Tell the launcher to end, and wait for it; a second signal cuts that short."""
-    patience = "only torchrun gives ranks time to save"
+    time_to_save = "only torchrun gives ranks time to save"
     if "torch.distributed.run" in command:
-        patience = f"the ranks have {_SAVE_SECONDS:g} s, none if told again"
-    with suppress(_ToldToEnd, subprocess.TimeoutExpired):
+        time_to_save = f"the ranks have {_SAVE_SECONDS:g} s, none after a second signal"
+    with suppress(_TerminationRequested, subprocess.TimeoutExpired):
         launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() hear SIGTERM
-        print(f"gtopk run: told to end; {patience}", file=sys.stderr)
+        print(f"gtopk run: ending the ranks; {time_to_save}", file=sys.stderr)
         launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 
@@ -176,7 +177,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    asked = {"GTOPK_RUN": options.record, "GTOPK_TIMELINE": options.timeline}
+    asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
     return {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
 
 

@@ -19,14 +19,13 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from .. import settings
 from ..launch import LaunchError
 from .channel import Channel
 
 _log = logging.getLogger("gtopk")
 
 RANK: Final = struct.Struct("<q")
-ADDRESS: Final = "GTOPK_RUN_ADDRESS"
-SECRET: Final = "GTOPK_RUN_SECRET"
 _BACKLOG: Final = 4096  # ranks, and strangers, that call at once
 _BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
 
@@ -55,7 +54,10 @@ class Desk:
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which ranks find the desk, and are known there."""
-        return {ADDRESS: self._address, SECRET: self._secret.hex()}
+        return {
+            settings.RUN_ADDRESS.name: self._address,
+            settings.RUN_SECRET.name: self._secret.hex(),
+        }
 
     def close(self) -> None:
         """Receive nobody any more."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from .. import settings
 from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
 from ..launch.hosts import Host, refuse_too_few_slots
 from ..launch.mpirun import require_mpirun
@@ -22,7 +23,7 @@ from ..launch.remote import (
     ssh_environment,
 )
 from ..launch.torchrun import torchrun_command
-from .worker import BEGIN, OUTPUT
+from .worker import BEGIN
 
 LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
 
@@ -68,7 +69,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
     """Return how to start ranks of a program, its executable first; see `start_of`."""
     variables = {**needed}
     if places.output_folder is not None:
-        variables[OUTPUT] = os.path.abspath(places.output_folder)
+        variables[settings.RUN_OUTPUT.name] = os.path.abspath(places.output_folder)
     if places.interfaces is not None:
         variables |= interface_environment(places.interfaces)
     if places.hosts:

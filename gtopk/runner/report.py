@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import objects
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 
 
 class Failure(NamedTuple):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from .. import settings
 from ..launch.hosts import parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
 from .desk import Desk, own_address
@@ -82,7 +83,6 @@ def run(
     refuse_inside_a_job()
 
     # These import torch or collectives, which `import gtopk` needs not.
-    from ..launch.deadline import START_TIMEOUT, start_timeout_seconds
     from ..objects import pickle_allowed
     from .call import pack
     from .collect import collect
@@ -103,8 +103,8 @@ def run(
     )
     desk = Desk(ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1")
     try:
-        seconds = start_timeout or start_timeout_seconds()
-        variables = {**desk.environment(), START_TIMEOUT: str(seconds)}
+        seconds = start_timeout or settings.START_TIMEOUT.read()
+        variables = {**desk.environment(), settings.START_TIMEOUT.name: str(seconds)}
         start = start_of(places, variables)
         if verbose:
             print("gtopk.run:", " ".join(start.command), file=sys.stderr)

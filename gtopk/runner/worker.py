@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from .. import standard_streams
+from .. import settings, standard_streams
 from ..launch import launched_by
-from .desk import ADDRESS, SECRET, visit
+from .desk import visit
 
-OUTPUT: Final = "GTOPK_RUN_OUTPUT"  # the folder for what the ranks print
 # Begins a rank wherever gtopk lies: argv is [-c, the folder that gtopk lies in].
 BEGIN: Final = (
     "import sys; sys.path.insert(0, sys.argv.pop()); from gtopk.runner.worker import main; main()"
@@ -23,8 +22,8 @@ def main() -> None:
     """Make the call of the desk that the environment names, and report what it came to."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
-    address, secret = os.environ.pop(ADDRESS), os.environ.pop(SECRET)
-    if folder := os.environ.pop(OUTPUT, None):
+    address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
+    if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
     channel, preparation, content = visit(address, secret, rank)
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from ..charts.page import page as shared_page
 from ..charts.svg import Axis, drawing, frame, horizontal, line, text, vertical
-from ..charts.units import digits
+from ..units import digits
 from .record import Record
 
 TITLE = "Adaptive batches, simulated"

@@ -19,12 +19,13 @@ import torch
 
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 
+from .. import settings
 from ..launch import launched_by
 from ..world import world
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
-_PATIENCE_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
+_TIMEOUT_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
 
 
 class Ranks(Protocol):
@@ -70,7 +71,7 @@ class Threads:
 
 def _threads(size: int) -> list[LocalTransport]:
     """Return a world whose waits say nothing: its seconds are simulated."""
-    return local_world(size, _PATIENCE_SECONDS, announces_waits=False)
+    return local_world(size, _TIMEOUT_SECONDS, announces_waits=False)
 
 
 class Processes:
@@ -105,6 +106,6 @@ def processes_launched() -> Processes | None:
     job = launched_by()
     if job is None or job.size == 1:
         return None
-    os.environ["GTOPK_ADVICE"] = "off"  # the links are modelled: nothing is to be measured
+    os.environ[settings.ADVICE.name] = "off"  # the links are modelled: nothing is to be measured
     world.init()
     return Processes(world.current())

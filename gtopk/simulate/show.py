@@ -6,7 +6,7 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from ..charts.units import count_text, digits, seconds_text
+from ..units import count_text, digits, seconds_text
 from .modes import DENSE
 from .record import Record
 from .setting import Setting

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from ..charts.units import seconds_text
+from ..units import seconds_text
 from .record import Record
 from .setting import Setting
 

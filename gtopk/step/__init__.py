@@ -5,12 +5,12 @@ reducer.py          the whole of it, from the first gradient to the last
 hooks.py            which gradients are there
 samples.py          of how many samples; weights.py: so, what they weigh
 bucket_plan.py      which parameters share a bucket
-lane_plan.py        which lanes there are, as rank 0 says; planned_lanes.py: and as all have them
-overlap.py          lanes that are complete go ahead
-rounds.py           one try: all lanes are exchanged before any counts
-peers.py            the ranks that do so together; standing_in.py: one of which has joined
+bucket_layout.py    which buckets there are, as rank 0 says; planned_buckets.py: as all have them
+overlap.py          buckets that are complete go ahead
+rounds.py           one try: all buckets are exchanged before any counts
+peers.py            the ranks that do so together; join_shadow.py: one of which has joined
 grad_scaler.py      GradScaler's scale
-skipped_steps.py    steps that no rank applied; in_a_row.py: too many of them
+skipped_steps.py    steps that no rank applied; skip_counter.py: too many of them
 expectation.py      what an exchange is to take; expected_step.py: once links are measured
 advice.py           and what a run is told of it
 listener.py         what is told of steps

@@ -8,34 +8,27 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeGuard
 
 from collectives.cost import BreakEven, Link, break_even
 from collectives.planning import Calibration, Candidate, Prediction, Rates
 
-from ..charts.units import (
+from ..compression import ErrorFeedback, SparseCompression, usual_density
+from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
+from ..plan.show import LABELS, where_it_pays
+from ..units import (
     bandwidth_text,
     bytes_text,
     count_text,
     digits,
     seconds_text,
 )
-from ..compression import ErrorFeedback, SparseCompression, usual_density
-from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
-from ..plan.show import LABELS, where_it_pays
 from ..world.world import World
 from .expectation import expected
 
 _log = logging.getLogger("gtopk")
-_VARIABLE: Final = "GTOPK_ADVICE"
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
-
-
-def wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this rank wants advice."""
-    return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
 
 
 def say_once(here: World, text: str) -> None:

@@ -51,7 +51,7 @@ def expected(
 
 @runtime_checkable
 class Exchanging(Protocol):
-    """A lane, or what stands for one: a bucket, and the way it is exchanged."""
+    """A BucketExchange, or what stands for one: a bucket, and the way it is exchanged."""
 
     bucket: Bucket
     exchange: Exchange
@@ -60,41 +60,45 @@ class Exchanging(Protocol):
     def elements(self) -> int: ...
 
 
-def _way_of(lane: Sized) -> Exchange | None:
-    """Return how a lane is exchanged, but for what is sent along once; None: as it is, sparse."""
-    exchange = lane.exchange if isinstance(lane, Exchanging) else None
+def _way_of(bucket_exchange: Sized) -> Exchange | None:
+    """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
+    exchange = bucket_exchange.exchange if isinstance(bucket_exchange, Exchanging) else None
     return exchange.then if isinstance(exchange, SendingAlong) else exchange
 
 
-def expected_seconds(lanes: Sequence[Sized], calibration: Calibration) -> float | None:
-    """Return what all lanes are expected to take; None where one is beyond the model."""
+def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration) -> float | None:
+    """Return what all buckets are expected to take; None where one is beyond the model."""
     seconds = 0.0
-    for lane in lanes:
-        exchange = _way_of(lane)
+    for bucket_exchange in bucket_exchanges:
+        exchange = _way_of(bucket_exchange)
         plain = isinstance(exchange, DenseExchange | SparseExchange)
-        if not isinstance(lane, Exchanging) or not plain or isinstance(exchange, NodeExchange):
+        if (
+            not isinstance(bucket_exchange, Exchanging)
+            or not plain
+            or isinstance(exchange, NodeExchange)
+        ):
             return None
         compression = getattr(exchange, "compression", None)
-        value_bytes = lane.bucket.dtype.itemsize
-        found = expected(compression, lane.elements, calibration, value_bytes)
+        value_bytes = bucket_exchange.bucket.dtype.itemsize
+        found = expected(compression, bucket_exchange.elements, calibration, value_bytes)
         if found is None:
             return None
         seconds += found.seconds
     return seconds
 
 
-def in_question(lanes: Sequence[Sized]) -> tuple[list[Exchanging], bool]:
-    """Return the lanes of which compressing is a question, and whether they are compressed.
+def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bool]:
+    """Return the buckets of which compressing is a question, and whether they are compressed.
 
     Those that are, where some are: what travels dense beside them does so in any case.
     """
     dense, compressed = [], []
-    for lane in lanes:
-        way = _way_of(lane) if lane.elements else None
-        if not isinstance(lane, Exchanging) or way is None:
+    for bucket_exchange in bucket_exchanges:
+        way = _way_of(bucket_exchange) if bucket_exchange.elements else None
+        if not isinstance(bucket_exchange, Exchanging) or way is None:
             continue
         if isinstance(way, DenseExchange | CompressorExchange):
-            dense.append(lane)
+            dense.append(bucket_exchange)
         else:
-            compressed.append(lane)
+            compressed.append(bucket_exchange)
     return compressed or dense, bool(compressed)

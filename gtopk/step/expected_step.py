@@ -10,10 +10,11 @@ import torch
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
+from .. import settings
 from ..compression import GTopK, usual_density
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
-from ..lanes.lanes import Lane
+from ..lanes.bucket_exchange import BucketExchange
 from ..telemetry import Sized
 from ..world.world import World
 from . import advice
@@ -48,8 +49,8 @@ class ExpectedStep:
         self._calibration: Calibration | None = None
         self._seconds: float | None = None
 
-    def measure(self, lanes: Sequence[Sized], peers: Peers) -> None:
-        """Expect what these lanes will take; rank 0 says, once in a world, what compressing saves.
+    def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
+        """Expect what these buckets will take; rank 0 says, once a world, what compressing saves.
 
         All peers call it together. Where all of them want it; ranks that are threads of one process
         have no links to speak of. Groups that exchange side by side measure side by side, too, and
@@ -60,28 +61,42 @@ class ExpectedStep:
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
 
-        homes = [lane.bucket.device for lane in lanes if isinstance(lane, Lane)]
+        homes = [
+            bucket_exchange.bucket.device
+            for bucket_exchange in bucket_exchanges
+            if isinstance(bucket_exchange, BucketExchange)
+        ]
         home = homes[0] if homes else torch.device("cpu")
 
-        def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
-            return calibration_of(transport, home) if all(votes) else None
+        def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
+            return calibration_of(transport, home) if all(all_flags) else None
 
-        self._calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
-        self.expect(lanes)
+        self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
+        self.expect(bucket_exchanges)
         if self._calibration is not None and here.rank == 0 and not here.advised:
-            self._say(here, lanes, self._calibration)
+            self._say(here, bucket_exchanges, self._calibration)
 
-    def _say(self, here: World, lanes: Sequence[Sized], calibration: Calibration) -> None:
+    def _say(
+        self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
+    ) -> None:
         """Say it of what is compressed, else of what could be, where there is any."""
-        every = [lane.elements for lane in lanes if lane.elements]
-        asked, is_compressed = ([], False) if self._beyond else in_question(lanes)
-        lengths = every if self._beyond else [lane.elements for lane in asked]
+        every = [
+            bucket_exchange.elements
+            for bucket_exchange in bucket_exchanges
+            if bucket_exchange.elements
+        ]
+        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
+        lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
         if lengths:
             compression = self._compression if is_compressed else None
             others = sum(every) - sum(lengths)
             other_buckets = None
             if self._is_planned:
-                parameters = [each.numel() for lane in asked for each in lane.bucket.parameters]
+                parameters = [
+                    each.numel()
+                    for bucket_exchange in asked
+                    for each in bucket_exchange.bucket.parameters
+                ]
                 other = None if is_compressed else GTopK(usual_density(sum(lengths)))
                 other_buckets = buckets_by(other, parameters, calibration.network.ranks)
             said = advice.advice(
@@ -89,10 +104,10 @@ class ExpectedStep:
             )
             advice.say_once(here, said)
 
-    def expect(self, lanes: Sequence[Sized]) -> None:
-        """Expect what these lanes will take from now on, where links were measured."""
+    def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
+        """Expect what these buckets will take from now on, where links were measured."""
         if self._calibration is not None:
-            self._seconds = expected_seconds(lanes, self._calibration)
+            self._seconds = expected_seconds(bucket_exchanges, self._calibration)
 
     @property
     def seconds(self) -> float | None:

@@ -21,7 +21,7 @@ from ..compression import (
 )
 from ..exchange.adamw import AdamGroups
 from ..exchange.exchanges import require_compression
-from ..reductions import NAMES, Adasum, Average, Sum
+from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..world.process_sets import ProcessSet
 
 _log = logging.getLogger("gtopk")
@@ -141,12 +141,12 @@ class Options:
         """Return the compression where it is a method with a residual."""
         return self.compression if isinstance(self.compression, ErrorFeedback) else None
 
-    def facts(self) -> list[str]:
+    def signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
-            facts_of(self.compression),
+            signature_of(self.compression),
             f"missing_gradients={self.missing_gradients!r}",
             f"global_clip_norm={self.global_clip_norm}",
             f"check_every={self.check_every}",
@@ -156,10 +156,10 @@ class Options:
         ]
 
 
-def facts_of(compression: Any) -> str:
+def signature_of(compression: Any) -> str:
     """Return what must be equal on all ranks of a compression, which was checked, in words."""
     if isinstance(compression, ErrorFeedback):
-        return compression.facts()
+        return compression.signature()
     name = compression.__name__
     return "dense" if name == "NoneCompressor" else f"dense {name}"
 

@@ -1,4 +1,4 @@
-"""Overlap: lanes are exchanged while backward goes on, each once its gradients are complete.
+"""Overlap: buckets are exchanged while backward goes on, each once its gradients are complete.
 
 The last one never is: when it is complete, backward has ended.
 """
@@ -13,13 +13,13 @@ import torch
 from ..compression import hides_behind_backward
 from ..logs import EVERYWHERE
 from .peers import Peers
-from .rounds import AnyLane
+from .rounds import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
 
 class Overlap:
-    """Which lanes of a step are complete.
+    """Which buckets of a step are complete.
 
     is_on: as long as all of a step's gradients are known to count as backward has left them.
     """
@@ -27,19 +27,19 @@ class Overlap:
     def __init__(self, is_on: bool, compression: object) -> None:
         self.is_on = is_on
         self._hides = hides_behind_backward(compression)
-        self._awaited: list[set[torch.nn.Parameter]] = []  # by lane
+        self._awaited: list[set[torch.nn.Parameter]] = []  # by bucket
 
-    def await_all(self, lanes: Sequence[AnyLane]) -> None:
+    def await_all(self, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:
         """Begin a step: no gradient is complete."""
-        self._awaited = [set(lane.parameters) for lane in lanes]
+        self._awaited = [set(bucket_exchange.parameters) for bucket_exchange in bucket_exchanges]
 
     def completes(self, parameter: torch.nn.Parameter, index: int) -> bool:
-        """Note a gradient of a lane, and tell whether that may be exchanged now."""
+        """Note a gradient of a bucket, and tell whether that may be exchanged now."""
         self._awaited[index].discard(parameter)
         return not self._awaited[index] and index < len(self._awaited) - 1
 
     def stop(self, peers: Peers) -> None:
-        """Exchange lanes after backward from now on, as gradients change after it, or weights."""
+        """Exchange buckets after backward from now on, as gradients change after it, or weights."""
         if not self.is_on:
             return
         self.is_on = False
@@ -55,7 +55,7 @@ class Overlap:
             extra=EVERYWHERE,
         )
 
-    def warn_of_a_single_lane(self, peers: Peers) -> None:
+    def warn_of_a_single_bucket(self, peers: Peers) -> None:
         """Warn where that was to hide behind backward."""
         if self._hides and self.is_on and len(self._awaited) == 1 and peers.size > 1:
             _log.warning(

@@ -11,7 +11,7 @@ from collectives.transports import Transport
 from ..engine import Engine, Work
 from ..world.process_sets import ProcessSet
 from ..world.world import World
-from .standing_in import LEFT_OUT
+from .join_shadow import LEFT_OUT
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,26 @@ class Peers:
         """Return how many they are."""
         return len(self.ranks)
 
-    def run(self, what: str, facts: Sequence[str], work: Work, vote: int = 0) -> Any:
+    def run(self, what: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
         """Run something that concerns these parameters on all ranks together."""
-        return self.engine.submit(f"{self.name}.{what}", facts, work, vote=vote).wait()
+        return self.engine.submit(f"{self.name}.{what}", signature, work, flags=flags).wait()
 
     def run_without_joined(
-        self, what: str, facts: Sequence[str], work: Callable[[Transport, list[int]], Any]
+        self, what: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
     ) -> Any:
         """Run it on all ranks but those that have joined, which do nothing of it.
 
         work: is given those that have, by their ranks in the world; the same on all that run it.
         """
 
-        def without(transport: Transport, votes: list[int]) -> Any:
-            pairs = zip(transport.ranks, votes, strict=True)
+        def without(transport: Transport, all_flags: list[int]) -> Any:
+            pairs = zip(transport.ranks, all_flags, strict=True)
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 
         name = f"{self.name}.{what}"
-        return self.engine.submit(name, facts, without, vote=1, recipe=LEFT_OUT).wait()
+        return self.engine.submit(
+            name, signature, without, flags=1, join_descriptor=LEFT_OUT
+        ).wait()
 
     def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
         """Run it on all ranks together; return None, on all alike, where one of them has joined."""

@@ -1,8 +1,8 @@
 """Reducer: an optimizer's gradients become what all ranks agreed on, while backward goes on.
 
 first step   nothing is known of the order of gradients: all ranks plan, then exchange
-later        a lane is submitted when its gradients are complete, the last by `reduce`
-any time     a rank has a gradient that belongs to no lane (a layer was added or unfrozen, an
+later        a bucket is submitted when its gradients are complete, the last by `reduce`
+any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
              embedding became sparse): the round is void, all ranks plan anew and exchange
 """
 
@@ -22,22 +22,22 @@ from ..buckets.placeholders import place, take_away
 from ..engine import Work
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
-from ..lanes.held import Held, mean_square_ratio
+from ..lanes.residual_state import ResidualState, mean_square_ratio
 from ..logs import EVERYWHERE
-from ..reductions import Average
+from ..reduce_ops import Average
 from ..world import world
 from ..world.stragglers import Stragglers
 from ..world.world import World
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
+from .join_shadow import stands_in
 from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
-from .planned_lanes import PlannedLanes
+from .planned_buckets import PlannedBuckets
 from .rounds import Round
 from .samples import Samples, note_stepper
-from .standing_in import stands_in
 from .weights import LocalClip
 
 _log = logging.getLogger("gtopk")
@@ -48,10 +48,10 @@ class Reducer:
 
     names:    of all parameters; those that come later are added.
     progress: what exchanges go by; its steps are counted by whoever applies the rounds.
-    planned:  the lanes that are exchanged.
+    planned:  the buckets that are exchanged.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     samples:  that this rank's gradients come from; where nobody says, op weighs them.
-    overlap:  which lanes are exchanged while backward goes on.
+    overlap:  which buckets are exchanged while backward goes on.
     expected: what a step's exchange is to take.
     aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
     peers:    the ranks that reduce together, in the world that was entered last.
@@ -71,7 +71,7 @@ class Reducer:
         self.names = names
         self.options = options
         self.progress = Progress()
-        self.planned = PlannedLanes(names, options, self.progress)
+        self.planned = PlannedBuckets(names, options, self.progress)
         self.scaler = scaler
         self.samples = Samples()
         note_stepper(self, names)
@@ -86,14 +86,14 @@ class Reducer:
         self._has_told_of_lacking = False
         self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
-        self._ghost: Round | None = None
+        self._shadow: Round | None = None
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
     def enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure.
 
-        What this rank held back stays; the ranks plan anew. Raises ValueError where the process set
+        This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
         """
         self._settle_applied()
@@ -131,7 +131,7 @@ class Reducer:
         self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
-        """Exchange the lane whose last gradient this is, while backward goes on."""
+        """Exchange the bucket whose last gradient this is, while backward goes on."""
         index = self.planned.index_of(parameter)
         if index is None or not self.overlap.is_on or not self._is_here():
             return
@@ -141,7 +141,7 @@ class Reducer:
             return
         if self._round is not None and index in self._round.operations:
             return
-        if not all(map(self.planned.takes, self.planned.lanes[index].parameters)):
+        if not all(map(self.planned.takes, self.planned.bucket_exchanges[index].parameters)):
             return  # one has turned sparse: `reduce` plans anew
         if self._round is None:
             self._round = self._open()
@@ -166,7 +166,7 @@ class Reducer:
         self.hooks.forget()  # also where this fails: the next step counts
         if round is not None and round.samples != self.samples:  # said after backward
             round.invalidate()
-        if not self.planned.lanes:
+        if not self.planned.bucket_exchanges:
             self._plan(order)
         while True:
             round = round or self._open()
@@ -181,26 +181,28 @@ class Reducer:
             round = None
 
     def _plan(self, order: list[torch.nn.Parameter]) -> None:
-        """Make the lanes with all ranks, and exchange them from now on."""
+        """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
         note_stepper(self, trained)
         self.planned.plan(trained, order, self.peers)
-        self.overlap.await_all(self.planned.lanes)
+        self.overlap.await_all(self.planned.bucket_exchanges)
         if self.peers.size > 1:
             self.hooks.watch(trained)
-        self.overlap.warn_of_a_single_lane(self.peers)
-        self.expected.measure(self.planned.lanes, self.peers)
+        self.overlap.warn_of_a_single_bucket(self.peers)
+        self.expected.measure(self.planned.bucket_exchanges, self.peers)
 
     def _finish(self, round: Round) -> None:
         here = self.peers.world
         try:
-            round.finish(self.planned.is_outdated(self.trained()), told=here.told_here)
+            round.finish(
+                self.planned.is_outdated(self.trained()), preempted=here.termination_requested
+            )
         except BaseException as error:
             if not isinstance(error, Exception):
                 _log.warning(
-                    "rank %d: interrupted (%s) in a step, which the other ranks are to end "
-                    "first; a second time ends the wait at once",
+                    "rank %d: interrupted (%s) mid-step; waiting for the other ranks to finish "
+                    "it. Interrupt again to stop waiting.",
                     here.rank,
                     type(error).__name__,
                     extra=EVERYWHERE,
@@ -208,8 +210,8 @@ class Reducer:
             round.drop()
             raise
         finally:
-            self.overlap.await_all(self.planned.lanes)
-        here.hear(round.told)
+            self.overlap.await_all(self.planned.bucket_exchanges)
+        here.note_preempted(round.preempted)
         self._tell_of_lacking(round.lacking)
 
     def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
@@ -259,9 +261,9 @@ class Reducer:
 
     def _open(self) -> Round:
         self._settle_applied()
-        if self._ghost is not None:
-            self._ghost.undo()  # where it came to no end
-            self._ghost = None
+        if self._shadow is not None:
+            self._shadow.undo()  # where it came to no end
+            self._shadow = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
         by_adam = self.options.adam is not None
@@ -270,12 +272,12 @@ class Reducer:
             self.options.local_clip_norm,
             loss,
             allowed_mean=self.options.global_clip_norm if by_adam else None,
-            ratio=mean_square_ratio(self.planned.lanes),
+            ratio=mean_square_ratio(self.planned.bucket_exchanges),
         )
         return Round(
-            self.planned.lanes,
+            self.planned.bucket_exchanges,
             self.peers.engine,
-            self.planned.facts,
+            self.planned.signature,
             self.samples,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight,
@@ -288,36 +290,36 @@ class Reducer:
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
-        The others try anew without its gradients; what it holds back is what it was before.
+        The others try anew without its gradients; its residual is what it was before.
         """
         if self._round is not None:
             self._round.break_off()
-            self._ghost, self._round = self._round, None
+            self._shadow, self._round = self._round, None
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank, which has joined, does of a lane in the others' round."""
+        """Return what this rank, which has joined, does of a bucket in the others' round."""
         here = self.peers.world
-        if index >= len(self.planned.lanes):
+        if index >= len(self.planned.bucket_exchanges):
             raise RuntimeError(
-                f"{self.peers.name} has no lane {index} on rank {here.rank}, which has joined: "
+                f"{self.peers.name} has no bucket {index} on rank {here.rank}, which has joined: "
                 "every rank must take a step before one joins"
             )
-        ghost = self._ghost
-        if ghost is None or index in ghost.stood_in:
-            ghost = self._open()
-        self._ghost = ghost
-        reduce = ghost.stand_in(index)
+        shadow = self._shadow
+        if shadow is None or index in shadow.shadowed:
+            shadow = self._open()
+        self._shadow = shadow
+        reduce = shadow.stand_in(index)
 
-        def work(transport: Transport, votes: list[int]) -> None:
-            self.progress.steps += reduce(transport, votes)
-            here.hear(ghost.told)
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            self.progress.steps += reduce(transport, all_flags)
+            here.note_preempted(shadow.preempted)
 
         return work
 
     def drop(self) -> None:
         """Forget what was computed towards the next step.
 
-        An update that nobody has stepped with is taken back: this rank holds back what it did
+        An update that nobody has stepped with is taken back: this rank has the residual that it had
         before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
         A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
         gradients will be there, so that it will be void.
@@ -326,7 +328,7 @@ class Reducer:
             self._roll_back()
         self.commit()
         self.hooks.forget()
-        self.overlap.await_all(self.planned.lanes)
+        self.overlap.await_all(self.planned.bucket_exchanges)
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` forgets complete gradients that are not finite here."""
@@ -342,7 +344,7 @@ class Reducer:
         return {
             parameter: operation
             for index, operation in self._round.operations.items()
-            for parameter in self.planned.lanes[index].parameters
+            for parameter in self.planned.bucket_exchanges[index].parameters
         }
 
     @property
@@ -364,8 +366,8 @@ class Reducer:
         """Return the names of all parameters, those that are not stepped yet included."""
         return self.names.known()
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what was held back of each parameter after the last step, and lanes' records.
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter after the last step, and buckets' records.
 
         Without an update that nobody has stepped with: the parameters do not have it, either.
         """
@@ -376,10 +378,10 @@ class Reducer:
         return self.planned.take_state_out()
 
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Hold this back from now on; see `PlannedLanes.put_state_in`."""
+        """Hold this back from now on; see `PlannedBuckets.put_state_in`."""
         if self._round is not None:
             self._round.invalidate()
         self.commit()
-        self.planned.put_state_in(held, records, steps)
+        self.planned.put_state_in(residuals, records, steps)

@@ -1,18 +1,18 @@
 """Round: one try at a step. All buckets are exchanged before any of it counts.
 
-    lanes     0    1    2    last         a lane is submitted when its gradients are complete, the
+    buckets   0    1    2    last         a bucket is submitted when its gradients are complete, the
     hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
-    engine    [0]  [1]  [2]  [last]       whose votes tell every rank whether the round counts
+    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the round counts
 
-A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
-they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
-were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank was told to end (`told_to_end`). A rank does not wait for its GPU to vote: its gradients
-pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in the middle
-of a round submits what is left as void. So all ranks apply a round; or skip the step, where a
-gradient or a sum is not finite; or try again with what, and who, is there by then. Residuals that a
-round began to change are, where it does not count, to the bit what they were. So they are where
-its update was applied to the gradients, but nobody stepped with them.
+Flags say whether this rank's gradients are finite, which of them are missing, of how many samples
+they are, and, in buckets that `synchronize` submits, whether the round is void: because gradients
+were changed after their bucket was submitted, or belong to no bucket. The last one also says
+whether this rank had SIGTERM (`preemption`). A rank does not wait for its GPU to know them: its
+gradients pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in
+the middle of a round submits what is left as void. So all ranks apply a round; or skip the step,
+where a gradient or a sum is not finite; or try again with what, and who, is there by then.
+Residuals that a round began to change are, where it does not count, to the bit what they were. So
+they are where its update was applied to the gradients, but nobody stepped with them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from collectives.transports import Transport
 
 from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
-from ..engine.agreement import describe_missing, gather_words
+from ..engine.agreement import describe_missing
 from ..exchange.exchange import Exchanged
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 from .samples import VOTE_BITS, Samples, weighs
 from .weights import LocalClip
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
-_RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
-_HERE: Final = 8  # not of a rank that has joined, whose vote is 0
-_TOLD: Final = 16  # to end
+_JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
+_HERE: Final = 8  # not of a rank that has joined, whose flags are 0
+_PREEMPTED: Final = 16
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
-class AnyLane(Protocol):
-    """What a round asks of a lane; see `Lane`."""
+class AnyBucketExchange(Protocol):
+    """What a round asks of a bucket; see `BucketExchange`."""
 
     name: str
     names: list[str]
@@ -59,7 +59,7 @@ class AnyLane(Protocol):
     @property
     def elements(self) -> int: ...
     @property
-    def facts(self) -> str: ...
+    def signature(self) -> str: ...
     @property
     def on_host(self) -> bool: ...
     @property
@@ -84,38 +84,38 @@ class AnyLane(Protocol):
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
     def commit(self) -> None: ...
-    def withheld(self) -> Withheld | None: ...
+    def residual_size(self) -> ResidualSize | None: ...
     def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
     def let_go(self) -> None: ...
 
 
 class Round:
-    """The exchange of all lanes, once.
+    """The exchange of all buckets, once.
 
-    facts:   what must be equal on all ranks in every lane.
+    signature: what must be equal on all ranks in every bucket.
     samples: that this rank's gradients come from.
     weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
-             all ranks' add up to 1. Where `samples` says a number, the ranks' votes make both.
+             all ranks' add up to 1. Where `samples` says a number, the ranks' flags make both.
     scale:   what the gradients are divided by before the sum, which is multiplied with it.
-    predivide: the same again, in lanes that hold nothing back.
+    predivide: the same again, in buckets that hold nothing back.
     clip:    shortens them, once their weight is known.
-    changed: gradients were, on some rank, after their lane was submitted: the round is void.
-    unplanned: some rank has a gradient that belongs to no lane: the round is void.
+    changed: gradients were, on some rank, after their bucket was submitted: the round is void.
+    unplanned: some rank has a gradient that belongs to no bucket: the round is void.
     broken_off: some rank has joined before the end of it: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
         the sum is not finite though they are.
-    spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
-    told:    the ranks that were told to end, once the last lane was run.
+    spans:   when the engine worked on a bucket: begin and end, on the clock of time.perf_counter.
+    preempted: the ranks that had SIGTERM, once the last bucket was run.
     lacking: by rank, names of parameters whose gradients counted as zeros there, as others had one:
-        of the first lane where that was so. Empty where it was in none.
+        of the first bucket where that was so. Empty where it was in none.
     """
 
     def __init__(
         self,
-        lanes: Sequence[AnyLane],
+        bucket_exchanges: Sequence[AnyBucketExchange],
         engine: Engine,
-        facts: str,
+        signature: str,
         samples: Samples,
         *,
         missing_is_zero: bool,
@@ -125,36 +125,36 @@ class Round:
         predivide: float,
         clip: LocalClip,
     ) -> None:
-        self.lanes = lanes
+        self.bucket_exchanges = bucket_exchanges
         self.changed = self.unplanned = self.broken_off = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
-        self.told: list[int] = []
+        self.preempted: list[int] = []
         self.lacking: dict[int, list[str]] = {}
         self._ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
         self._engine = engine
-        self._facts = facts
+        self._signature = signature
         self.samples = samples
         self._missing_is_zero = missing_is_zero
         self._weight, self._share = weight, share
         self._scale, self._predivide = scale, predivide
         self._clip = clip
-        self.stood_in: set[int] = set()  # lanes
+        self.shadowed: set[int] = set()  # buckets
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
         # By parameter: its version, and its gradient, which `zero_grad` is to free.
         self._applied: list[tuple[torch.nn.Parameter, int, TensorWeakRef]] = []
         self._invalid = False
-        self._done = 0  # lanes, without an error
+        self._done = 0  # buckets, without an error
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
 
     def submit_early(self, index: int) -> None:
-        """Exchange a lane, but not the last, while the program goes on."""
+        """Exchange a bucket, but not the last, while the program goes on."""
         self._take(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
-        self.lanes[index].watch()
+        self.bucket_exchanges[index].watch()
 
     @property
     def void(self) -> bool:
@@ -168,22 +168,22 @@ class Round:
         """
         for index in self._late():
             self._submit(index, _BROKEN_OFF)
-        self.stood_in.update(self.operations)
+        self.shadowed.update(self.operations)
 
-    def finish(self, unplanned: bool, told: bool) -> None:
+    def finish(self, unplanned: bool, preempted: bool) -> None:
         """Exchange what is left, and know on every rank what becomes of the round.
 
-        unplanned: this rank has a gradient that belongs to no lane.
-        told: it was told to end.
+        unplanned: this rank has a gradient that belongs to no bucket.
+        preempted: it had SIGTERM.
         Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
         """
-        self._submit_the_rest(unplanned, told)
+        self._submit_the_rest(unplanned, preempted)
         for index in sorted(self.operations):
             self.operations[index].wait()
 
-    def _submit_the_rest(self, unplanned: bool, told: bool) -> None:
+    def _submit_the_rest(self, unplanned: bool, preempted: bool) -> None:
         changed = self._invalid or not all(
-            self.lanes[index].is_as_taken() for index in self.operations
+            self.bucket_exchanges[index].is_as_taken() for index in self.operations
         )
         late = self._late()
         if not unplanned:
@@ -198,19 +198,21 @@ class Round:
         *others, last = late
         for index in others:
             self._submit(index, bits)
-        self.settle()  # what becomes ready together with the last lane may be run after it
-        self._submit(last, bits | (_TOLD if told else 0))
+        self.settle()  # what becomes ready together with the last bucket may be run after it
+        self._submit(last, bits | (_PREEMPTED if preempted else 0))
         self.settle()
 
     def _late(self) -> list[int]:
-        """Return the lanes that are not submitted yet; the last one is among them."""
-        return [index for index in range(len(self.lanes)) if index not in self.operations]
+        """Return the buckets that are not submitted yet; the last one is among them."""
+        return [
+            index for index in range(len(self.bucket_exchanges)) if index not in self.operations
+        ]
 
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the round is void."""
         self.settle()
-        for lane in self.lanes:
-            lane.undo()
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
         self._invalid = True
 
     def drop(self) -> None:
@@ -220,9 +222,9 @@ class Round:
 
     def undo(self) -> None:
         """Undo what was exchanged, of a round of which nothing is on its way any more."""
-        for lane in self.lanes:
-            lane.undo()
-            lane.let_go()
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
+            bucket_exchange.let_go()
 
     def settle(self) -> None:
         """Wait until nothing of this round is on its way any more."""
@@ -247,19 +249,19 @@ class Round:
 
     def apply(self) -> None:
         """Replace the gradients by the agreed update; until `commit`, `undo` takes it back."""
-        for index, lane in enumerate(self.lanes):
-            lane.apply(self._missing_everywhere[index])
+        for index, bucket_exchange in enumerate(self.bucket_exchanges):
+            bucket_exchange.apply(self._missing_everywhere[index])
         self._applied = [
             (parameter, parameter._version, TensorWeakRef(parameter.grad))
-            for lane in self.lanes
-            for parameter in lane.parameters
+            for bucket_exchange in self.bucket_exchanges
+            for parameter in bucket_exchange.parameters
             if parameter.grad is not None
         ]
 
     def commit(self) -> None:
         """Have nothing to undo any more."""
-        for lane in self.lanes:
-            lane.commit()
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.commit()
 
     @property
     def may_have_stepped(self) -> bool:
@@ -279,67 +281,72 @@ class Round:
 
     def skip(self) -> None:
         """Make all gradients NaN, and undo the round: nothing of it is left in the residuals."""
-        for lane in self.lanes:
-            lane.undo()
-            lane.poison()
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
+            bucket_exchange.poison()
 
     def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
-        """Return what a rank that has joined does of a lane, and whether that ended in an update.
+        """Return what a rank that has joined does of a bucket, and whether that ended in an update.
 
-        What it holds back is sent as ever; its parameters stay as they are.
+        Its residual is sent as ever; its parameters stay as they are.
         """
-        self.stood_in.add(index)
-        self.lanes[index].take_nothing(self._scale_of(self.lanes[index]))
+        self.shadowed.add(index)
+        self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
 
-        def work(transport: Transport, votes: list[int]) -> bool:
-            self._work(index, [], transport, votes)
-            if index < len(self.lanes) - 1:
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            self._work(index, [], transport, all_flags)
+            if index < len(self.bucket_exchanges) - 1:
                 return False
-            applies = not self.void and self.finite() and self._done == len(self.lanes)
+            applies = not self.void and self.finite() and self._done == len(self.bucket_exchanges)
             if not applies:
                 self.undo()
                 return False
-            for lane in self.lanes:
-                lane.apply_to_nothing()
+            for bucket_exchange in self.bucket_exchanges:
+                bucket_exchange.apply_to_nothing()
             return True
 
         return work
 
     def _take(self, index: int) -> None:
-        lane = self.lanes[index]
+        bucket_exchange = self.bucket_exchanges[index]
         if self.samples.count == 0:  # they may be NaN
-            for parameter in lane.parameters:
+            for parameter in bucket_exchange.parameters:
                 if (gradient := parameter.grad) is None or lacks_gradient(parameter):
                     continue
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        lane.take(self._factor(lane, self._weight, self._share), self._scale_of(lane))
-        if lane.on_host:
-            self._finite[index] = lane.all_finite()
+        bucket_exchange.take(
+            self._factor(bucket_exchange, self._weight, self._share),
+            self._scale_of(bucket_exchange),
+        )
+        if bucket_exchange.on_host:
+            self._finite[index] = bucket_exchange.all_finite()
 
-    def _factor(self, lane: AnyLane, weight: float, share: float) -> float:
-        return weight * self._clip.factor(weight, share) / self._scale_of(lane)
+    def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
+        return weight * self._clip.factor(weight, share) / self._scale_of(bucket_exchange)
 
-    def _scale_of(self, lane: AnyLane) -> float:
-        # What is held back may go on in a run, or a lane, that predivides by another factor.
-        return self._scale if lane.has_room else self._scale * self._predivide
+    def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
+        # The residual may go on in a run, or a bucket, that predivides by another factor.
+        return self._scale if bucket_exchange.has_room else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
-        lane = self.lanes[index]
-        missing = lane.missing()
+        bucket_exchange = self.bucket_exchanges[index]
+        missing = bucket_exchange.missing()
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
         self.operations[index] = self._engine.submit(
-            lane.name,
-            [self._facts, self.samples.facts, lane.facts],
+            bucket_exchange.name,
+            [self._signature, self.samples.signature, bucket_exchange.signature],
             partial(self._work, index, missing),
-            vote=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.vote,
-            recipe=_RECIPE,
+            flags=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.flags,
+            join_descriptor=_JOIN_DESCRIPTOR,
         )
 
-    def _work(self, index: int, missing: list[str], transport: Transport, votes: list[int]) -> None:
+    def _work(
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
+    ) -> None:
         """Run on the engine's thread, in the same order on every rank."""
         begun = time.perf_counter()
         try:
-            self._reduce(index, missing, transport, votes)
+            self._reduce(index, missing, transport, all_flags)
             self._done += 1
         except BaseException:
             self._stopped = True
@@ -348,49 +355,57 @@ class Round:
             self.spans.append((begun, time.perf_counter()))
 
     def _reduce(
-        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
-        last = index == len(self.lanes) - 1
+        last = index == len(self.bucket_exchanges) - 1
         if last:
-            places = enumerate(votes)
-            self.told = [transport.ranks[place] for place, vote in places if vote & _TOLD]
-        self.changed |= any(vote & _CHANGED for vote in votes)
-        self.unplanned |= any(vote & _UNPLANNED for vote in votes)
-        # Where all have, the last lane need not be run last.
-        self.broken_off |= any(vote & _BROKEN_OFF for vote in votes)
+            places = enumerate(all_flags)
+            self.preempted = [
+                transport.ranks[place] for place, flags in places if flags & _PREEMPTED
+            ]
+        self.changed |= any(flags & _CHANGED for flags in all_flags)
+        self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
+        # Where all have, the last bucket need not be run last.
+        self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
         if self.void or (self._stopped and not last):
             return
-        if last and self._done < index:  # the ranks disagree about another lane
+        if last and self._done < index:  # the ranks disagree about another bucket
             return
-        self._look_at_missing(index, missing, transport, votes)
-        self._stopped |= any(vote & _NOT_FINITE for vote in votes)
+        self._look_at_missing(index, missing, transport, all_flags)
+        self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # Who has joined has no gradient, whatever it said last of how many samples it has.
-            if self.samples.count is not None and votes[transport.rank] & _HERE:
-                weight, share = self.samples.weight(votes), self.samples.share(votes)
-                self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
-            self.lanes[index].remember()
-            self.lanes[index].set_aside(self._missing_everywhere[index])
-            self.exchanged[index] = self.lanes[index].reduce(transport)
+            if self.samples.count is not None and all_flags[transport.rank] & _HERE:
+                weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
+                self.bucket_exchanges[index].weigh(
+                    self._factor(self.bucket_exchanges[index], weight, share), share
+                )
+            self.bucket_exchanges[index].remember()
+            self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
+            self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
             # A rank with a GPU has not looked at its gradients, for which it would have to wait:
             # the sum, the same on all ranks, tells them.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
-            mine = sorted(name for lane in self.lanes for name in lane.not_finite())
-            culprits = gather_words(transport, mine)
+            mine = sorted(
+                name
+                for bucket_exchange in self.bucket_exchanges
+                for name in bucket_exchange.not_finite()
+            )
+            culprits = transport.gather_object(mine)
             self.culprits = culprits if any(culprits) else []
 
     def _look_at_missing(
-        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         everywhere = set(missing)
-        here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
-        checksums = {votes[rank] & _MISSING for rank in here}
+        here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
+        checksums = {all_flags[rank] & _MISSING for rank in here}
         # A rank that has joined cannot know by its own gradients what all the others lack.
-        joined_unaware = len(here) < len(votes) and any(checksums)
+        joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
-            said = gather_words(transport, missing)
-            heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
+            said = transport.gather_object(missing)
+            heard = {transport.ranks[r]: said[r] for r in here if weighs(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:
                     raise MismatchError(

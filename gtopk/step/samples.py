@@ -1,6 +1,6 @@
 """Samples: how many of them a rank's gradients come from, and the weight that follows.
 
-The number travels in the upper bits of the step's vote, above one that tells whether there is one,
+The number travels in the upper bits of the step's flags, above one that tells whether there is one,
 so that no message is added, and that a rank which has joined knows what the others go by.
 """
 
@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-VOTE_BITS: Final = 35  # of the vote, below what is said here
+VOTE_BITS: Final = 35  # of the flags, below what is said here
 MOST: Final = 2**27 - 1
 
 
@@ -45,15 +45,15 @@ class Samples:
         object.__setattr__(self, "count", count)
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks."""
         if self.count is None:
             return "gradients weighted alike: no number of samples"
         return f"gradients weighted by samples, of a {'sum' if self.summed else 'mean'}"
 
     @property
-    def vote(self) -> int:
-        """Return the part of the vote that says the number."""
+    def flags(self) -> int:
+        """Return the part of the flags that says the number."""
         return 0 if self.count is None else (self.count << 1 | 1) << VOTE_BITS
 
     @property
@@ -63,26 +63,26 @@ class Samples:
             return 1
         return min(self.count, 1) if self.summed else self.count
 
-    def weight(self, votes: Sequence[int]) -> float:
-        """Return this rank's weight, from all ranks' votes: b/B, or 1/B where a sum was taken."""
-        return self._part(1 if self.summed else self.count or 0, votes)
+    def weight(self, all_flags: Sequence[int]) -> float:
+        """Return this rank's weight, from all ranks' flags: b/B, or 1/B where a sum was taken."""
+        return self._part(1 if self.summed else self.count or 0, all_flags)
 
-    def share(self, votes: Sequence[int]) -> float:
+    def share(self, all_flags: Sequence[int]) -> float:
         """Return which part of all ranks' samples is this rank's, b/B."""
-        return self._part(self.count or 0, votes)
+        return self._part(self.count or 0, all_flags)
 
-    def _part(self, of: int, votes: Sequence[int]) -> float:
-        total = sum(_number(vote) or 0 for vote in votes)
+    def _part(self, of: int, all_flags: Sequence[int]) -> float:
+        total = sum(_number(flags) or 0 for flags in all_flags)
         return of / total if total and self.count else 0.0
 
 
-def weighs(vote: int) -> bool:
-    """Tell whether the gradients of a rank with this vote count for anything."""
-    return _number(vote) != 0
+def weighs(flags: int) -> bool:
+    """Tell whether the gradients of a rank with these flags count for anything."""
+    return _number(flags) != 0
 
 
-def _number(vote: int) -> int | None:
-    said = vote >> VOTE_BITS
+def _number(flags: int) -> int | None:
+    said = flags >> VOTE_BITS
     return said >> 1 if said & 1 else None
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from ..logs import EVERYWHERE
-from .in_a_row import InARow
+from .skip_counter import SkipCounter
 
 _log = logging.getLogger("gtopk")
 # GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
@@ -14,7 +14,7 @@ _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 20
 
 
-class SkippedSteps(InARow):
+class SkippedSteps(SkipCounter):
     """How many there were, and the end of too many in a row."""
 
     def note(self, rank: int, step: int, where: str) -> None:

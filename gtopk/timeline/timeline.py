@@ -45,6 +45,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from collectives.transports import Transport
 
+from .. import settings
 from ..engine import Engine, Event, Observer
 from ..engine.clocks import Offset
 from ..engine.members import Members
@@ -52,7 +53,6 @@ from ..engine.members import Members
 _log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
-_FOLDER: Final = "GTOPK_TIMELINE"
 RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
 
 
@@ -293,18 +293,16 @@ def stop(world: Recorded) -> None:
 
 def start_if_asked(world: Recorded) -> None:
     """Record into what GTOPK_TIMELINE or HOROVOD_TIMELINE names, if one does."""
-    path = os.environ.get("HOROVOD_TIMELINE", "")
-    mark_cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").lower()
-    cycles = mark_cycles not in ("", "0", "false")
+    path, cycles = settings.HOROVOD_TIMELINE.read(), settings.MARK_CYCLES.read()
     if is_of_every_rank():
-        folder, name = Path(os.environ[_FOLDER]), world.transport.name
+        folder, name = Path(settings.TIMELINE.read()), world.transport.name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = str(path_of(folder, world.rank))
             whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
             _start(world, Timeline(path, name, cycles, whose))
         except OSError as error:
-            _log.warning("%s must name a folder to write to, got %s", _FOLDER, error)
+            _log.warning("%s must name a folder to write to, got %s", settings.TIMELINE.name, error)
     elif path not in ("", "DYNAMIC"):
         try:
             start(world, path, cycles)
@@ -314,7 +312,7 @@ def start_if_asked(world: Recorded) -> None:
 
 def is_of_every_rank() -> bool:
     """Tell whether the environment asks for a trace of every rank."""
-    return os.environ.get(_FOLDER, "") != ""
+    return settings.TIMELINE.read() != ""
 
 
 def path_of(folder: Path, rank: int) -> Path:

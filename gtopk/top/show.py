@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..charts.units import bytes_text, count_text, digits, seconds_text
+from ..units import bytes_text, count_text, digits, seconds_text
 from .status import Status
 
 if TYPE_CHECKING:

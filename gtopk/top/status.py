@@ -81,8 +81,8 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     values: dict[str, float | None] = {}
     for note in rank.values:
         values |= note.content
-    patience_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
-    state = "silent" if silent_seconds > patience_seconds else "running"
+    silent_after_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
+    state = "silent" if silent_seconds > silent_after_seconds else "running"
     return Status(
         rank=rank.rank,
         host=rank.begin["host"],
@@ -98,7 +98,7 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         density=next((share for each in reversed(reports) if (share := density(each))), None),
         samples=next((round(size) for each in reversed(reports) if (size := batch(each))), None),
         straggler_score=rank.scores[-1].content["score"] if rank.scores else None,
-        residual_norm=rank.withheld[-1].content["norm"] if rank.withheld else None,
+        residual_norm=rank.residuals[-1].content["norm"] if rank.residuals else None,
         skipped=sum(step.report.skipped for step in rank.steps),
         values=values,
     )

@@ -2,7 +2,7 @@
 
 from ..adaptive.adapt import adapt
 from ..compression import Compression
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..optimizer import DistributedOptimizer
 from . import compression as compression
 from . import elastic as elastic

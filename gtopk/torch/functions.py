@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..buckets.buckets import is_expanded
 from ..engine.agreement import name_ranks
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
 from ..world.process_sets import ProcessSet, global_process_set
 from ..wrapped import tree as optimizer_tree
@@ -99,12 +99,12 @@ def _begin_in_place(
     if why := _unfit(tensor):
         return tensor, tensor, begin_refused(why, root_rank, name)
     try:
-        target, facts = _unexpanded(tensor.detach())
+        target, signature = _unexpanded(tensor.detach())
         dense = target.resolve_conj().resolve_neg().contiguous()
         message = check(_transferable(dense))
     except Exception as error:  # of a subclass of tensors, say
         return tensor, tensor, begin_refused(f"{type(error).__name__}: {error}", root_rank, name)
-    return target, dense, begin_broadcast(message, message, root_rank, name, facts=facts)
+    return target, dense, begin_broadcast(message, message, root_rank, name, signature=signature)
 
 
 def _unfit(tensor: torch.Tensor) -> str:
@@ -129,8 +129,8 @@ def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
         min(size, 1) if step == 0 else size
         for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ]
-    facts = [f"expanded from {shape} to {list(tensor.shape)}"]
-    return tensor.as_strided(shape, tensor.stride()), facts
+    signature = [f"expanded from {shape} to {list(tensor.shape)}"]
+    return tensor.as_strided(shape, tensor.stride()), signature
 
 
 def _transferable(dense: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,6 @@ world.py              the one transport of this process, its engine, its rank
 process_sets.py       some of the ranks, with operations of their own
 stragglers.py         how fast each is beside the fastest
 guard.py              whatever ends one rank ends all, by name
-told_to_end.py        SIGTERM on one becomes word for all
+preemption.py         SIGTERM on one rank: all know after the same step
 leaving.py            leaving while an exception is handled
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from collectives.transports import Transport
 
 if TYPE_CHECKING:
@@ -33,11 +31,8 @@ def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     """
     from mpi4py import MPI
 
-    mine = np.array([MPI.COMM_WORLD.rank], np.int64)
-    places = {
-        int(message.view(np.int64)[0]): rank
-        for rank, message in enumerate(transport.allgather(mine.view(np.uint8)))
-    }
+    of_mpi = transport.gather_object(MPI.COMM_WORLD.rank)
+    places = {number: rank for rank, number in enumerate(of_mpi)}
     numbers = range(comm.size)
     translated = MPI.Group.Translate_ranks(comm.group, list(numbers), MPI.COMM_WORLD.group)
     return sorted(places[rank] for rank in translated)

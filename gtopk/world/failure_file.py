@@ -33,18 +33,17 @@ from typing import Any, Final
 
 from collectives.errors import PeerError
 
-from .. import __version__
-from ..exceptions import HorovodInternalError
+from .. import __version__, settings
+from ..errors import HorovodInternalError
 from ..heartbeat.heartbeat import Lost
 from ..launch.watchdog import now, write_record
 
-VARIABLE: Final = "GTOPK_FAILURE_DIR"
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
 
 def folder_from(environ: Mapping[str, str] = os.environ) -> str:
     """Return where failure files go; "": nowhere."""
-    return environ.get(VARIABLE) or environ.get("GTOPK_RUN") or ""
+    return settings.FAILURE_DIR.read(environ) or settings.RUN.read(environ)
 
 
 def path_of(folder: str | Path, rank: int) -> Path:

@@ -14,13 +14,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
 from collectives.transports.device_choice import Carrying, Choice
 from collectives.transports.nccl import NcclTransport
 
+from .. import settings
 from ..logs import EVERYWHERE
 
 _log = logging.getLogger("gtopk")
@@ -62,7 +62,7 @@ def settled(
     """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
     if isinstance(transport, NcclTransport):
         return transport.choice
-    if wanted := environ.get("GTOPK_TRANSPORT", ""):
+    if wanted := settings.TRANSPORT.read(environ):
         return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
     if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
         who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
@@ -75,8 +75,7 @@ def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> s
 
     Each takes the GPU of its place on its host.
     """
-    mine = np.array([gpus_in_sight()], np.int64).view(np.uint8)
-    in_sight = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+    in_sight = transport.gather_object(gpus_in_sight())
     if transport.size == 1 or not any(in_sight):
         return ""
     choice = settled(transport, in_sight, environ)

@@ -28,7 +28,7 @@ from collectives.transports import Transport
 
 from .. import standard_streams
 from ..engine import Engine
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..heartbeat.heartbeat import Heartbeat, Lost
 from ..launch.error_file import write_error_file
 from . import failure_file
@@ -48,7 +48,7 @@ class Member(Protocol):
     step: int
     on_change: Callable[[], None]
     advice: str
-    told_here: bool
+    termination_requested: bool
     failures: list[Exception]
 
     def where(self) -> str: ...
@@ -84,7 +84,7 @@ class Guard:
 
         All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
         """
-        self.member.engine.sign = self.farewell
+        self.member.engine.sign = self.departure_notice
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -94,7 +94,7 @@ class Guard:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             self._handles_sigterm = True
         heartbeat = self._heartbeat
-        meet = heartbeat.meet if heartbeat else lambda transport, votes: None
+        meet = heartbeat.meet if heartbeat else lambda transport, all_flags: None
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()
@@ -133,7 +133,7 @@ class Guard:
         """Tell whether a rank is lost, waiting a little for word of one."""
         return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
-    def farewell(self, how: str) -> str:
+    def departure_notice(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
 
@@ -199,9 +199,9 @@ class Guard:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _let_the_others_speak(self, how: str) -> None:
-        """Resign, and wait a moment: an abort would cut the others off in mid-sentence.
+        """Announce the departure, and wait: an abort would cut the others off in mid-sentence.
 
-        Those whose operation failed resigned before they speak, so that all have resigned is no
+        Those whose operation failed departed before they speak, so that all have departed is no
         sign. In a thread: a transport that has failed may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
@@ -212,7 +212,7 @@ class Guard:
 
     def _end_alone(self, error: BaseException) -> None:
         """End this process as if it were killed: what the others go by is that it is gone."""
-        how = self.farewell(f"raised {describe(error, self.member.where())}")
+        how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         standard_streams.flush()
         os._exit(1)
@@ -242,7 +242,7 @@ class Guard:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
-        if self.member.told_here:  # to end, and it waits for a step in which all hear of it
+        if self.member.termination_requested:  # it waits for a step after which all know
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
@@ -298,7 +298,7 @@ class Guard:
         A launcher ends the others: some of those may be gone, too, by the time this is asked.
         """
         transport = self.member.transport
-        said = transport.farewells()
+        said = transport.departures()
         found = {
             rank: said[rank].reason if rank in said else "as another rank says"
             for rank in transport.lost()

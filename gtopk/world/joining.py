@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from collectives.environment import number
 from collectives.errors import PeerError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
+from .. import settings
 from ..launch import Launched, carried_by, launched_by, require_sound_ranks
-from ..launch.deadline import deadline, start_timeout_seconds
+from ..launch.deadline import deadline
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
@@ -64,11 +64,12 @@ def join(
     those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     if over is None:
-        over = os.environ.get("GTOPK_TRANSPORT", "")
+        over = settings.TRANSPORT.read()
     if over not in _OVER_ANOTHER:
-        name = transport_for(job, {**os.environ, "GTOPK_TRANSPORT": over})
+        name = transport_for(job, {**os.environ, settings.TRANSPORT.name: over})
         return _join(those, job, name, timeouts)
-    host = _join(those, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
+    of_launcher = transport_for(job, {**os.environ, settings.TRANSPORT.name: ""})
+    host = _join(those, job, of_launcher, timeouts)
     return open_transport(over, *timeouts, bootstrap=host)
 
 
@@ -82,7 +83,7 @@ def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None
     job = launched_by(environ)
     if job is None or job.size <= size:
         return None
-    wanted = environ.get("GTOPK_TRANSPORT")
+    wanted = settings.TRANSPORT.read(environ)
     who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
     if wanted:
         who, way_out = (
@@ -142,7 +143,7 @@ def _check(ranks: Sequence[int], rank: int, size: int) -> None:
 
 def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
-    wanted = environ.get("GTOPK_TRANSPORT")
+    wanted = settings.TRANSPORT.read(environ)
     if wanted and wanted not in TRANSPORTS:
         raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
     if job is None and not wanted:
@@ -245,4 +246,4 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
 
 def _timeouts_seconds() -> tuple[float, float]:
     """Return the longest a rank waits for a peer in an operation, and for all at the start."""
-    return number("GTOPK_TIMEOUT", 600.0, "seconds"), start_timeout_seconds()
+    return settings.TIMEOUT.read(), settings.START_TIMEOUT.read()

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from .. import settings
 from ..engine import Engine
 from ..engine.members import Members
 from . import world
@@ -19,8 +18,6 @@ from .communicators import is_communicator, ranks_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class ProcessSet:
@@ -133,7 +130,7 @@ def wanted(process_sets: object) -> list[ProcessSet]:
     if process_sets is None:
         return []
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
-        os.environ[_DYNAMIC] = "1"
+        os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
         return []
     sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
     if isinstance(process_sets, str) or not all(isinstance(s, ProcessSet) for s in sets):
@@ -161,13 +158,13 @@ def register(process_set: ProcessSet) -> None:
             f"a process set must have at least one rank, all of 0..{here.size - 1}, got {given}"
         )
 
-    def find_ranks(transport: Transport, votes: list[int]) -> list[int]:
+    def find_ranks(transport: Transport, all_flags: list[int]) -> list[int]:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
-    facts = "an mpi4py communicator" if given is None else f"ranks {given}"
+    signature = "an mpi4py communicator" if given is None else f"ranks {given}"
     here.sets_made += 1
     name = f"add_process_set.{here.sets_made}"
-    ranks: list[int] = here.engine.submit(name, [facts], find_ranks).wait()
+    ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
             if number not in here.carried:
@@ -196,8 +193,7 @@ def find_or_register(ranks: list[int]) -> ProcessSet:
 
 def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
     """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
-    mine = np.array(ranks_of(comm, transport), np.int64)
-    sets = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+    sets = transport.gather_object(ranks_of(comm, transport))
     for rank, ranks in enumerate(sets):
         for other in ranks:
             if sets[other] != ranks:
@@ -234,16 +230,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     here.close_set(number, "removed its process set")
     process_set.process_set_id = None
-    facts = [f"number {number}"]
+    signature = [f"number {number}"]
     name = f"remove_process_set.{number}"
-    here.engine.submit(name, facts, lambda transport, votes: None).wait()
+    here.engine.submit(name, signature, lambda transport, all_flags: None).wait()
     return True
 
 
 def _must_be_dynamic() -> None:
     world.current()
-    if os.environ.get(_DYNAMIC, "0").lower() in ("", "0", "false"):
+    if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(
-            f"process sets are added and removed only with {_DYNAMIC}=1 in the environment or "
-            "hvd.init(process_sets='dynamic'); others are passed to hvd.init"
+            f"process sets are added and removed only with {settings.DYNAMIC_PROCESS_SETS.name}=1 "
+            "in the environment or hvd.init(process_sets='dynamic'); others are passed to hvd.init"
         )

@@ -1,13 +1,13 @@
 """Stragglers: how fast each rank computes beside the fastest, as all of them tell now and then.
 
     step     1 ... 6 | 7 ... 12 |          seconds from a step's end until this rank was ready for
-    vote             m          m          the next exchange; m: the median of its last five
+    scores           m          m          the next exchange; m: the median of its last five
 
     score = the least of all ranks' medians / this rank's
 
 So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
-votes are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
-A rank may be slow now and then where programs share cores: it is warned of after three votes in a
+scores are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
+A rank may be slow now and then where programs share cores: it is warned of after three scores in a
 row, once a minute at most, and never where the ranks of its host outnumber the cores they may use.
 """
 
@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
-from ..engine.agreement import gather_words
-
 if TYPE_CHECKING:
     from ..engine import Engine, Operation
     from .world import World
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gtopk")
 _EVERY: Final = 6  # steps: no two windows share one
 _WINDOW: Final = 5  # one step that evaluates or saves is no straggler
-_IN_A_ROW: Final = 3  # votes: what slows down is told of within 22 steps
+_IN_A_ROW: Final = 3  # scores: what slows down is told of within 22 steps
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
 _LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
@@ -41,10 +39,10 @@ QUIET_SECONDS: Final = 60.0  # after a rank was told of
 
 
 class Told(NamedTuple):
-    """What all ranks know after a vote.
+    """What all ranks know after flags.
 
     seconds: by place among the ranks; 0 where a rank had none.
-    slow:    the places of those that are, after several votes in a row.
+    slow:    the places of those that are, after several scores in a row.
     hosts:   of all, where others are slow than before.
     crowded: those of the hosts whose ranks outnumber the cores.
     """
@@ -75,7 +73,7 @@ class Stragglers:
         self._telling: Operation | None = None
         # The engine's thread's own; equal on all ranks.
         self._slow: list[int] = []
-        self._in_a_row: Counter[int] = Counter()  # votes that found a rank slow, by its place
+        self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
         self._hosts: list[str] = []
         self._crowded: set[str] = set()
         self._warned: set[int] = set()  # of these, and not yet that they have caught up
@@ -98,12 +96,12 @@ class Stragglers:
         if steps % _EVERY == 0 and self._telling is None:
             median = statistics.median(self._recent) if self._recent else 0.0
             self._telling = self._engine.submit(
-                self._name, [], self._take, vote=round(1e6 * median)
+                self._name, [], self._take, flags=round(1e6 * median)
             )
 
-    def _take(self, transport: Transport, votes: Sequence[int]) -> Told:
+    def _take(self, transport: Transport, all_flags: Sequence[int]) -> Told:
         """Run on the engine's thread, on all ranks alike."""
-        told = Told([vote / 1e6 for vote in votes], [], [], set())
+        told = Told([flags / 1e6 for flags in all_flags], [], [], set())
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
@@ -119,7 +117,7 @@ class Stragglers:
                 told.slow.append(place)
         if told.slow != self._slow:
             mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
-            said = gather_words(transport, mine)
+            said = transport.gather_object(mine)
             told.hosts.extend(host for host, *_ in said)
             told.crowded.update(crowded(said))
         self._slow = told.slow

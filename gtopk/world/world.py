@@ -13,19 +13,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS, say
 
-from .. import __version__, logs, standard_streams
+from .. import __version__, logs, settings, standard_streams
 from ..engine import Engine
 from ..engine.agreement import name_ranks
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
-from ..exceptions import HorovodInternalError, InvalidCallError
-from ..heartbeat.heartbeat import timeout_from
+from ..errors import HorovodInternalError, InvalidCallError
 from ..launch import Launched, launched_by, require_sound_ranks
 from ..recording import start as recording
 from ..recording.recorder import Recorder
@@ -60,8 +57,8 @@ class World:
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
     advised:    whether it was said what compression saves.
-    told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
-                the same step. See `told_to_end`.
+    termination_requested: whether this rank had SIGTERM.
+    preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
@@ -84,16 +81,12 @@ class World:
         self.recorded_to: set[str] = set()
         self.resumed = False
         self.advised = False
-        self.told_here = False
-        self.told: list[int] = []
+        self.termination_requested = False
+        self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
-        mine = np.array([node[0], self.local_rank, gpus_in_sight()], np.int64)
-        places = [
-            tuple(message.view(np.int64).tolist())
-            for message in transport.allgather(mine.view(np.uint8))
-        ]
+        places = transport.gather_object([node[0], self.local_rank, gpus_in_sight()])
         self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
@@ -101,10 +94,10 @@ class World:
         transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
         checks_messages = checked_messages.wanted_on(transport)
 
-        def meet(transport: Transport, votes: Sequence[int]) -> tuple[Offset, float]:
+        def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared
                 transport.check_messages()
-            if not any(votes):
+            if not any(all_flags):
                 return Offset(), 0.0
             return clock_offset(transport), agree_on_now(transport)
 
@@ -122,9 +115,9 @@ class World:
         self.began_unix_seconds: float
         init = self.engine.submit(
             "init",
-            [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
+            [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
             meet,
-            vote=recorded,
+            flags=recorded,
         )
         try:
             self.clock, self.began_unix_seconds = init.wait()
@@ -169,9 +162,8 @@ class World:
         to remove it, is forgotten.
         """
 
-        def compare(transport: Transport, votes: Sequence[int]) -> tuple[int, list[int]]:
-            mine = np.array([made, *sets])
-            said = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+        def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
+            said = transport.gather_object([made, *sets])
             numbers = set(sets).intersection(*(numbers for _, *numbers in said))
             return max(made for made, *_ in said), sorted(numbers - {0})
 
@@ -193,16 +185,16 @@ class World:
             reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
         recording.stop(self, reason, in_order)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
         What was unfinished is finished first; `failures` has what of it went wrong.
-        patience_seconds: how long to wait for the others instead; returns who stays.
+        leave_timeout_seconds: how long to wait for the others instead; returns who stays.
         """
         self._begin_to_finish()
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
-        staying = self.engine.close(reason, patience_seconds)
+        staying = self.engine.close(reason, leave_timeout_seconds)
         timeline.stop(self)
         for end in self._endings:
             try:
@@ -247,9 +239,9 @@ class World:
         if self.recorder is not None:
             self.recorder.note_resumed()
 
-    def hear(self, told: Sequence[int]) -> None:
-        """Take note of ranks that were told to end, as all ranks do in the same step."""
-        self.told = sorted({*self.told, *told})
+    def note_preempted(self, ranks: Sequence[int]) -> None:
+        """Note the ranks that are preempted, as all ranks do in the same step."""
+        self.preempted = sorted({*self.preempted, *ranks})
 
     def note_end(self, how: str, in_order: bool) -> None:
         """Have the record say how this rank ends, before it does."""
@@ -316,7 +308,7 @@ def _join(
 def init_on(transport: Transport, recordings: Settings | None = None) -> None:
     """Make a transport the world of this process, until `shutdown`; recordings: as of World."""
     global _process, _guard, _handled
-    heartbeat_seconds = timeout_from()
+    heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
@@ -357,7 +349,7 @@ def shutdown() -> None:
     how, in_order = "called shutdown()", error is None or isinstance(error, SystemExit)
     if error is not None:
         how += f" while it handled {describe(error, _process.where())}"
-    how = _guard.farewell(how)
+    how = _guard.departure_notice(how)
     if error is None or not _guard.needed:
         _process.close(how, in_order)
         failures = _process.failures
@@ -399,9 +391,9 @@ def rejoin() -> None:
         raise ValueError("a world of threads cannot be joined anew")
     # Who has been silent for that long already is given a moment.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
-    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
-    staying = here.leave(guard.farewell("begins anew"), patience_seconds)
+    staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(
@@ -419,7 +411,8 @@ def rejoin() -> None:
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
-    current().told_here, current().told = here.told_here, here.told
+    current().termination_requested = here.termination_requested
+    current().preempted = here.preempted
 
 
 def _let_the_program_end(guard: Guard) -> None:
@@ -444,7 +437,7 @@ def _at_exit() -> None:
     elif _process is not None and guard is not None:
         error = _what_ended_the_program()
         by = "" if error is None else f" by {describe(error)}"
-        _process.close(guard.farewell(f"its program ended{by}"), in_order=error is None)
+        _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
         _untold.extend(guard.member.failures)

@@ -12,7 +12,7 @@
     }
 
 `state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
-what ranks that are no more held back is held back by others.
+the residuals of ranks that are no more go to others.
 
     saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
     loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
@@ -30,8 +30,8 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.residual import AGE
-from ..lanes.held import Held, unsent
-from ..lanes.held_names import translate, under_known_names
+from ..lanes.residual_names import translate, under_known_names
+from ..lanes.residual_state import ResidualState, unsent
 from ..objects import decode, encode
 from ..step.reducer import Reducer
 
@@ -43,7 +43,7 @@ _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
 class Holder(Protocol):
-    """Who holds something back; see `Reducer` and `OuterExchange`.
+    """Who has a residual; see `Reducer` and `OuterExchange`.
 
     holds: of what: GRADIENTS, or CHANGES of the model.
     """
@@ -57,21 +57,21 @@ class Holder(Protocol):
     @property
     def steps(self) -> int: ...
     def known_names(self) -> Collection[str]: ...
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]: ...
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]: ...
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None: ...
 
 
 def save(holder: Holder) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    held, lanes = holder.take_state_out()
+    residuals, bucket_exchanges = holder.take_state_out()
     return {
         "format": FORMAT,
         "ranks": len(holder.ranks),
         "steps": holder.steps,
-        "lanes": lanes,
-        "held": {holder.rank: held},
+        "lanes": bucket_exchanges,
+        "held": {holder.rank: residuals},
         "holds": holder.holds,
     }
 
@@ -86,7 +86,7 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
         raise ValueError(f"root_rank must be one of {list(peers.ranks)}, got {root}")
     rank, place = peers.rank, peers.ranks.index(root)
 
-    def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
+    def work(transport: Transport, all_flags: list[int]) -> dict[str, Any] | None:
         if rank != place:
             transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
             return None
@@ -101,73 +101,82 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
 
 
 def load(holder: Holder, part: Mapping[str, Any]) -> None:
-    """Have held back what this rank has to, and say what was done.
+    """Take over this rank's residual, and say what was done.
 
-    Of what another kind of optimizer holds back, nothing, with a warning: a change of the model is
+    Nothing of the residual of another kind of optimizer, with a warning: a change of the model is
     no gradient. Raises ValueError for a part that another version wrote.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.holds:
         if any(map(unsent, part["held"].values())):
             _log.warning(
-                "rank %d of %d holds back nothing: the state holds back %s, and this optimizer "
-                "exchanges %s; what is held back is lost",
+                "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
+                "exchanges %s; it is lost",
                 holder.rank,
                 len(holder.ranks),
                 of,
                 holder.holds,
             )
         return
-    held = _share_of(part, holder.rank, len(holder.ranks))
+    residuals = _share_of(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
-    holder.put_state_in(under_known_names(held, known), lanes_here(part, known), int(part["steps"]))
+    holder.put_state_in(
+        under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
+    )
 
 
-def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return the lanes' records, with the names that are known here."""
-    lanes: list[dict[str, Any]] = part["lanes"]
-    here = translate({name for lane in lanes for name in lane["names"]}, known)
-    return [{**lane, "names": [here[name] for name in lane["names"]]} for lane in lanes]
+def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the buckets' records, with the names that are known here."""
+    bucket_exchanges: list[dict[str, Any]] = part["lanes"]
+    here = translate(
+        {name for bucket_exchange in bucket_exchanges for name in bucket_exchange["names"]}, known
+    )
+    return [
+        {**bucket_exchange, "names": [here[name] for name in bucket_exchange["names"]]}
+        for bucket_exchange in bucket_exchanges
+    ]
 
 
-def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
-    """Return what a rank's hook has to hold back, by a parameter's name, and log what that is.
+def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+    """Return the residual of a rank's hook by a parameter's name, and log whose it is.
 
-    After a step every hook says of all its parameters what it holds back: where the first rank's
-    part says nothing, that is lost, with a warning. Raises ValueError for a part that another
+    After a step every hook has a residual of all its parameters: where the first rank's part has
+    none, it is lost, with a warning. Raises ValueError for a part that another
     version wrote.
     """
-    held = _share_of(part, rank, ranks)
+    residuals = _share_of(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
         _log.warning(
-            "rank %d of %d holds back nothing: the state is of a run after %d steps, and says "
-            "nothing of what was held back, which is lost; load it by gtopk.load_latest: "
+            "rank %d of %d has no residual: the state is of a run after %d steps, and says "
+            "nothing of the residual, which is lost; load it by gtopk.load_latest: "
             "torch.distributed.checkpoint loads only what is in a state already, and a new one has "
             "nothing of it",
             rank,
             ranks,
             part["steps"],
         )
-    return held
+    return residuals
 
 
-def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
-    """Do what `share_of` does, of an optimizer, which may have had nothing to hold back."""
+def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+    """Do what `share_of` does, of an optimizer, which may have had no residual."""
     if part.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
             f"{part.get('format')!r}; load it with the version of gtopk that saved it"
         )
-    held: dict[str, Held]
+    residuals: dict[str, ResidualState]
     if "of" in part:
         sources, saved = part["of"]
-        (held,), what = part["held"].values(), _said(sources, saved, rank, ranks)
+        (residuals,), what = part["held"].values(), _said(sources, saved, rank, ranks)
     else:
-        parts = {int(saver): held for saver, held in part["held"].items()}  # DCP has text for keys
-        held, what = _share(parts, int(part["ranks"]), rank, ranks)
+        parts = {
+            int(saver): residuals for saver, residuals in part["held"].items()
+        }  # DCP has text for keys
+        residuals, what = _share(parts, int(part["ranks"]), rank, ranks)
     if what:
         level = logging.WARNING if "lost" in what else logging.INFO
         _log.log(level, "rank %d %s", rank, what)
-    return held
+    return residuals
 
 
 def is_part(value: object) -> bool:
@@ -178,45 +187,45 @@ def is_part(value: object) -> bool:
 def check_part(part: Any) -> None:
     """Raise an error for what `save` does not return, and no state of a hook is."""
     if not is_part(part):
-        raise ValueError(f"what a rank held back must have {', '.join(sorted(_FIELDS))}")
+        raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
         if type(part[name]) is not int or part[name] < least:
-            raise ValueError(f"the {name} of what a rank held back is {part[name]!r}")
+            raise ValueError(f"the {name} of a rank's residual is {part[name]!r}")
     if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
-        raise ValueError(f"what a rank held back is of {part['holds']!r}")
-    for lane in part["lanes"]:
-        if not all(type(name) is str for name in lane["names"]) or "regions" not in lane:
-            raise ValueError("a bucket of what a rank held back must have its names and regions")
-    for held in part["held"].values():
-        for tensors in held.values():
+        raise ValueError(f"the residual of a rank is of {part['holds']!r}")
+    for bucket in part["lanes"]:
+        if not all(type(name) is str for name in bucket["names"]) or "regions" not in bucket:
+            raise ValueError("a bucket of a rank's residual must have its names and regions")
+    for residuals in part["held"].values():
+        for tensors in residuals.values():
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-                raise ValueError("what a rank held back must be tensors")
+                raise ValueError("the residual of a rank must be tensors")
 
 
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part without what was held back: what every rank's part has alike."""
+    """Return a part without the residual: what every rank's part has alike."""
     return {**part, "held": {}}
 
 
 def summed(
     frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the part for one of so many ranks, that holds back all of what the given parts do.
+    """Return the part for one of so many ranks, whose residual is the sum of the given ones.
 
     parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
         gather_state returned on the first has the others' besides, which they saved themselves.
     """
-    held = _sum([part["held"][min(part["held"])] for part in parts.values()])
+    residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
     of = [list(parts), frame["ranks"]]
-    return {**frame, "ranks": ranks, "held": {rank: held}, "of": of}
+    return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
 
 
 def _share(
-    parts: Mapping[int, Mapping[str, Held]], saved: int, rank: int, ranks: int
-) -> tuple[dict[str, Held], str]:
-    """Return what this rank holds back of what all ranks did, and what that was, in words.
+    parts: Mapping[int, Mapping[str, ResidualState]], saved: int, rank: int, ranks: int
+) -> tuple[dict[str, ResidualState], str]:
+    """Return this rank's residual of what all ranks did, and what that was, in words.
 
-    No words where there is nothing to tell: dense optimizers hold nothing back, on any rank, and
+    No words where there is nothing to tell: dense optimizers have no residual, on any rank, and
     on as many ranks as before each goes on with its own.
     """
     if not any(parts.values()):
@@ -228,9 +237,9 @@ def _share(
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
     return {}, (
-        f"of {ranks} holds back nothing: the checkpoint has what rank {there} of {saved} held "
-        "back, and the others' is lost; save what gather_state returns, or let every rank save its "
-        "own"
+        f"of {ranks} has no residual: the checkpoint has the residual of rank {there} of {saved}, "
+        "and those of the others are lost; save what gather_state returns, or let every rank save "
+        "its own"
     )
 
 
@@ -246,8 +255,8 @@ def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
 
 
-def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:
-    total: dict[str, Held] = {}
+def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
+    total: dict[str, ResidualState] = {}
     for part in parts:
         for name, tensors in part.items():
             own = total.setdefault(name, {})

@@ -214,7 +214,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launche
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", [2, 15])
-def test_a_rank_that_is_told_to_end_ends_the_job(launcher, how, tmp_path):
+def test_a_preempted_rank_ends_the_job(launcher, how, tmp_path):
     """SIGINT (a keyboard's) and SIGTERM (a scheduler's), while it waits in an operation."""
     with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
         job.begin()

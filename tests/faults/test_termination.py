@@ -36,8 +36,8 @@ def assert_saved_and_ended(job: Job, launcher: str, since: float, told: str) -> 
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=BY_FAULTS)])
-def test_a_rank_that_is_told_to_end_makes_all_save_after_the_same_step(launcher, tmp_path: Path):
-    with start(launcher, 3, "told_to_end.py", str(tmp_path), "0") as job:
+def test_a_preempted_rank_makes_all_save_after_the_same_step(launcher, tmp_path: Path):
+    with start(launcher, 3, "preempted.py", str(tmp_path), "0") as job:
         job.begin()
         step = assert_saved_and_ended(job, launcher, job.send(1, signal.SIGTERM), "1")
     (checkpoint,) = tmp_path.iterdir()
@@ -51,7 +51,7 @@ def test_a_rank_that_is_told_to_end_makes_all_save_after_the_same_step(launcher,
 def test_all_ranks_may_be_told_and_the_next_job_goes_on_from_there(launcher, tmp_path: Path):
     step = 0
     for _ in range(2):
-        with start(launcher, 4, "told_to_end.py", str(tmp_path), "0.5") as job:
+        with start(launcher, 4, "preempted.py", str(tmp_path), "0.5") as job:
             assert job.begin() == step
             for rank in range(4):
                 since = job.send(rank, signal.SIGTERM)
@@ -62,7 +62,7 @@ def test_all_ranks_may_be_told_and_the_next_job_goes_on_from_there(launcher, tmp
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
-    with start(launcher, 4, "told_to_end.py", str(tmp_path), "60") as job:
+    with start(launcher, 4, "preempted.py", str(tmp_path), "60") as job:
         job.begin()
         job.send(2, signal.SIGTERM)
         job.hear("saves at", times=4)
@@ -75,8 +75,8 @@ def test_a_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_an_agent_of_torchrun_that_is_told_to_end_tells_its_ranks(tmp_path: Path):
-    with start("torchrun", 4, "told_to_end.py", str(tmp_path), "1") as job:
+def test_a_preempted_agent_of_torchrun_tells_its_ranks(tmp_path: Path):
+    with start("torchrun", 4, "preempted.py", str(tmp_path), "1") as job:
         job.begin()
         job.process.terminate()
         saved = {match[1] for match in job.hear(r"saves at (\d+)", times=4)}

@@ -1,4 +1,4 @@
-"""A job goes on with fewer ranks, and with more, and what was held back stays held back."""
+"""A job goes on with fewer ranks, and with more, and no residual is lost."""
 
 from __future__ import annotations
 

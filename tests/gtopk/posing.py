@@ -23,7 +23,7 @@ from collectives.kernels.device import cuda
 from collectives.kernels.device.machine import Scratch
 from gtopk.buckets import arrays, buckets
 from gtopk.exchange import residual
-from gtopk.lanes import lanes
+from gtopk.lanes import bucket_exchange
 from tests.collectives.kernels.device.machine_on_host import HostMachine, build
 
 WHOLE = ("dtype", "size", "nbytes", "itemsize", "shape", "strides", "flags", "ndim")
@@ -158,6 +158,6 @@ def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str
         monkeypatch.setattr(module, "view_array", view)
         monkeypatch.setattr(module, "view_tensor", lambda array: arrays.view_tensor(array.content))
     monkeypatch.setattr(buckets, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(lanes.Lane, "on_host", False)
+    monkeypatch.setattr(bucket_exchange.BucketExchange, "on_host", False)
     monkeypatch.setitem(sys.modules, "posing", sys.modules[__name__])
     return lambda: [kernel for machine in machines for kernel in machine.launched]

@@ -1,4 +1,4 @@
-"""Adam's moments before the selection: what is selected, exchanged and held back are its steps."""
+"""Adam's moments before the selection: its steps are selected, exchanged and kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtopk import LocalSGD
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression, Compressor
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Adasum
+from gtopk.reduce_ops import Adasum
 from gtopk.world import world
 from models.data import load
 from models.mlp import mlp

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.transports import Transport
 from gtopk.engine import Engine
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from tests.matrix import some_of
 
 
@@ -30,7 +30,7 @@ def test_ranks_of_other_versions_do_not_begin(request, launcher: str, ranks: int
 
 
 def test_after_a_disagreement_a_rank_that_is_done_may_leave_before_the_others(threads) -> None:
-    def work(transport: Transport, votes: list[int]) -> list[int] | None:
+    def work(transport: Transport, all_flags: list[int]) -> list[int] | None:
         if transport.rank == 2:
             time.sleep(0.3)  # rank 0, with nothing to do, has left by now
             transport.send(np.array([7], np.uint8), 1)()

@@ -42,8 +42,8 @@ def test_a_momentum_that_diverges_is_refused(momentum):
 def test_factor_masking_is_on_or_off(kind):
     assert not kind(density=0.1).factor_masking
     masked = kind(density=0.1, momentum_correction=0.9, factor_masking=True)
-    assert "factor_masking=True" in masked.facts()
-    with pytest.raises(ValueError, match=r"factor_masking=True .* give momentum_correction, too"):
+    assert "factor_masking=True" in masked.signature()
+    with pytest.raises(ValueError, match=r"factor_masking=True .* requires momentum_correction"):
         kind(density=0.1, factor_masking=True)
     with pytest.raises(TypeError, match=r"factor_masking must be True or False, got 0\.9"):
         kind(density=0.1, factor_masking=0.9)
@@ -103,13 +103,13 @@ def test_without_a_budget_a_thousandth_is_sent():
 
 
 def test_every_option_is_among_the_facts():
-    facts = Compression.gtopk(0.5, momentum_correction=0.9).facts()
-    assert facts == (
+    signature = Compression.gtopk(0.5, momentum_correction=0.9).signature()
+    assert signature == (
         "gtopk density=0.5 momentum_correction=0.9 factor_masking=False "
         "adam_correction=None dense=() dense_vectors=False dense_under=0 wire=blocks "
         "values=exact warmup_steps=0 warmup_from=0.25 growth=2.0 put_back=owners pieces=1"
     )
-    assert Compression.auto(hide_behind_backward=True).facts() == (
+    assert Compression.auto(hide_behind_backward=True).signature() == (
         "auto momentum_correction=0.0 factor_masking=False adam_correction=None dense=() "
         "dense_vectors=False dense_under=0 wire=auto values=auto density=None bytes_per_step=None "
         "hide_behind_backward=True steps=10000"

@@ -14,7 +14,7 @@ from gtopk.compression import Compression
 from gtopk.exchange.exchange import DenseExchange
 from gtopk.exchange.residual import Residual
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 

@@ -141,7 +141,7 @@ def test_no_step_waits_for_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPat
         Compression.gtopk(density=0.05),
         device="cuda",
         during=lambda optimizer: homes.add(
-            type(optimizer._reducer.planned.lanes[0].exchange.residual.values)
+            type(optimizer._reducer.planned.bucket_exchanges[0].exchange.residual.values)
         ),
     )
     assert homes == {gpu.ndarray}

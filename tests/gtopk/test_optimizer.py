@@ -16,7 +16,7 @@ from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Average, Sum
+from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 
@@ -589,7 +589,7 @@ def test_what_waits_in_the_queue_is_neither_selection_nor_sent_for_the_step(thre
         with world.entered(transport) as here:
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             loss(model, *batch(transport.rank, 0)).backward()
-            here.engine.submit("large", [], lambda t, votes: t.allreduce(np.zeros(2_000_000)))
+            here.engine.submit("large", [], lambda t, all_flags: t.allreduce(np.zeros(2_000_000)))
             optimizer.step()
             return optimizer.last_step
 

@@ -14,9 +14,9 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Adasum
+from gtopk.reduce_ops import Adasum
 from gtopk.world import world
 from tests.gtopk.four_layers import inputs, layers
 

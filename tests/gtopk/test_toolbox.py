@@ -13,9 +13,9 @@ import torch
 
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 

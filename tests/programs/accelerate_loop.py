@@ -50,7 +50,7 @@ def train(model: Any, optimizer: Any, loader: Any, bad: bool = False) -> None:
 
 
 def residuals(state: Any, model: Any) -> torch.Tensor:
-    """Return the sum over the ranks of what is held back."""
+    """Return the sum over the ranks of the residual."""
     (held,) = state.state_dict(model)["held"].values()
     names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
     mine = torch.cat([held[name]["residual"].reshape(-1) for name in names])

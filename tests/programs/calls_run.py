@@ -16,7 +16,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.runner.desk import SECRET
+from gtopk import settings
 from gtopk.world import world
 
 
@@ -72,7 +72,7 @@ def keeps_secrets() -> dict[str, list[str]]:
     assert guard._heartbeat._setting is not None
     hvd.barrier()  # all companions are there
     here = Path("/proc/self/environ").read_bytes().split(b"\0")
-    prefix = f"{SECRET}=".encode()
+    prefix = f"{settings.RUN_SECRET.name}=".encode()
     (desks,) = (line.removeprefix(prefix) for line in here if line.startswith(prefix))
     said = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -73,7 +73,7 @@ def check_a_flipped_bit(transport: Transport) -> None:
             transport.allreduce(np.ones(6, np.float32))
     except CollectiveError as error:
         text = str(error)
-        transport.resign(f"it raised {type(error).__name__}: {text}")
+        transport.announce_departure(f"it raised {type(error).__name__}: {text}")
         if isinstance(error, MessageError):
             assert transport.rank != culprit
     if transport.rank != culprit:  # to whom all came whole, and who may be done

@@ -24,7 +24,7 @@ from collectives import (
     open_transport,
     reduce,
 )
-from collectives.transports import mpi, patience, torch_distributed
+from collectives.transports import mpi, polling, torch_distributed
 from collectives.transports import transport as base
 
 NAME = sys.argv[1]
@@ -107,7 +107,7 @@ def test_what_was_sent_before_leaving_still_arrives() -> None:
     transport.leave("done")
 
 
-def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
+def test_what_arrives_together_with_the_departure_notice_is_not_lost() -> None:
     if NAME != "mpi":
         return
     transport = new(timeout_seconds=60)
@@ -133,7 +133,7 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
     if RANK == 0:
         text = rf"rank 0 has waited [\d.]+ s for rank {LAST} in a long wait$"
         with (
-            mock.patch.object(patience, "STALL_WARNING_SECONDS", 0.05),
+            mock.patch.object(polling, "STALL_WARNING_SECONDS", 0.05),
             mock.patch.object(base, "STALL_WARNING_SECONDS", 0.05),
             pytest.raises(PeerTimeoutError, match=text),
             transport.operation("a long wait"),

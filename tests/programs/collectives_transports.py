@@ -123,6 +123,18 @@ def test_everyone_gets_the_roots_message(transport: Transport) -> None:
         assert transport.broadcast(own, root).tobytes() == message(size, root).tobytes()
 
 
+def test_everyone_gets_everyones_object_and_the_roots(transport: Transport) -> None:
+    said = [
+        [rank, rank / 3, "größer", {"none": None, "is": [True, []]}]
+        for rank in range(transport.size)
+    ]
+    assert transport.gather_object(said[transport.rank]) == said
+    (infinite,) = {*transport.gather_object(float("inf"))}
+    assert infinite == float("inf")
+    for root in range(transport.size):
+        assert transport.broadcast_object(said[transport.rank], root) == said[root]
+
+
 def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
     # Small integers: every dtype holds every sum and product of them exactly, in any order.
     for dtype, length in itertools.product(DTYPES, lengths(transport)):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")
@@ -572,19 +572,19 @@ def test_rank_0_says_what_is_better_done_before_the_selection() -> None:
     assert len(said) == (RANK == 0)
 
 
-def test_a_rank_that_is_told_to_end_tells_the_others_in_its_next_step() -> None:
+def test_a_preempted_rank_tells_the_others_in_its_next_step() -> None:
     state = GTopKState(0.05)
     model, here = wrapped(state), world.current()
     told = gtopk.termination()
     known = []
     for step in range(8):
-        here.told_here = RANK == SIZE - 1 and step >= 3
+        here.termination_requested = RANK == SIZE - 1 and step >= 3
         train(model, range(step, step + 1))
         known.append(told.ranks)
     assert known == [[]] * 3 + [[SIZE - 1]] * 5
     assert state.straggler_scores is not None  # since the sixth step
     assert max(state.straggler_scores) == 1
-    here.told_here, here.told = False, []
+    here.termination_requested, here.preempted = False, []
 
 
 def test_a_compiled_model_trains() -> None:

@@ -131,9 +131,9 @@ def test_what_nobody_has_is_told_and_saved_again() -> None:
     other = torch.nn.Sequential(Net())
     said = logged(lambda: fresh.load_state_dict(state.state_dict(model), other))
     said += logged(lambda: again.load_state_dict(fresh.state_dict(other), model))
-    told = [text for text in said if "cannot be sent: the model has no parameter" in text]
+    told = [text for text in said if "cannot be applied: the model has no parameter" in text]
     assert len(told) == 1
-    assert f"rank {RANK}: what is held back of 'layers.0.bias', 'layers.0.weight'" in told[0]
+    assert f"rank {RANK}: residuals for 'layers.0.bias', 'layers.0.weight'" in told[0]
     assert mass(again, model) == mass(state, model) > 0
 
 

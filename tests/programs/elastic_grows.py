@@ -1,7 +1,7 @@
 """Elastic training on as many ranks as there are, until a file says that it is enough.
 
 Argument: that file. Every start says on how many ranks it goes on from which step, once it has seen
-that what the ranks hold back together is what they held back at the commit.
+that the sum of the residuals is that at the commit.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from checks import raises, run_tests, same_bits_everywhere, same_everywhere
 
 import gtopk.torch as hvd
-from gtopk.exceptions import HostsUpdatedInterrupt
+from gtopk.errors import HostsUpdatedInterrupt
 from gtopk.torch.elastic.recovery import _ATTEMPTS
 from gtopk.world import world
 

@@ -128,7 +128,7 @@ def shard(model: torch.nn.Module) -> torch.Tensor:
 
 
 def residuals(state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
-    """Return what this rank holds back, by parameter."""
+    """Return this rank's residual, by parameter."""
     (held,) = state.state_dict()["held"].values()
     return {name: tensors["residual"] for name, tensors in held.items()}
 

@@ -44,7 +44,7 @@ def test_backward_goes_on_while_shards_are_exchanged() -> None:
     model.zero_grad()
     may_run, has_begun = threading.Event(), threading.Event()
 
-    def work(transport: object, votes: object) -> None:
+    def work(transport: object, all_flags: object) -> None:
         has_begun.set()
         assert may_run.wait(60)
 

@@ -49,7 +49,7 @@ if found is None:
     )
 else:
     state.load_state_dict(found.values["replicas"])
-    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are lanes
+    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are buckets
     assert state.progress.steps == 4
     state.load_state_dict(found.values["replicas"])
     assert float((found.values["totals"] != 0).double().mean()) > 0.9
@@ -57,6 +57,6 @@ else:
     state.load_state_dict({**state.state_dict(), "steps": 0, "held": {RANK: {}}})
     gtopk.load_latest(sys.argv[1], None, itself=state)
     torch.testing.assert_close(totals(), found.values["totals"], rtol=1e-5, atol=1e-8)
-print(f"rank {RANK} of {SIZE}: what is held back is what it was\n", end="", flush=True)
+print(f"rank {RANK} of {SIZE}: the residual is what it was\n", end="", flush=True)
 hvd.shutdown()
 torch.distributed.destroy_process_group()

@@ -113,7 +113,7 @@ def test_adam_is_as_old_as_each_layers_steps_whichever_are_used_together() -> No
 def check_nothing_is_lost(
     model: Model, state: fsdp.ReplicaState, dense: Model, before: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Compare with a pass of a model that sends everything; return what is held back after it."""
+    """Compare with a pass of a model that sends everything; return the residual after it."""
     update, whole, after = gradients(model), gradients(dense), held_back(model, state)
     for name in update:
         torch.testing.assert_close(
@@ -189,7 +189,7 @@ def test_replicas_that_use_different_layers_are_told() -> None:
 
 
 def test_replicas_may_use_different_layers_where_fsdp_reduces_zeros() -> None:
-    """What is held back of layers that nobody uses is then sent, too."""
+    """The residual of layers that nobody uses is then sent, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch 2.13 has it
     (model, state), (dense, _) = replicated(0.2), replicated(1.0)

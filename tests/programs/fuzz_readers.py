@@ -42,11 +42,11 @@ from safetensors.torch import save
 from collectives.transports import local_world
 from gtopk import load_latest, save_checkpoint
 from gtopk.compression import Compression
+from gtopk.errors import DamagedError
 from gtopk.objects import ObjectFormatError, decode, encode
 from gtopk.objects.format import HEADER, HEADER_BYTES
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.torch.checkpoint import CheckpointError, Loaded
-from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 from gtopk.world import world

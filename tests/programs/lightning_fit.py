@@ -93,7 +93,7 @@ def fit(
 
 
 def residuals(callback: GTopK, model: Net) -> torch.Tensor:
-    """Return the sum over the ranks of what is held back."""
+    """Return the sum over the ranks of the residual."""
     (held,) = callback.state.state_dict(model)["held"].values()
     mine = torch.cat([held[name]["residual"].reshape(-1) for name, _ in model.named_parameters()])
     return hvd.allreduce(mine, op=hvd.Sum)
@@ -112,7 +112,7 @@ assert not torch.equal(mine, weights(dense))
 total = residuals(callback, model)
 assert bool(total.any())
 
-# A checkpoint has what all ranks held back, and a run goes on with it.
+# A checkpoint has the residuals of all ranks, and a run goes on with it.
 saved = torch.load(FOLDER / "1-2.ckpt", weights_only=False)
 assert sorted(saved["gtopk"]["held"]) == [0, 1]
 resumed = GTopK(density=0.1)
@@ -120,7 +120,7 @@ seen: list[torch.Tensor] = []
 
 
 class Look(GTopK):
-    """Looks at what is held back when training begins."""
+    """Looks at the residual when training begins."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self.state.progress.steps:

@@ -19,7 +19,7 @@ from gtopk.world import world
 calls: Counter[str] = Counter()
 
 
-def facts(host: Transport, device: int | None) -> Facts:
+def signature(host: Transport, device: int | None) -> Facts:
     """Return those of a rank with a GPU of its own, and torch's NCCL."""
     return Facts(f"GPU-{host.ranks[host.rank]}", cupy="there is no GPU here", torch_nccl=22703)
 
@@ -44,7 +44,7 @@ class Counting(nccl_start.TorchCollectives):
         super()._run(kind, begin)
 
 
-nccl_start.facts_here = facts
+nccl_start.facts_here = signature
 nccl_start.TorchCollectives = Counting
 world.over_gpus = over_gpus
 

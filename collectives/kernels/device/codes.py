@@ -20,12 +20,12 @@ HEAD_BYTES: Final = 56
 CHECKSUM_BYTES: Final = 8
 
 
-def seal(message: Array, head: Array) -> None:
+def write_head(message: Array, head: Array) -> None:
     """Begin the message with these 56 bytes of the host, and the checksum. Waits for nothing."""
-    seal_with(cuda.scratch(message), message, head)
+    write_head_with(cuda.scratch(message), message, head)
 
 
-def open_sealed(message: Array) -> tuple[Array, int]:
+def read_head(message: Array) -> tuple[Array, int]:
     """Return the first 64 bytes, in the host's memory, and what checksum belongs there.
 
     Waits for one copy.
@@ -75,14 +75,14 @@ def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
     return packing.unpack_floats(cuda.scratch(data), "fp16", data, count, exponent, dtype)
 
 
-def seal_with(scratch: Scratch, message: Array, head: Array) -> None:
-    """Do what `seal` does."""
+def write_head_with(scratch: Scratch, message: Array, head: Array) -> None:
+    """Do what `write_head` does."""
     message[:HEAD_BYTES] = scratch.machine.put(head)
     _launch_checksum(scratch, message, message[HEAD_BYTES : HEAD_BYTES + CHECKSUM_BYTES])
 
 
 def open_with(scratch: Scratch, message: Array) -> tuple[Array, int]:
-    """Do what `open_sealed` does."""
+    """Do what `read_head` does."""
     machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
     report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
     report[:begins] = message[:begins]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
+from ... import environment
 from ...cores import usable_cores
-from ...environment import whole_number
 from .local_ranks import in_slurm_step, local_ranks
 
 # A few cores draw all that the memory gives; more would be taken from autograd for nothing.
@@ -44,7 +44,7 @@ def default_threads() -> int:
 
     Raises ValueError for a GTOPK_THREADS that is no positive number.
     """
-    if asked := whole_number("GTOPK_THREADS", 0, "threads"):
+    if asked := environment.threads():
         return asked
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()

@@ -56,9 +56,9 @@ class OwnSteps:
         self._computed += self.spent.take_computed()
 
     def arrived(self, exchange: RoundExchange) -> None:
-        """Note what an exchange has done whose operation is over, and what is held back by it."""
+        """Note what an exchange has done whose operation is over, and the residual after it."""
         seen, ran = self._seen, exchange.take_ran()
-        seen.lanes.append(exchange)
+        seen.bucket_exchanges.append(exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))

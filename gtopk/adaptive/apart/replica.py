@@ -68,9 +68,9 @@ class Replica:
         return self._own is not self.parameters
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks."""
-        return self.reduction.facts
+        return self.reduction.signature
 
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""

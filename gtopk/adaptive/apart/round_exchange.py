@@ -17,7 +17,7 @@ from ...buckets.buckets import Bucket
 from ...compression import ErrorFeedback
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
 from ...exchange.exchanges import open_exchange
-from ...exchange.residual import Withheld
+from ...exchange.residual import ResidualSize
 from ...step.weights import LocalClip
 
 
@@ -55,9 +55,9 @@ class RoundExchange:
         return self.bucket.length
 
     @property
-    def facts(self) -> str:
+    def signature(self) -> str:
         """Return what must be equal on all ranks."""
-        return self.exchange.facts
+        return self.exchange.signature
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.
@@ -65,11 +65,11 @@ class RoundExchange:
         residual, velocity: None where all is sent, and without momentum correction.
         """
         residual = self.exchange.residual
-        held = {} if residual is None else residual.after_last_step()
+        residuals = {} if residual is None else residual.after_last_step()
         regions = self._regions
         return {
             **{
-                name: held[name].to("cpu", copy=True) if name in held else None
+                name: residuals[name].to("cpu", copy=True) if name in residuals else None
                 for name in ("residual", "velocity")
             },
             "steps": self.progress.steps,
@@ -82,14 +82,16 @@ class RoundExchange:
         All ranks do so before the next reduction. Raises ValueError for a residual where this
         compression keeps none.
         """
-        held = {} if self.exchange.residual is None else self.exchange.residual.after_last_step()
+        residuals = (
+            {} if self.exchange.residual is None else self.exchange.residual.after_last_step()
+        )
         for name in ("residual", "velocity"):
-            if state[name] is not None and name not in held:
+            if state[name] is not None and name not in residuals:
                 raise ValueError(
                     f"this compression keeps no {name}, and the state has one, which would be "
                     "lost; load it with the compression it was saved with"
                 )
-        for name, tensor in held.items():
+        for name, tensor in residuals.items():
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
         if (residual := self.exchange.residual) is not None:
             residual.holds_nothing = state["residual"] is None
@@ -130,7 +132,7 @@ class RoundExchange:
     ) -> list[torch.Tensor] | None:
         """Return the update: the sum of weight * sums of all ranks; share: of this rank in it.
 
-        None where it overflows: what is held back is then as it was before.
+        None where it overflows: the residual is then as it was before.
         """
         bucket, residual = self.bucket, self.exchange.residual
         bucket.weight = weight * self._clip.factor(weight, share)
@@ -159,7 +161,7 @@ class RoundExchange:
         ran, self._ran = self._ran, None
         return ran
 
-    def withheld(self) -> Withheld | None:
-        """Return how much is held back after the last reduction; reads all of it."""
+    def residual_size(self) -> ResidualSize | None:
+        """Return how large the residual is after the last reduction; reads all of it."""
         residual = self.exchange.residual
-        return None if residual is None else residual.withheld(self.exchange.sent_mass())
+        return None if residual is None else residual.residual_size(self.exchange.sent_mass())

@@ -20,8 +20,8 @@ def entered(here: World) -> World | None:
     now = world.current()
     if (now.rank, now.size) != (here.rank, here.size):
         raise RuntimeError(
-            f"the loader that hvd.adapt made on rank {here.rank} of {here.size} is on rank "
-            f"{now.rank} of {now.size} by now, and its sizes are not of these ranks: make it anew"
+            f"this loader was created on rank {here.rank} of {here.size} but now runs on rank "
+            f"{now.rank} of {now.size}; call hvd.adapt() again"
         )
     return now
 
@@ -29,7 +29,7 @@ def entered(here: World) -> World | None:
 def require_its_world(here: World, mode: str, way_out: str = "") -> None:
     """Raise RuntimeError where the loader's world is over; no failure that elastic recovers from.
 
-    way_out: where it is not to make optimizer and loader anew.
+    way_out: what to do, where that is not to create optimizer and loader again.
     """
     if not is_over(here):
         return
@@ -38,7 +38,7 @@ def require_its_world(here: World, mode: str, way_out: str = "") -> None:
         "shutdown() or elastic's recovery, which end what its ranks have under way: "
         + (
             way_out
-            or "make it and its DistributedOptimizer anew then, as within the function that "
+            or "create it and its DistributedOptimizer again, as within the function that "
             "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
         )
     )

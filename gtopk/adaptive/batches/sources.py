@@ -32,11 +32,11 @@ class Source(Protocol):
     """Where batches come from.
 
     lead: how many steps are cut before they are handed out: workers prefetch them.
-    facts: what must be equal on all ranks.
+    signature: what must be equal on all ranks.
     """
 
     lead: int
-    facts: str
+    signature: str
 
     def open(self, epoch: int) -> list[str]:
         """Have an epoch's order, before `begin`; return what must be equal on all ranks then."""
@@ -87,7 +87,7 @@ class DatasetSource:
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
         self._numbers = Numbers(loader, self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
-        self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
+        self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
     def open(self, epoch: int) -> list[str]:
         """Have the order; raise ValueError where it is of another length than the first was."""
@@ -132,7 +132,9 @@ class StreamSource:
         self._plan = plan
         self._rank = rank
         self._drop_last = loader.drop_last
-        self.facts = f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+        self.signature = (
+            f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+        )
 
     def open(self, epoch: int) -> list[str]:
         """Return nothing: the stream's samples are compared as they come."""

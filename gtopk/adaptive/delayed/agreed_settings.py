@@ -20,7 +20,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...engine.agreement import describe_mismatch, gather_words
+from ...engine.agreement import describe_mismatch
 
 
 class AgreedSettings:
@@ -40,17 +40,17 @@ class AgreedSettings:
 
     def agree(self, transport: Transport, said: list[str]) -> None:
         """Know the settings from what all ranks say; MismatchError, on all, where they differ."""
-        told = gather_words(transport, said)
+        told = transport.gather_object(said)
         newest = max(int(seen) for seen, *_ in told)
         by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
         first = next(iter(by_rank.values()))
         if any(words != first for words in by_rank.values()):
-            facts = {
+            signature = {
                 rank: ["the settings of a round", *map(_in_words, words)]
                 for rank, words in by_rank.items()
             }
             raise MismatchError(
-                f"{describe_mismatch(facts)}. In mode 'abs' ranks have unlike numbers of "
+                f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
                 "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
                 "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
             )

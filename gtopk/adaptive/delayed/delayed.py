@@ -68,8 +68,13 @@ class DelayedLoader:
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
-        facts = ["mode='abs'", f"{length} samples", *options.facts(), *optimizer._options.facts()]
-        world.engine.submit(name, facts, lambda transport, votes: None).wait()
+        signature = [
+            "mode='abs'",
+            f"{length} samples",
+            *options.signature(),
+            *optimizer._options.signature(),
+        ]
+        world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]
         self._trained = set(trained)
@@ -244,7 +249,7 @@ class DelayedLoader:
         self._epochs.reach(self._length - sum(map(len, self._passes.left)))
 
     def _end_abandoned(self) -> None:
-        """End, with all ranks, what was under way as a state was loaded; hold back what it says."""
+        """End, with all ranks, what was under way as a state was loaded; take its residual."""
         if self._abandoned is None:
             return
         require_its_world(self._world, "abs")
@@ -267,8 +272,8 @@ class DelayedLoader:
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
         left = f"{len(self._passes.left)} micro-batches left"
-        facts = [f"epoch {self._epochs.epoch}", left, self._order_said]
-        said = self._wire.meet(facts, drains)
+        signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
+        said = self._wire.meet(signature, drains)
         rank = self._world.rank
         alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
         self.drain_wanted = not alike
@@ -299,7 +304,7 @@ class DelayedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return what is left of the epoch, and what later rounds hang on.
 
-        Equal on all ranks but for what this one holds back. Raises RuntimeError within an epoch
+        Equal on all ranks but for this rank's residual. Raises RuntimeError within an epoch
         before `drain`.
         """
         if self._in_pass or not self.rounds.is_drained:
@@ -319,8 +324,8 @@ class DelayedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped: the same samples are left, in the same order.
 
-        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. What
-        is held back is this rank's; on another number of ranks its share of their sum. Of an
+        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. The
+        residual is this rank's; on another number of ranks its share of their sum. Of an
         iteration that was broken off nothing more is applied; every rank must load a state then.
         """
         if state["mode"] != "abs":

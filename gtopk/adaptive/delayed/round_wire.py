@@ -10,7 +10,6 @@ import torch
 from collectives.transports import Transport
 
 from ...engine import Engine, Work
-from ...engine.agreement import gather_words
 from ...replicas.check import ReplicaCheck
 from ...replicas.replicas import Parted
 from ..apart.own_steps import OwnSteps
@@ -39,7 +38,7 @@ class RoundWire:
         self,
         name: str,
         exchange: RoundExchange,
-        facts: Sequence[str],
+        signature: Sequence[str],
         engine: Engine,
         settings: AgreedSettings,
         replicas: ReplicaCheck,
@@ -48,7 +47,7 @@ class RoundWire:
     ) -> None:
         self.exchange = exchange
         self._name = name
-        self._facts = list(facts)
+        self._signature = list(signature)
         self._engine = engine
         self._settings = settings
         self._replicas = replicas
@@ -60,8 +59,10 @@ class RoundWire:
     def ready(self, samples: int, is_last: bool) -> Waited:
         """Say that this rank may end the round."""
 
-        def work(transport: Transport, votes: list[int]) -> Ready:
-            return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
+        def work(transport: Transport, all_flags: list[int]) -> Ready:
+            return Ready(
+                sum(flags >> 1 for flags in all_flags), any(flags & 1 for flags in all_flags)
+            )
 
         return self._submit("ready", [], work, samples << 1 | is_last)
 
@@ -71,18 +72,18 @@ class RoundWire:
         missing = [str(place) for place, each in enumerate(sums) if each is None]
         said, look, self.parted = self._settings.said(), self._replicas.begin(), None
 
-        def work(transport: Transport, votes: list[int]) -> Reduced:
-            counts = [vote >> _FLAGS & _COUNTS for vote in votes]
-            done = [vote >> _FLAGS + _COUNT_BITS for vote in votes]
-            culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
+        def work(transport: Transport, all_flags: list[int]) -> Reduced:
+            counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
+            done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
+            culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
                 if look is not None:
                     self.parted = look(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
-                if all(vote & _MISSES for vote in votes):
-                    nowhere = set.intersection(*map(set, gather_words(transport, missing)))
+                if all(flags & _MISSES for flags in all_flags):
+                    nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
                 if update is not None and nowhere:  # the optimizer passes over what is None
@@ -96,7 +97,7 @@ class RoundWire:
         self.samples = samples
         return self._submit(
             "gradients",
-            [self.exchange.facts, f"compares replicas: {look is not None}", *self._facts],
+            [self.exchange.signature, f"compares replicas: {look is not None}", *self._signature],
             work,
             (_FINITE if finite else 0)
             | (_MISSES if missing else 0)
@@ -104,16 +105,16 @@ class RoundWire:
             | batches << _FLAGS + _COUNT_BITS,
         )
 
-    def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
+    def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
         """Return, of every rank, whether it drains; waits for all of them."""
 
-        def work(transport: Transport, votes: list[int]) -> list[int]:
-            return list(votes)
+        def work(transport: Transport, all_flags: list[int]) -> list[int]:
+            return list(all_flags)
 
-        votes: list[int] = self._submit("pass", facts, work, int(drains)).wait()
-        return votes
+        all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
+        return all_flags
 
-    def _submit(self, what: str, facts: Sequence[str], work: Work, vote: int) -> Waited:
-        operation = self._engine.submit(f"{self._name}.{what}", facts, work, vote=vote)
+    def _submit(self, what: str, signature: Sequence[str], work: Work, flags: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent)

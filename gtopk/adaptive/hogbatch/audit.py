@@ -52,7 +52,7 @@ class Audit:
         steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
         sums = np.append(steps, self._distance)
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             transport.allreduce(sums)
 
         name = f"adapt.audit.{next(world.sets[0].unnamed)}"

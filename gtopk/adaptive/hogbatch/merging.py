@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 
 from collectives.errors import PeerError, PeerTimeoutError
@@ -109,7 +108,9 @@ class Merging:
         Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
         """
         if self._engine is not None:
-            met = self._engine.submit(f"{self._name}.epoch", [what], lambda transport, votes: None)
+            met = self._engine.submit(
+                f"{self._name}.epoch", [what], lambda transport, all_flags: None
+            )
             self._wait(met)
             self._steps.submitted(met)
         self._due, self._begun = -(-self._length // self._every), 0
@@ -163,16 +164,15 @@ class Merging:
         self._before = [own.detach().clone() for own in self._snapshot]
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
-        mine = np.array([count], np.int64).view(np.uint8)
 
-        def work(transport: Transport, votes: list[int]) -> tuple[float, Any, int]:
-            counts = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+        def work(transport: Transport, all_flags: list[int]) -> tuple[float, Any, int]:
+            counts = transport.gather_object(count)
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 
-        facts = [self._replica.facts, f"the last one of an epoch: {is_last}"]
+        signature = [self._replica.signature, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last
-        self._pending = self._engine.submit(f"{self._name}.merge", facts, work)
+        self._pending = self._engine.submit(f"{self._name}.merge", signature, work)
 
     @torch.no_grad()
     def _take(self) -> None:
@@ -220,7 +220,7 @@ class Merging:
         if len(self._leaders) == 1:
             return
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             if self._leads:
                 self._merge_all(transport.subset(self._leaders))
             transport.barrier()

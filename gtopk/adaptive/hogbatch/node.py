@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -19,8 +18,9 @@ from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
-from ...charts.units import count_text
+from ... import settings
 from ...step import advice
+from ...units import count_text
 from ..apart.own_steps import OwnSteps
 from ..options import Job
 from .board import Board
@@ -118,14 +118,13 @@ def join_node(
         "class": device_class.name,
         "cores": sorted(allowed_cores()),
         "quota": core_quota(),
-        "advice": advice.wanted(),
+        "advice": settings.ADVICE.read(),
     }
-    said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     rows: list[dict[str, Any]] = []
     hosts: list[list[int]] = []
 
-    def work(transport: Transport, votes: list[int]) -> Node:
-        rows.extend(json.loads(message.tobytes()) for message in transport.allgather(said))
+    def work(transport: Transport, all_flags: list[int]) -> Node:
+        rows.extend(transport.gather_object(mine))
         if options.nodes is None:
             nodes = find_nodes(transport)
         else:
@@ -158,8 +157,8 @@ def join_node(
         stream.barrier()  # the model is there
         return node
 
-    facts = [f"mode={mode!r}", f"{length} samples", *options.facts(), *layout.facts]
-    node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", facts, work).wait()
+    signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
+    node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", signature, work).wait()
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
@@ -202,5 +201,5 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
 
 def why_gone(transport: Transport, rank: int) -> str:
     """Return what is known of a rank's end; "" while it goes on, as far as is known."""
-    farewell = transport.farewells().get(rank)
-    return farewell.reason if farewell else ""
+    notice = transport.departures().get(rank)
+    return notice.reason if notice else ""

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     size_bytes: int
 
     @property
-    def facts(self) -> list[str]:
+    def signature(self) -> list[str]:
         """Return what must be equal on all workers, in words."""
         return [
             f"{f'state {key!r} of ' * bool(key)}parameter {number}, {list(shape)} {dtype}"

@@ -8,12 +8,12 @@ from typing import Final
 import torch
 
 from ...buckets.buckets import is_finite
-from ...step.in_a_row import InARow
+from ...step.skip_counter import SkipCounter
 
 _LOST_AFTER: Final = 3  # updates in a row; no later one mends a model that is not finite
 
 
-class SkippedUpdates(InARow):
+class SkippedUpdates(SkipCounter):
     """How many there were of one worker's, and the end of too many in a row."""
 
     def note(

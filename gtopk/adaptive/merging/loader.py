@@ -113,12 +113,12 @@ class MergingLoader:
         first_size = max(1, options.global_batch // self._world.size)
         counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
 
-        def work(transport: Transport, votes: list[int]) -> tuple[list[int], Counter | None]:
-            return list(votes), transport.counter() if counts else None
+        def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
+            return list(all_flags), transport.counter() if counts else None
 
-        facts = ["mode='adaptive-sgd'", f"{length} samples", *options.facts()]
+        signature = ["mode='adaptive-sgd'", f"{length} samples", *options.signature()]
         most = options.max_batch or first_size
-        operation = self._world.engine.submit(self._name, facts, work, vote=most)
+        operation = self._world.engine.submit(self._name, signature, work, flags=most)
         met: tuple[list[int], Counter | None] = operation.wait()
         return met
 
@@ -161,12 +161,12 @@ class MergingLoader:
         known = set(replica.parameters)
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._batches.left]
-        facts = [f"epoch {epoch}", f"places left {left}", order_said]
+        signature = [f"epoch {epoch}", f"places left {left}", order_said]
         operation = self._world.engine.submit(
             f"{self._name}.epoch",
-            facts,
-            lambda transport, votes: max(votes),
-            vote=self._cursor.count,
+            signature,
+            lambda transport, all_flags: max(all_flags),
+            flags=self._cursor.count,
         )
         self._count = self._await(operation)
 
@@ -193,13 +193,13 @@ class MergingLoader:
     def _compare(self, replica: Replica) -> None:
         """Make sure that all ranks begin as the same model, and know what a merge is to take."""
         named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
-        facts = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
+        signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
         with replica.at_center():
             own = checksums(named)
         operation = self._world.engine.submit(
             f"{self._name}.replicas",
-            [replica.facts, *facts],
-            lambda transport, votes: require_the_same(transport, own, list(named.values())),
+            [replica.signature, *signature],
+            lambda transport, all_flags: require_the_same(transport, own, list(named.values())),
         )
         self._await(operation)
         self._steps.expect(replica.reduction, self._name)
@@ -244,7 +244,7 @@ class MergingLoader:
     def _tell(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
         operation = self._world.engine.submit(
-            f"{self._name}.drains", [], lambda transport, votes: list(votes), vote=drains
+            f"{self._name}.drains", [], lambda transport, all_flags: list(all_flags), flags=drains
         )
         self._settle(self._await(operation))
 
@@ -307,17 +307,17 @@ class MergingLoader:
         )
         message = encode(mine, self._cursor.count)
 
-        def work(transport: Transport, votes: list[int]) -> Any:
+        def work(transport: Transport, all_flags: list[int]) -> Any:
             told = [decode(message) for message in transport.allgather(message)]
             reports = [report for report, _ in told]
             weights = batches.weigh(reports)
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])
-            return reports, weights, max(count for _, count in told), update, list(votes)
+            return reports, weights, max(count for _, count in told), update, list(all_flags)
 
         operation = self._world.engine.submit(
-            f"{self._name}.merge", [replica.facts], work, vote=drains
+            f"{self._name}.merge", [replica.signature], work, flags=drains
         )
         reports, weights, self._count, update, said = self._await(operation)
         self._report(skipped=update is None)
@@ -409,13 +409,13 @@ class MergingLoader:
             return
         offset = replica.weighted_offset(self._weights[self._world.rank])
 
-        def work(transport: Transport, votes: list[int]) -> bool:
-            if any(votes):
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            if any(all_flags):
                 transport.allreduce(offset)
-            return any(votes)
+            return any(all_flags)
 
         keeps = not replica.was_center
-        moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, vote=keeps))
+        moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, flags=keeps))
         replica.collapse(offset if moved else None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class MergingOptions(Options):
         if self.replay is not None and not STRATEGIES[self.algorithm].is_dynamic:
             raise ValueError(f"algorithm {self.algorithm!r} hands out no batches to be replayed")
 
-    def facts(self) -> list[str]:
+    def signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words; a record by its hash."""
         said = "nothing" if self.replay is None else "a function"
         if isinstance(self.replay, list):
             said = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()
-        return [*super().facts(), f"replay of {said}"]
+        return [*super().signature(), f"replay of {said}"]

@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from ...charts.svg import Axis, text
-from ...charts.units import count_text, seconds_text
+from ...units import count_text, seconds_text
 from .record import Record, Results
 from .report import facts, median, panels, times_reference, title
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...charts.units import bandwidth_text, bytes_text, count_text, seconds_text
+from ...units import bandwidth_text, bytes_text, count_text, seconds_text
 from .record import Record, Results
 
 Panel = tuple[int, int, float, str]  # ranks, length, density, distribution

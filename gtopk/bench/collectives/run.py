@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, Format, Network
@@ -37,8 +35,7 @@ def message_seconds(transport: Transport) -> float:
     for _ in range(_GATHERS):
         transport.barrier()
     mine = (time.process_time() - begun) / _GATHERS / max(1, rounds_of(transport.size))
-    told = transport.allgather(np.array([mine]).view(np.uint8))
-    return statistics.fmean(float(message.view(np.float64)[0]) for message in told)
+    return statistics.fmean(transport.gather_object(mine))
 
 
 def run(plan: Plan, transport: Transport) -> Results:
@@ -170,8 +167,7 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link
 
 def count_hosts(transport: Transport) -> int:
     """Return on how many hosts the ranks are."""
-    first = np.array([min(transport.neighbours())])
-    return len({message.tobytes() for message in transport.allgather(first.view(np.uint8))})
+    return len({*transport.gather_object(min(transport.neighbours()))})
 
 
 def _record(

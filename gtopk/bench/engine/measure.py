@@ -92,17 +92,17 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
     """Time steps in which gradients are submitted one by one, and then waited for."""
     arrays = [np.zeros(length, np.float32) for length in lengths]
     flat = np.zeros(sum(lengths), np.float32)
-    facts = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
+    signature = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
     cycles: list[int] = []
 
-    def nothing(transport: Transport, votes: list[int]) -> None:
+    def nothing(transport: Transport, all_flags: list[int]) -> None:
         """Leave the sum where it is."""
 
     def reduce_all() -> None:
         before = engine.cycles
         operations: list[Operation] = [
             engine.submit(f"{case}.{number}", said, nothing, fusion=[Dense(array)])
-            for number, (array, said) in enumerate(zip(arrays, facts, strict=True))
+            for number, (array, said) in enumerate(zip(arrays, signature, strict=True))
         ]
         for operation in operations:
             operation.wait()

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
@@ -181,13 +180,12 @@ def run(options: argparse.Namespace, command: str) -> Results:
     )
 
 
-def _look_at_the_network(transport: Transport, votes: list[int]) -> dict[str, Any]:
+def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
     """Return its link, as measured, and where gloo's ranks are to meet."""
     network, _ = measure_network(transport)
     link = network.link(1)
     hosts = count_hosts(transport)
-    own = own_address(one_host=hosts == 1).encode()
-    master = transport.broadcast(np.frombuffer(own, np.uint8), root=0).tobytes().decode()
+    master = transport.broadcast_object(own_address(one_host=hosts == 1))
     return {
         "master": master,
         "hosts": hosts,
@@ -205,11 +203,11 @@ def _open_gloo(master: str) -> Any:
     if here.rank == 0:
         store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
 
-    def tell(transport: Transport, votes: list[int]) -> int:
-        return max(votes)
+    def tell(transport: Transport, all_flags: list[int]) -> int:
+        return max(all_flags)
 
     port = here.engine.submit(
-        "bench.port", [], tell, vote=store.port if store is not None else 0
+        "bench.port", [], tell, flags=store.port if store is not None else 0
     ).wait()
     if store is None:
         store = TCPStore(master, port, here.size, False, _START)

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from collectives.transports import Transport
 
 from ...engine import Engine
@@ -53,10 +51,10 @@ class Clock:
         begun, cpu_begun = time.perf_counter(), time.process_time()
         step()
         seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
-        mine = np.array([seconds, cpu_seconds, interface_bytes(self._interface) - sent])
+        mine = [seconds, cpu_seconds, interface_bytes(self._interface) - sent]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[float]]:
-            return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+        def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
+            return transport.gather_object(mine)
 
         told: list[list[float]] = self._engine.submit("bench.scaling", [], work).wait()
         return told

@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from ...charts.svg import Axis, text
-from ...charts.units import percent_text, seconds_text
+from ...units import percent_text, seconds_text
 from ..collectives.picture import STYLE
 from .record import Record, Results
 from .report import by_model, facts, over_baseline

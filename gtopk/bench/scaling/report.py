@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...charts.units import (
+from ...units import (
     bandwidth_text,
     bytes_text,
     count_text,

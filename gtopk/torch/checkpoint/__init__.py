@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import CheckpointError
+from ...errors import CheckpointError
 from .save import Loaded, Saving, load_latest, save_checkpoint
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "load_latest", "save_checkpoint"]

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
@@ -28,12 +27,11 @@ from ...buckets.arrays import as_bytes
 from ...engine import Engine
 from ...engine.agreement import name_ranks
 from ...engine.operation import Operation
+from ...errors import CheckpointError, DamagedError, FormatError
 from ...logs import say
-from ...objects import decode, encode
 from ...world import world
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
-from .errors import CheckpointError, DamagedError, FormatError
 from .files import (
     ALL,
     LAST_NUMBER,
@@ -430,11 +428,10 @@ def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
 
     The result: of each, what kept each rank from writing, or "".
     """
-    mine = encode([_told(writing.outcome.result()) for writing in writings])
+    mine = [_told(writing.outcome.result()) for writing in writings]
 
-    def work(transport: Transport, votes: list[int]) -> list[list[str]]:
-        told = transport.allgather(np.frombuffer(mine, np.uint8))
-        return [list(each) for each in zip(*(decode(m.tobytes()) for m in told), strict=True)]
+    def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:
+        return [list(each) for each in zip(*transport.gather_object(mine), strict=True)]
 
     return engine.submit("checkpoint.written", [each.path.name for each in writings], work)
 

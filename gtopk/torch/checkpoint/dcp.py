@@ -6,8 +6,9 @@
 
 Names at the top are `save_checkpoint`'s: "model", "optimizer", "loader", and those of the others.
 Sharded tensors are cut on reading, and put together on writing: `load_latest` finds them whole.
-What ranks hold back is written where it is in the state of an optimizer of ours, as every rank has
-its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that state.
+The ranks' residuals are written where they are in the state of an optimizer of ours, as every rank
+has its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that
+state.
 DCP loads what is in a state already, and an optimizer's has none of it before the first step:
 `load_latest` brings it back, of any number of ranks.
 Of other tensors that several ranks have DCP takes any rank's: the state of LocalSGD and of Adasum's
@@ -49,8 +50,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ...errors import CheckpointError, DamagedError
 from ...wrapped.checkpoint import KEY
-from .errors import CheckpointError, DamagedError
 from .files import (
     ALL,
     Content,
@@ -156,7 +157,7 @@ class Reader(StorageReader):
             self._part, self._values = part, self._read(part)
 
     def _warn_of_what_is_lost(self, asked: Collection[str]) -> None:
-        """Warn of optimizers that are loaded without all that was held back.
+        """Warn of optimizers that are loaded without all of the residual.
 
         asked: the names of what any rank loads.
         """
@@ -168,7 +169,7 @@ class Reader(StorageReader):
             left = {n: v for n, v in self._values.items() if n.startswith(held) and n not in asked}
             if any(map(torch.any, left.values())):
                 _log.warning(
-                    "%s has what ranks held back of '%s', and the state that it is loaded into has "
+                    "%s has the ranks' residuals of '%s', and the state that it is loaded into has "
                     "no place for all of it, as before an optimizer's first step: that is lost; "
                     "load it by gtopk.load_latest",
                     self.path,

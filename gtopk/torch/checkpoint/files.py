@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, SupportsIndex
 import torch
 
 from ...buckets.arrays import as_bytes
-from .errors import DamagedError, FormatError
+from ...errors import DamagedError, FormatError
 from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"

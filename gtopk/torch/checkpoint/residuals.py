@@ -1,4 +1,4 @@
-"""Residuals on other ranks: what ranks that are no more held back is held back by others."""
+"""Residuals on other ranks: those of ranks that are no more go to the ranks that there are."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..mpi_ops import rank, size
 def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
     """Return what this rank's optimizer loads under optimizer_checkpoint.KEY; None: nothing.
 
-    parts: of the ranks whose residuals are this one's to hold back, what was there.
+    parts: of the ranks whose residuals this one takes over, those that there are.
     saved: how many ranks there were.
-    is_missing: what this rank had is lost; it holds back nothing, in the same buckets as others.
+    is_missing: what this rank had is lost; its residual is zero, in the same buckets as others.
     All ranks call it together: one that has no part learns from the others which buckets there
     were.
     """

@@ -15,12 +15,11 @@ import torch
 
 from ...engine import Engine
 from ...engine.operation import Operation
-from ...exceptions import HorovodInternalError
+from ...errors import CheckpointError, DamagedError, HorovodInternalError
 from ...logs import EVERYWHERE
 from ...world import world
 from ..functions import allgather_object
 from .archive import Archive, Found, Writing, on_all, tell_outcomes
-from .errors import CheckpointError, DamagedError
 from .files import whole_number
 from .state import Assembled, assemble, check, put, should_agree, snapshot, take
 
@@ -62,7 +61,7 @@ class Saving:
 class Loaded(NamedTuple):
     """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data.
 
-    missing: the ranks whose own part was lost, with what they held back.
+    missing: the ranks whose own part was lost, with their residuals.
     """
 
     path: Path
@@ -152,7 +151,7 @@ class _Put(NamedTuple):
 _UNFIT: Final = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 _WAY_OUT: Final = (
-    ", or go on without what the ranks held back whose own parts are missing: "
+    ", or go on without the residuals of the ranks whose own parts are missing: "
     'load_latest(..., missing_ranks="report")'
 )
 
@@ -240,11 +239,11 @@ def load_latest(
 
     generators: whether random numbers go on as they would have.
     missing_ranks: "report": where none is whole, as a host is lost for good whose folder was its
-        own, go on from the one that lacks the fewest ranks' own parts, of several the newest. What
-        those ranks held back is lost: a warning and `missing` of what is returned name them.
+        own, go on from the one that lacks the fewest ranks' own parts, of several the newest. The
+        residuals of those ranks are lost: a warning and `missing` of what is returned name them.
     On as many ranks as saved it, the run goes on to the bit, but for what is chosen by measurement
     (`Compression.auto`, values="auto", batch sizes). On others every rank gets rank 0's
-    state, and the sum over the ranks of what their optimizers hold back stays; the log says what
+    state, and the sum over the ranks of their optimizers' residuals stays; the log says what
     this one has of it, and generators go on where there is a rank of the same number.
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
     damaged, lack files, or hold state of a shape that a load_state_dict does not expect (its error
@@ -305,7 +304,7 @@ def load_latest(
     opened.archive.tell(found)
     if found.missing:
         _log.warning(
-            "%s lacks the own parts of ranks %s of %d: what they held back is lost, and the run "
+            "%s lacks the own parts of ranks %s of %d: their residuals are lost, and the run "
             "goes on without it",
             found.path,
             found.missing,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...errors import DamagedError
 from ...exchange.residual import AGE
-from .errors import DamagedError
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:

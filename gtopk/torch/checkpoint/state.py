@@ -1,11 +1,11 @@
 """The state of a training run: taken from models, optimizers and loaders, and put back into them.
 
     replicated   all of rank 0's: model, optimizer, loader, others, how many steps it has counted
-    own          of each rank: what its optimizer holds back, its generators, and whatever of the
+    own          of each rank: its optimizer's residual, its generators, and whatever of the
                  above is not as on rank 0 (running means, a loader's place in its own data)
 
 A run on as many ranks gets everything as it was. On another number every rank gets rank 0's, and
-what is held back is dealt out: its sum stays.
+the residual is dealt out: its sum stays.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ...errors import DamagedError
 from ...world import world
 from ...wrapped import checkpoint as optimizer_checkpoint
 from ...wrapped.tree import lay_out_as_parameters
@@ -25,7 +26,6 @@ from ...wrapped.wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot, spread
-from .errors import DamagedError
 from .files import bits_of, whole_number
 from .residuals import share
 from .rng import check_generators, put_generators, take_generators
@@ -179,7 +179,7 @@ def _check(state: Any) -> None:
     if not isinstance(state["others"], dict):
         raise DamagedError("its others are no dict")
     if not all(type(name) is str for name in state.get("held", [])):
-        raise DamagedError("its names of what was held back are no text")
+        raise DamagedError("its names of the residual are no text")
     whole_number("steps", state.get("steps", 0), least=0)
 
 
@@ -286,14 +286,14 @@ def _state_of(target: Any) -> Any:
 
 
 def _held(found: Found, name: str) -> Any | None:
-    """Return what this rank's optimizer, or hook, of this name is to hold back."""
+    """Return the residual for this rank's optimizer, or hook, of this name."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
     there = {r: part for r, part in parts.items() if part is not None}
     return share(there, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(held: Any | None, saved: Any) -> Any:
-    """Return an optimizer's state with what it is to hold back."""
+    """Return an optimizer's state with its residual."""
     return saved if held is None else {**saved, optimizer_checkpoint.KEY: held}
 
 
@@ -307,7 +307,7 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
 
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's loader is to hold back: what those did whose parts it has."""
+    """Return the residual of this rank's loader: the sum of those whose parts it takes."""
     parts: list[torch.Tensor] = [
         each.state["differing"].get(name, of_rank_0) for each in found.owned
     ]

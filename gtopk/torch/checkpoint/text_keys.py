@@ -4,7 +4,7 @@
     {"milestones": {"3": 1, "5": 1}}                      as written
 
 What they were is known from the state of what they are loaded into, where that has them; from the
-names of its parameters, in an optimizer's; and from the ranks, in what those held back.
+names of its parameters, in an optimizer's; and from the ranks, in their residuals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, 
     if optimizer_checkpoint.is_part({"held": {}, **written}):
         ranks = range(written["ranks"])
         like["held"] = dict.fromkeys(ranks) | like.get("held", {})
-        return {"held": {rank: {} for rank in ranks}, **written}  # none held back anything
+        return {"held": {rank: {} for rank in ranks}, **written}  # none has a residual
     return written
 
 

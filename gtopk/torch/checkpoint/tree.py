@@ -27,8 +27,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from ...errors import DamagedError
 from ...objects import MAX_DEPTH, decode, encode
-from .errors import DamagedError
 
 Json: TypeAlias = Any
 

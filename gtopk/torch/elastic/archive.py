@@ -6,24 +6,21 @@ as many ranks as it has.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from collectives.environment import whole_number
-
+from ... import settings
 from ...world import world
 from ..checkpoint.archive import Archive, Snapshot, on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
 from ..mpi_ops import rank
 
-FOLDER: Final = "GTOPK_ELASTIC_DIR"
-KEEP: Final = "GTOPK_ELASTIC_KEEP"
+FOLDER: Final = settings.ELASTIC_DIR.name
+KEEP: Final = settings.ELASTIC_KEEP.name
 ADVICE: Final = f"with {FOLDER}=folder its commits would be kept, for when it is started again"
-_KEPT: Final = 2
 
 
 class Commit(NamedTuple):
@@ -66,7 +63,8 @@ def open_archive() -> Archive | None:
 
     Raises ValueError, on every rank alike, when the ranks are asked for different things.
     """
-    folder, kept = os.environ.get(FOLDER, ""), os.environ.get(KEEP) or str(_KEPT)
+    folder = settings.ELASTIC_DIR.read()
+    kept = settings.ELASTIC_KEEP.text() or settings.ELASTIC_KEEP.shown
     asked = allgather_object((bool(folder), kept), "elastic.asked")
     if len(set(asked)) > 1:
         raise ValueError(
@@ -75,7 +73,7 @@ def open_archive() -> Archive | None:
         )
     if not folder:
         return None
-    newest = whole_number(KEEP, _KEPT, "commits")
+    newest = settings.ELASTIC_KEEP.read()
     here = world.current()
     archive = _open[here]() if here in _open else None
     if archive is not None and archive.folder == Path(folder):

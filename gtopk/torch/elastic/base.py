@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...exceptions import HostsUpdatedInterrupt
+from ...errors import HostsUpdatedInterrupt
 from ...world import world
 from ..checkpoint.archive import Archive, Found
 from ..checkpoint.tree import put_together

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-from ...exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...world import world
 from .base import State
 

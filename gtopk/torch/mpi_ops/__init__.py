@@ -22,8 +22,8 @@ without one, an operation is named by a counter.
 """
 
 from ...compression import Compression
-from ...exceptions import HorovodInternalError
-from ...reductions import Adasum, Average, Max, Min, Product, Sum
+from ...errors import HorovodInternalError
+from ...reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from ...world.process_sets import (
     ProcessSet,
     add_process_set,

@@ -22,7 +22,7 @@ from collectives.transports import Transport
 
 from ...buckets.arrays import flattened
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...reductions import Average
+from ...reduce_ops import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .handles import submit, synchronize
@@ -32,7 +32,7 @@ from .tensors import (
     describe_each,
     describe_rows,
     from_bytes,
-    place_vote,
+    place_flags,
     require_tensor,
     require_tensors,
     row_bytes,
@@ -99,11 +99,11 @@ def begin_allgather(
     finish: Callable[[list[Gathered]], Any],
     *,
     group: bool = False,
-    facts: Sequence[str] = (),
+    signature: Sequence[str] = (),
 ) -> int:
     """Begin to gather tensors; return a handle for what `finish` makes of them.
 
-    facts: what else must be equal on all ranks.
+    signature: what else must be equal on all ranks.
     """
     transport = process_set.engine.transport
     rank = transport.rank
@@ -116,13 +116,13 @@ def begin_allgather(
     message = np.concatenate([row_counts.view(np.uint8), *content])
     finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[tuple[Any, list[int]]]:
+    def work(transport: Transport, all_flags: list[int]) -> list[tuple[Any, list[int]]]:
         if scalar:
             raise MismatchError("allgather needs tensors with at least one dimension, got a scalar")
         if not on_gpu:
             return gather(transport, message)
         with finished.on(likes[0].device, [each.made for each in mine]):
-            if all_on_gpu(votes):
+            if all_on_gpu(all_flags):
                 return gather_on_gpu(transport)
             own = [each.bytes_on_host() for each in mine]
             return gather(transport, np.concatenate([message, *own]))
@@ -167,8 +167,8 @@ def begin_allgather(
 
     kind = "grouped_allgather" if group else "allgather"
     own = describe_each(tensors, describe_rows) if group else [*map(describe_rows, tensors)]
-    vote = place_vote(on_gpu)
-    return submit(kind, name, process_set, [*facts, *own], work, make_tensors, vote=vote)
+    flags = place_flags(on_gpu)
+    return submit(kind, name, process_set, [*signature, *own], work, make_tensors, flags=flags)
 
 
 def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:

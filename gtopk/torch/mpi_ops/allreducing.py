@@ -12,7 +12,7 @@ from collectives.transports import Transport
 from ...buckets.arrays import await_copies
 from ...compression import Compression, Compressor
 from ...engine.on_gpu import Finish, OnGpu
-from ...reductions import Adasum
+from ...reduce_ops import Adasum
 from ...world.process_sets import ProcessSet, global_process_set
 from .adasum import combine
 from .compressing import compress
@@ -26,7 +26,7 @@ from .tensors import (
     describe_each,
     empty_like,
     memory_of,
-    place_vote,
+    place_flags,
     require_tensor,
     require_tensors,
     write,
@@ -188,7 +188,7 @@ def _begin(
         for memory, dtype in zip(memories, dtypes, strict=True)
     ]
 
-    def work(transport: Transport, votes: list[int]) -> list[Any]:
+    def work(transport: Transport, all_flags: list[int]) -> list[Any]:
         if combines:
             combine(denses, transport)
         if on_gpu:
@@ -213,14 +213,14 @@ def _begin(
 
     finished = Finish()
     kind = "grouped_allreduce" if group else "allreduce"
-    facts = (
+    signature = (
         describe_each(tensors, describe, str(reduction))
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
     fusion = () if combines else denses
-    vote = place_vote(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, vote=vote, fusion=fusion)
+    flags = place_flags(on_gpu)
+    return submit(kind, name, process_set, signature, work, finish, flags=flags, fusion=fusion)
 
 
 def _begin_in_place(

@@ -13,7 +13,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...reductions import Average
+from ...reduce_ops import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from ...world.world import current
 from .allreducing import allreduce
@@ -26,7 +26,7 @@ from .tensors import (
     elements_of,
     empty_like,
     from_bytes,
-    place_vote,
+    place_flags,
     require_tensor,
     touched,
     view_bytes,
@@ -100,11 +100,11 @@ def begin_refused(
     """Begin a broadcast that fails on every rank, also where others could; return a handle."""
     check_root(root_rank, process_set)
 
-    def work(transport: Transport, votes: list[int]) -> Any:
+    def work(transport: Transport, all_flags: list[int]) -> Any:
         raise MismatchError(f"the tensor cannot be broadcast: {why}")
 
-    facts = [f"a tensor that cannot be broadcast: {why}"]
-    return submit("broadcast", name, process_set, facts, work, lambda result: result)
+    signature = [f"a tensor that cannot be broadcast: {why}"]
+    return submit("broadcast", name, process_set, signature, work, lambda result: result)
 
 
 def begin_broadcast(
@@ -114,11 +114,11 @@ def begin_broadcast(
     name: str | None,
     process_set: ProcessSet = global_process_set,
     *,
-    facts: Sequence[str] = (),
+    signature: Sequence[str] = (),
 ) -> int:
     """Begin to write the root's tensor into the output; return a handle.
 
-    facts: what else must be equal on all ranks.
+    signature: what else must be equal on all ranks.
     """
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
@@ -128,11 +128,11 @@ def begin_broadcast(
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> NDArray[np.uint8] | torch.Tensor:
+    def work(transport: Transport, all_flags: list[int]) -> NDArray[np.uint8] | torch.Tensor:
         if mine is None:
             return transport.broadcast(message, root)
         with finished.on(tensor.device, [mine.made]):
-            if not all_on_gpu(votes):
+            if not all_on_gpu(all_flags):
                 own = mine.bytes_on_host() if is_root else None
                 return transport.broadcast(own, root)
             transport.broadcast_into(mine.tensor, root)  # type: ignore[arg-type]
@@ -149,9 +149,9 @@ def begin_broadcast(
         with torch.no_grad():
             return output.copy_(result, non_blocking=True)
 
-    facts = [*facts, f"{describe(tensor)} root_rank={root_rank}"]
-    vote = place_vote(on_gpu)
-    return submit("broadcast", name, process_set, facts, work, finish, vote=vote)
+    signature = [*signature, f"{describe(tensor)} root_rank={root_rank}"]
+    flags = place_flags(on_gpu)
+    return submit("broadcast", name, process_set, signature, work, finish, flags=flags)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -21,7 +21,7 @@ from .tensors import (
     check,
     describe_rows,
     from_bytes,
-    place_vote,
+    place_flags,
     require_tensor,
     row_bytes,
     view_bytes,
@@ -70,13 +70,13 @@ def alltoall_async(
         content = np.array(view_bytes(tensor))
     finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> tuple[Any, list[int]]:
+    def work(transport: Transport, all_flags: list[int]) -> tuple[Any, list[int]]:
         if scalar:
             raise MismatchError("alltoall needs a tensor with at least one dimension, got a scalar")
         if mine is None:
             return transport.alltoall(content, ends)
         with finished.on(like.device, [mine.made]):
-            if all_on_gpu(votes):
+            if all_on_gpu(all_flags):
                 return transport.alltoall(mine.tensor, ends)  # type: ignore[arg-type]
             return transport.alltoall(mine.bytes_on_host(), ends)
 
@@ -91,8 +91,8 @@ def alltoall_async(
             output = from_bytes(elements[: sum(rows) * row_bytes(like)], like, shape)
         return output, torch.tensor(rows, dtype=torch.int32, device="cpu")
 
-    facts, vote = [describe_rows(tensor)], place_vote(on_gpu)
-    return submit("alltoall", name, process_set, facts, work, finish, vote=vote)
+    signature, flags = [describe_rows(tensor)], place_flags(on_gpu)
+    return submit("alltoall", name, process_set, signature, work, finish, flags=flags)
 
 
 def _splits(

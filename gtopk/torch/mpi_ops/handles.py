@@ -18,11 +18,11 @@ def submit(
     kind: str,
     name: str | None,
     process_set: ProcessSet,
-    facts: Sequence[str],
+    signature: Sequence[str],
     work: Work,
     finish: Callable[[Any], Any],
     *,
-    vote: int = 0,
+    flags: int = 0,
     fusion: Sequence[Dense] = (),
 ) -> int:
     """Queue an operation of a process set's ranks, and return its handle.
@@ -32,7 +32,7 @@ def submit(
     """
     members = process_set.members
     full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
-    operation = process_set.engine.submit(full_name, facts, work, vote, fusion=fusion)
+    operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
     handle = next(_next_handle)
     _handles[handle] = operation, finish
     return handle

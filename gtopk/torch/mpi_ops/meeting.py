@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ...step.standing_in import break_off_steps
+from ...step.join_shadow import break_off_steps
 from ...world.process_sets import ProcessSet, global_process_set
 
 
@@ -12,7 +12,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it; what is in flight stays so."""
     name = f"barrier.noname.{next(process_set.members.unnamed)}"
     # Agreeing on the operation is the barrier.
-    process_set.engine.submit(name, [], lambda transport, votes: None).wait()
+    process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
 
 
 def join(device: int = -1) -> int:
@@ -20,8 +20,8 @@ def join(device: int = -1) -> int:
 
     Until all have, this one contributes zeros to the others' allreduces; averages are still over
     all ranks. Other operations are an error while a rank has joined. A step that has come as far as
-    `backward()` here is broken off: the others take it without this rank's gradients, and what it
-    holds back is what it was before.
+    `backward()` here is broken off: the others take it without this rank's gradients, and its
+    residual is what it was before.
 
     device: accepted for Horovod's scripts, not needed.
     """
@@ -31,6 +31,8 @@ def join(device: int = -1) -> int:
     last: int = engine.join().wait()
     # Who joined early has counted fewer operations without a name than the others.
     count = next(everyone.unnamed)
-    counts = engine.submit("join.unnamed", [], lambda transport, votes: votes, vote=count).wait()
+    counts = engine.submit(
+        "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
+    ).wait()
     everyone.unnamed = itertools.count(max(counts))
     return last

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ...engine.fusion import Dense, scale
 from ...engine.on_gpu import OnGpu
 from ...engine.on_gpu import scale as scale_tensor
-from ...exceptions import InvalidCallError
-from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
+from ...errors import InvalidCallError
+from ...reduce_ops import NAMES, Adasum, Average, Max, Min, Product, Sum
 
 _EXCHANGES: Final = {
     Average: "sum",

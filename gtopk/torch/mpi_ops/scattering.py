@@ -18,8 +18,8 @@ from ...compression import Compression, Compressor
 from ...engine.fusion import Dense, scale
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...engine.on_gpu import scale as scale_tensor
-from ...exceptions import InvalidCallError
-from ...reductions import NAMES, Average, Sum
+from ...errors import InvalidCallError
+from ...reduce_ops import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
 from .compressing import compress
@@ -30,7 +30,7 @@ from .tensors import (
     check,
     describe,
     describe_each,
-    place_vote,
+    place_flags,
     require_tensor,
     require_tensors,
 )
@@ -128,7 +128,7 @@ def _begin(
     ]
     finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[Any]:
+    def work(transport: Transport, all_flags: list[int]) -> list[Any]:
         if scalar:
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
@@ -140,7 +140,7 @@ def _begin(
             return scatter(bounds, [dense.on_host for dense in denses], transport, reduction.end)
         mine = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
         with finished.on(likes[0].device, [each.made for each in mine]):
-            if all_on_gpu(votes):
+            if all_on_gpu(all_flags):
                 there = [each.tensor for each in mine]
                 return scatter(bounds, there, transport, reduction.end_on_gpu)
             copies = [each.on_host() for each in mine]
@@ -179,13 +179,13 @@ def _begin(
         return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
-    facts = (
+    signature = (
         describe_each(tensors, describe, str(reduction))
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
-    vote = place_vote(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, vote=vote)
+    flags = place_flags(on_gpu)
+    return submit(kind, name, process_set, signature, work, finish, flags=flags)
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...reductions import NAMES, Average, Sum
+from ...reduce_ops import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import begin_allgather
 from .handles import synchronize
@@ -30,11 +30,13 @@ def sparse_allreduce_async(
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"a sparse COO tensor is needed, got one of layout {tensor.layout}")
     shape = tensor.shape
-    facts = [f"{tensor.dtype} {list(shape)}"]
+    signature = [f"{tensor.dtype} {list(shape)}"]
     size = process_set.engine.transport.size
     indices, values = tensor._indices().t(), tensor._values()
     in_flight_indices, in_flight_values = (
-        begin_allgather([part], f"{name}.{what}", process_set, lambda g: g[0].rows, facts=facts)
+        begin_allgather(
+            [part], f"{name}.{what}", process_set, lambda g: g[0].rows, signature=signature
+        )
         for what, part in (("indices", indices), ("values", values))
     )
 

@@ -106,8 +106,8 @@ def carried(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
     return bool(tensors) and all(map(transport.carries, tensors))
 
 
-def place_vote(on_gpu: bool) -> int:
-    """Return the vote that tells the other ranks where this one has its tensors."""
+def place_flags(on_gpu: bool) -> int:
+    """Return the flags that tells the other ranks where this one has its tensors."""
     return ON_GPU if on_gpu else ON_HOST
 
 

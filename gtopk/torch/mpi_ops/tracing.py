@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from ... import settings
 from ...timeline import timeline
 from ...world.world import current
 
@@ -15,7 +14,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises ValueError where HOROVOD_TIMELINE is neither DYNAMIC nor a file.
     """
     here = current()
-    if not os.environ.get("HOROVOD_TIMELINE"):
+    if not settings.HOROVOD_TIMELINE.read():
         raise ValueError(
             "start_timeline needs HOROVOD_TIMELINE in the environment: DYNAMIC, or a file"
         )

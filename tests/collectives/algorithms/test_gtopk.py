@@ -25,7 +25,7 @@ from tests.collectives.algorithms.worlds import (
     worlds,
 )
 
-STAMP_BYTES = 3  # of a message of other terms than the default
+STAMP_BYTES = 3  # of a message with other options than the default
 
 
 def paired(size: int) -> int:

@@ -170,13 +170,13 @@ def test_where_all_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -
     run_ranks(world, lambda t: reduce(pick, k, t, "oktopk"))
     log, others = (size - 1).bit_length(), size - 1
     packing = 8 * (log + others)  # of an allgather
-    lots = others * (HEADER_BYTES + 8 * k) + packing  # 4 P lots of one index each
+    quantiles = others * (HEADER_BYTES + 8 * k) + packing  # 4 P quantiles of one index each
     split = others * (HEADER_BYTES + 8 * 4)
     threshold = others * (HEADER_BYTES + 3 * 8 + 4 * min(64, k)) + packing  # one round tells all
     gather = others * (HEADER_BYTES + 8 * 4) + packing
     for transport in world:
         sent = transport.traffic.take()
-        assert sent == Traffic(lots + split + threshold + gather, others + 3 * log)
+        assert sent == Traffic(quantiles + split + threshold + gather, others + 3 * log)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -122,11 +122,11 @@ def test_a_peer_that_is_gone_is_an_error_that_names_the_reduction(
 
     def program(transport: LocalTransport) -> Any:
         if transport.rank == size - 1:
-            transport.resign("it had enough")
+            transport.announce_departure("it had enough")
             return None
         with pytest.raises(PeerError, match=f"it had enough.*in a reduction by {algorithm}"):
             reduce(SparseVector.empty(9), 2, transport, algorithm)
-        transport.resign("its peer is gone")
+        transport.announce_departure("its peer is gone")
         return None
 
     run_ranks(world, program)
@@ -141,7 +141,7 @@ def test_after_an_option_out_of_bounds_nobody_is_missed(algorithm: str) -> None:
         with pytest.raises(ValueError, match=r"got 0"):
             reduce(pick, 2, transport, algorithm, **bad)
         update, _ = reduce(pick, 2, transport, algorithm, format=EXACT)
-        transport.resign("it is done")
+        transport.announce_departure("it is done")
         return update.values.tolist()
 
     assert run_ranks(local_world(3, 30), program) == [[3.0]] * 3

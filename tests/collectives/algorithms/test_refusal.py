@@ -108,7 +108,9 @@ def test_the_next_reduction_goes_on_as_if_nothing_had_been(
         with pytest.raises(NonFiniteError):
             reduce(with_values(pick, np.nan), 10, transport, algorithm, **usual)
         update, _ = reduce(pick, 10, transport, algorithm, **usual)
-        transport.resign("it is done")  # who left after the last one is not missed in it
+        transport.announce_departure(
+            "it is done"
+        )  # who left after the last one is not missed in it
         return bits(update)
 
     assert len(set(run_ranks(world, program))) == 1

@@ -49,7 +49,7 @@ def test_regions_cover_the_vector_once_and_every_rank_owns_one(
 def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
     where: str, size: int, random: np.random.Generator
 ) -> None:
-    # Each of its two ends is off by less than one of each rank's 4 P lots: a quarter of the mean.
+    # Each of its two ends is off by less than one of each rank's 4 P quantiles: a quarter of it.
     k = 64 * size
     picks = picks_where(where, random, size, 200_000, k)
     assert max(loads(picks, agreed(picks))) <= 1.5 * k
@@ -62,7 +62,7 @@ def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Ge
         at(sorted(random.choice(200_000, k, replace=False).tolist()), 200_000) for _ in range(size)
     ]
     divided = loads(picks, agreed(picks))
-    # Where whole lots alone are counted, the first region gets half a lot more of every other rank.
+    # Where whole quantiles alone count, the first region gets half of one more of every other rank.
     assert max(divided) <= 1.04 * k
     assert min(divided) >= 0.96 * k
 
@@ -133,5 +133,5 @@ def test_boundaries_serve_at_least_one_step() -> None:
 
 
 def test_a_quarter_of_the_fair_share_is_what_the_docstring_says() -> None:
-    assert regions.LOTS_PER_RANK == 4
-    assert "4 P equal lots" in regions.__doc__
+    assert regions.QUANTILES_PER_RANK == 4
+    assert "4 P equal quantiles" in regions.__doc__

@@ -9,8 +9,8 @@ import pytest
 
 from collectives import MessageError, SparseVector, local_world, run_ranks, wire
 from collectives.algorithms import swap
+from collectives.algorithms.gtopk_options import GtopkOptions
 from collectives.algorithms.swap import swap_and_merge
-from collectives.algorithms.terms import Terms
 from collectives.transports import LocalTransport
 from collectives.wire import NOBODY, Format
 from tests.collectives.algorithms.worlds import bits, entries
@@ -38,11 +38,11 @@ def test_pieces_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def program(transport: LocalTransport) -> None:
         if transport.rank == 0:
-            swap_and_merge(lists[0], NOBODY, 9, transport, 1, Terms(pieces=3), 1)
+            swap_and_merge(lists[0], NOBODY, 9, transport, 1, GtopkOptions(pieces=3), 1)
             return
         for piece, indices in enumerate(theirs):
             part = lists[1].between(indices[0], indices[-1] + 1)
-            message = wire.encode(part, 9, extra=Terms(pieces=3).stamp(piece)).message
+            message = wire.encode(part, 9, extra=GtopkOptions(pieces=3).stamp(piece)).message
             transport.send(message, 0)()
         sent = [
             wire.decode(transport.receive(0), lists[1], 9, 0, extra_bytes=3).vector for _ in mine
@@ -57,15 +57,15 @@ def test_pieces_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pieces_that_overlap_are_an_error() -> None:
-    terms = Terms(pieces=2)
+    options = GtopkOptions(pieces=2)
 
     def program(transport: LocalTransport) -> None:
         if transport.rank == 0:
-            swap_and_merge(SparseVector.empty(9), NOBODY, 4, transport, 1, terms, 1)
+            swap_and_merge(SparseVector.empty(9), NOBODY, 4, transport, 1, options, 1)
             return
         for piece, index in enumerate([5, 5]):
             part = entries([(index, 1.0)], 9, np.float32)
-            transport.send(wire.encode(part, 4, extra=terms.stamp(piece)).message, 0)()
+            transport.send(wire.encode(part, 4, extra=options.stamp(piece)).message, 0)()
 
     with pytest.raises(MessageError, match="piece 1 begins at index 5, the one before ended at 5"):
         run_ranks(local_world(2, 5), program)
@@ -87,7 +87,7 @@ def test_kept_and_dropped_are_the_whole_sum(pieces: int, random: np.random.Gener
     swapped = run_ranks(
         local_world(2, 30),
         lambda t: swap_and_merge(
-            lists[t.rank], NOBODY, 700, t, 1 - t.rank, Terms(pieces=pieces), 1
+            lists[t.rank], NOBODY, 700, t, 1 - t.rank, GtopkOptions(pieces=pieces), 1
         ),
     )
     kept, dropped = swap.merge(*lists, 700)
@@ -104,10 +104,10 @@ def test_in_pieces_a_rank_puts_back_the_same_errors(
     mine = SparseVector.from_dense(dense)
 
     def swapped(pieces: int) -> list[swap.Swapped]:
-        terms = Terms(Format("raw", "bf16"), pieces=pieces)
+        options = GtopkOptions(Format("raw", "bf16"), pieces=pieces)
         return run_ranks(
             local_world(2, 30),
-            lambda t: swap_and_merge(mine, NOBODY, 2000, t, 1 - t.rank, terms, holders),
+            lambda t: swap_and_merge(mine, NOBODY, 2000, t, 1 - t.rank, options, holders),
         )
 
     for one, other in zip(swapped(1), swapped(3), strict=True):

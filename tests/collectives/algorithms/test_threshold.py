@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector, local_world, run_ranks
 from collectives.algorithms import threshold
-from collectives.algorithms.lots import lot_ends
+from collectives.algorithms.quantiles import quantile_ends
 from collectives.algorithms.threshold import Shares, share_out
 from collectives.wire import HEADER_BYTES, NOBODY, encode
 
@@ -112,7 +112,7 @@ def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
 
 
 def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "_LOTS", 2)
+    monkeypatch.setattr(threshold, "_QUANTILES", 2)
     wanted = 5
     drawn = [
         (
@@ -128,7 +128,7 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def told(regions: list[tuple[int, list[float], list[float]]]) -> list[threshold._Told]:
         for _, window, sent in regions:
-            assert sent == [window[end - 1] for end in lot_ends(len(window), 2)]
+            assert sent == [window[end - 1] for end in quantile_ends(len(window), 2)]
         return [
             threshold._Told(low, low + len(window), 0, NOBODY, -np.array(sent))
             for low, window, sent in regions

@@ -15,7 +15,6 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link
 from collectives.planning import CodingRate, Format, Network, Rates, cache, calibrate, calibrated
-from collectives.planning.calibrated import VARIABLE
 from collectives.planning.calibration import Calibration
 from collectives.transports import local_world
 
@@ -30,7 +29,7 @@ KEPT = Calibration(
 @pytest.fixture(autouse=True)
 def cache_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("GTOPK_CALIBRATION", raising=False)
     return tmp_path
 
 
@@ -114,7 +113,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
 
 @pytest.mark.parametrize("place", [".", "/"])
 def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
-    monkeypatch.setenv(VARIABLE, place)
+    monkeypatch.setenv("GTOPK_CALIBRATION", place)
     assert all("kept in" not in found.origin for found in on_ranks(2))
 
 
@@ -200,21 +199,21 @@ def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv("GTOPK_CALIBRATION", "off")
     assert "assumed" in on_ranks(2)[0].origin
     assert not list(cache_home.iterdir())
-    monkeypatch.setenv(VARIABLE, "fresh")
+    monkeypatch.setenv("GTOPK_CALIBRATION", "fresh")
     assert "kept in" not in on_ranks(2)[0].origin
     assert "kept in" not in on_ranks(2)[0].origin
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("GTOPK_CALIBRATION")
     assert "kept in" in on_ranks(2)[0].origin
 
 
 def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
     monkeypatch.chdir(cache_home)
-    monkeypatch.setenv(VARIABLE, "OFF")
+    monkeypatch.setenv("GTOPK_CALIBRATION", "OFF")
     assert "assumed" in on_ranks(2)[0].origin
-    monkeypatch.setenv(VARIABLE, "Fresh")
+    monkeypatch.setenv("GTOPK_CALIBRATION", "Fresh")
     on_ranks(2)
     assert "kept in" not in on_ranks(2)[0].origin
     assert [entry.name for entry in cache_home.iterdir()] == ["gtopk"]
@@ -228,13 +227,13 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(cache.Path, "home", no_home)
     for _ in range(2):
         assert "kept in" not in on_ranks(2)[0].origin
-    monkeypatch.setenv(VARIABLE, "off")
+    monkeypatch.setenv("GTOPK_CALIBRATION", "off")
     assert "assumed" in on_ranks(2)[0].origin
 
 
 def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
-    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(path))
     on_ranks(2)
     assert path.exists()
     assert str(path) in on_ranks(2)[0].origin

@@ -9,7 +9,6 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network, calibrate
-from collectives.planning.calibrated import VARIABLE
 from collectives.planning.calibration import measure_network
 from collectives.planning.recheck import LONG_SECONDS, still_holds
 from collectives.transports import local_world
@@ -140,7 +139,7 @@ def test_what_holds_no_more_is_measured_anew_and_kept(
 ) -> None:
     from collectives.planning import calibrated
 
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
     asked: list[Calibration] = []
 
     def refuse(transport, calibration, clock) -> bool:

@@ -45,6 +45,18 @@ def test_a_malformed_part_of_an_allgather_names_the_sender(content: bytes) -> No
         receiver.allgather(MESSAGE)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xff", b"[" * 100_000], ids=len)
+def test_an_object_that_is_no_json_names_the_sender(content: bytes) -> None:
+    receiver, babbler = local_world(2, timeout_seconds=5)
+    message = np.array([1, len(content)], np.int64).tobytes() + content
+    babbler.send(np.frombuffer(message, np.uint8), 0)
+    with pytest.raises(MessageError, match="the object from rank 1 is malformed"):
+        receiver.gather_object("sound")
+    babbler.send(np.frombuffer(content, np.uint8), 0)
+    with pytest.raises(MessageError, match="the object from rank 1 is malformed"):
+        receiver.broadcast_object(None, root=1)
+
+
 def test_sizes_that_only_add_up_are_refused() -> None:
     receiver, neighbour, babbler, _ = local_world(4, timeout_seconds=5)
     neighbour.send(np.array([1, 0], np.int64).view(np.uint8), 0)

@@ -11,7 +11,7 @@ import pytest
 
 from collectives import PeerError, PeerTimeoutError, Transport
 from collectives.transports import local_world
-from collectives.transports.farewell import Farewell
+from collectives.transports.departure import DepartureNotice
 from tests.collectives.transports.kinds import MESSAGE, every_kind
 
 
@@ -75,9 +75,9 @@ def test_who_has_done_its_part_may_end_horovod_at_once(in_world, size: int, thro
 def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_first: bool) -> None:
     first, second, last = local_world(3)
     with second.operation("step 0"), last.operation("step 0"):
-        first.resign("enough")
-        second.resign("rank 0 is gone")
-        heard = {rank: Farewell.decode(f.encode()) for rank, f in last.farewells().items()}
+        first.announce_departure("enough")
+        second.announce_departure("rank 0 is gone")
+        heard = {rank: DepartureNotice.decode(f.encode()) for rank, f in last.departures().items()}
         if consequence_first:
             del heard[0]
         last._left = heard
@@ -89,7 +89,7 @@ def test_an_operation_within_an_operation_is_a_part_of_it() -> None:
     leaver, stayer = local_world(2)
     with leaver.operation("step 0"), leaver.operation("a part"):
         pass
-    leaver.resign("done")
+    leaver.announce_departure("done")
     with stayer.operation("step 0"):
         with stayer.operation("a part"):
             assert stayer.activity == "step 0"
@@ -184,7 +184,9 @@ def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
     try:
         for _ in range(10):
             world = local_world(size, timeout_seconds=30)
-            leaver = threading.Thread(target=lambda w=world: [t.resign("done") for t in w[1:]])
+            leaver = threading.Thread(
+                target=lambda w=world: [t.announce_departure("done") for t in w[1:]]
+            )
             leaver.start()
             while leaver.is_alive():
                 world[0].missing(0)

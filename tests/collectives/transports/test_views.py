@@ -64,7 +64,7 @@ def test_errors_of_a_view_name_world_ranks() -> None:
     world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)
     with pytest.raises(MessageError, match=r"from rank 4 .* 10 bytes where rank 2's has 3"):
         view.allgather_into(np.zeros(6, np.uint8), [0, 3, 6])
-    world[4].resign("enough")
+    world[4].announce_departure("enough")
     with pytest.raises(PeerError, match=r"rank 4 left \(enough\) while rank 2 waited for it in an"):
         view.receive(0)
 
@@ -96,7 +96,7 @@ def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> 
     views = [transport.channel(1) for transport in world]
     with views[2].operation("bucket 0"):
         pass
-    world[2].resign("done")
+    world[2].announce_departure("done")
     with (
         pytest.raises(PeerTimeoutError, match="rank 1 in bucket 0"),
         views[0].operation("bucket 0"),
@@ -106,7 +106,7 @@ def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> 
 
 def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> None:
     world = local_world(3, timeout_seconds=30)
-    world[2].resign("enough")
+    world[2].announce_departure("enough")
     view = world[0].channel(1).subset([0, 1])
     text = r"rank 2 left \(enough\) while rank 0 waited for it in step 1"
     with pytest.raises(PeerError, match=text), world[0].operation("step 1"):
@@ -116,8 +116,8 @@ def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> N
 def test_who_waits_in_a_view_names_the_first_that_left_not_its_peer() -> None:
     world = local_world(3, timeout_seconds=30)
     with world[0].operation("step 0"), world[1].operation("step 0"):
-        world[2].resign("enough")
-        world[1].resign("rank 2 is gone")
+        world[2].announce_departure("enough")
+        world[1].announce_departure("rank 2 is gone")
         del world[0]._left[2]  # heard of only through its consequence
         text = r"^rank 2 left \(enough\) while rank 0 waited for it in step 0$"
         with pytest.raises(PeerError, match=text):

@@ -129,11 +129,11 @@ def test_nothing_is_lost_while_sizes_change_and_rotate() -> None:
             sent += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         parts = {
             parameter: part
-            for lane in optimizer._reducer.planned.lanes
+            for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
             for parameter, part in zip(
-                lane.parameters,
-                torch.from_numpy(lane.exchange.residual.values.copy()).split(
-                    [parameter.numel() for parameter in lane.parameters]
+                bucket_exchange.parameters,
+                torch.from_numpy(bucket_exchange.exchange.residual.values.copy()).split(
+                    [parameter.numel() for parameter in bucket_exchange.parameters]
                 ),
                 strict=True,
             )

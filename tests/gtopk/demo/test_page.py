@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.charts.units import bytes_text
 from gtopk.demo.page import page, write_page
 from gtopk.demo.record import Record
 from gtopk.demo.verdicts import spread
+from gtopk.units import bytes_text
 
 VOID = {"meta", "link"}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.engine import Engine, Operation, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 NAMES = [f"tensor.{number}" for number in range(6)]
 # Who submits a name, and with which facts: for each name, by rank.
@@ -22,8 +22,8 @@ Cast = dict[str, dict[int, str]]
 def casts(draw: Any, everybody: bool) -> tuple[int, list[Cast], int]:
     """Return the number of ranks, who submits what in each of several steps, and a seed."""
     ranks = draw(st.integers(2, 5))
-    facts = st.sampled_from(["x", "x", "x", "x", "y"])
-    everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), facts))
+    signature = st.sampled_from(["x", "x", "x", "x", "y"])
+    everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), signature))
     some = st.dictionaries(st.integers(0, ranks - 1), st.just("x"), max_size=ranks)
     cast = everyone if everybody else st.one_of(everyone.map(lambda d: dict.fromkeys(d, "x")), some)
     steps = draw(
@@ -43,7 +43,7 @@ def begin(engine: Engine, cast: Cast, seed: list[int]) -> dict[str, Operation]:
         operations[name] = engine.submit(
             name,
             [cast[name][rank]],
-            lambda transport, votes, array=array: float(array[0]),
+            lambda transport, all_flags, array=array: float(array[0]),
             fusion=[Dense(array)],
         )
     return operations

@@ -13,7 +13,7 @@ import pytest
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.engine import Engine, Event, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 QUICK = Settings(idle_seconds=0.05)
 
@@ -29,21 +29,21 @@ def with_engine(program: Any, settings: Settings = QUICK) -> Any:
     return rank
 
 
-def nothing(transport: Any, votes: list[int]) -> None:
+def nothing(transport: Any, all_flags: list[int]) -> None:
     """Agreeing was all."""
 
 
 def total(value: float, length: int = 3) -> dict[str, Any]:
     """Return the arguments of an operation that adds the ranks' values."""
     array = np.full(length, value, np.float32)
-    return {"work": lambda transport, votes: array, "fusion": [Dense(array)]}
+    return {"work": lambda transport, all_flags: array, "fusion": [Dense(array)]}
 
 
 def test_operations_run_in_the_order_submitted(threads):
     def program(engine: Engine, rank: int) -> list[str]:
         ran: list[str] = []
         operations = [
-            engine.submit(name, [], lambda transport, votes, name=name: ran.append(name))
+            engine.submit(name, [], lambda transport, all_flags, name=name: ran.append(name))
             for name in "abc"
         ]
         for operation in reversed(operations):
@@ -64,7 +64,7 @@ def test_each_rank_may_submit_in_its_own_order(threads, ranks):
             mine = np.random.default_rng([rank, step]).permutation(names).tolist()
             operations = [
                 engine.submit(
-                    name, [], lambda transport, votes, name=name, ran=ran: ran.append(name)
+                    name, [], lambda transport, all_flags, name=name, ran=ran: ran.append(name)
                 )
                 for name in mine
             ]
@@ -98,7 +98,7 @@ def test_an_operation_stays_pending_across_barriers_until_the_last_rank_submits_
 def test_votes_may_differ_and_change_and_all_get_them(threads):
     def program(engine: Engine, rank: int) -> list[list[int]]:
         return [
-            engine.submit("a", [], lambda transport, votes: votes, vote=rank * step).wait()
+            engine.submit("a", [], lambda transport, all_flags: all_flags, flags=rank * step).wait()
             for step in (0, 1, 1, 5, -7, 0)
         ]
 
@@ -110,7 +110,7 @@ def test_votes_may_differ_and_change_and_all_get_them(threads):
 def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(threads):
     def program(engine: Engine, rank: int) -> tuple[str, str]:
         wrong = engine.submit("a", [f"shape [{rank // 2}]"], nothing)
-        right = engine.submit("b", [], lambda transport, votes: "fine")
+        right = engine.submit("b", [], lambda transport, all_flags: "fine")
         with pytest.raises(HorovodInternalError) as error:
             wrong.wait()
         return str(error.value), right.wait()
@@ -122,8 +122,8 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(
 def test_a_name_that_has_a_slot_may_come_back_with_other_facts_on_all_ranks_not_on_some(threads):
     def program(engine: Engine, rank: int) -> list[str]:
         said = []
-        for facts in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
-            operation = engine.submit("a", [facts], lambda transport, votes: "fine")
+        for signature in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
+            operation = engine.submit("a", [signature], lambda transport, all_flags: "fine")
             try:
                 said.append(operation.wait())
             except HorovodInternalError as error:
@@ -166,7 +166,7 @@ def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
 def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
     def program(engine: Engine, rank: int) -> None:
         held = threading.Event()
-        operation = engine.submit("a", [], lambda transport, votes: held.wait())
+        operation = engine.submit("a", [], lambda transport, all_flags: held.wait())
         with pytest.raises(ValueError, match="'a' is still in flight"):
             engine.submit("a", [], nothing)
         held.set()
@@ -178,7 +178,7 @@ def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
 
 def test_what_work_raises_is_what_wait_raises(threads):
     def program(engine: Engine, rank: int) -> None:
-        def work(transport: Any, votes: list[int]) -> None:
+        def work(transport: Any, all_flags: list[int]) -> None:
             raise ZeroDivisionError("boom")
 
         with pytest.raises(ZeroDivisionError, match="boom"):
@@ -206,7 +206,7 @@ def test_a_burst_is_one_cycle_and_its_small_arrays_one_reduction(threads):
             reductions = 0
             arrays = [np.full(5, number, np.float32) for number in range(50)]
             operations = [
-                engine.submit(name, [], lambda transport, votes, a=a: a, fusion=[Dense(a)])
+                engine.submit(name, [], lambda transport, all_flags, a=a: a, fusion=[Dense(a)])
                 for name, a in zip(names, arrays, strict=True)
             ]
             for number, operation in enumerate(operations):
@@ -417,7 +417,7 @@ def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(thre
     assert threads(4, program) == [even, odd, even, odd]
 
 
-def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
+def test_with_a_leave_timeout_who_stays_is_told_and_nothing_is_ended(threads):
     given_up = threading.Event()
 
     def program(transport: LocalTransport) -> Any:
@@ -428,7 +428,7 @@ def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
             failure = engine.failure
             engine.close("the test ended")
             return str(failure)
-        staying = engine.close("begins anew", patience_seconds=0.05)
+        staying = engine.close("begins anew", leave_timeout_seconds=0.05)
         given_up.set()
         return staying
 
@@ -441,7 +441,7 @@ def test_what_is_done_holds_no_array(threads):
     def program(engine: Engine, rank: int) -> bool:
         array = np.zeros(3)
         seen = weakref.ref(array)
-        engine.submit("a", [], lambda transport, votes: None, fusion=[Dense(array)]).wait()
+        engine.submit("a", [], lambda transport, all_flags: None, fusion=[Dense(array)]).wait()
         del array
         engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
         return seen() is None

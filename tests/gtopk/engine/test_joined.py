@@ -10,7 +10,7 @@ import pytest
 from collectives.transports import LocalTransport, Transport
 from gtopk.engine import Engine, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 QUICK = Settings(idle_seconds=0.05)
 
@@ -75,7 +75,7 @@ def test_whoever_has_joined_changes_no_reduction(threads, reduction, expected):
 def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(threads):
     def program(engine: Engine, rank: int) -> list[int]:
         def gather() -> Any:
-            def work(transport: Transport, votes: list[int]) -> list[int]:
+            def work(transport: Transport, all_flags: list[int]) -> list[int]:
                 message = np.array([transport.rank], np.uint8)
                 return [int(m[0]) for m in transport.allgather(message)]
 
@@ -93,19 +93,21 @@ def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(thread
     assert threads(3, with_engine(program)) == [[0, 1, 2]] * 3
 
 
-def test_a_recipe_tells_a_rank_that_has_joined_what_to_do(threads):
+def test_a_join_descriptor_tells_a_rank_that_has_joined_what_to_do(threads):
     def program(engine: Engine, rank: int) -> list[int] | None:
         def contribute(value: int) -> Any:
-            def work(transport: Transport, votes: list[int]) -> list[int]:
+            def work(transport: Transport, all_flags: list[int]) -> list[int]:
                 message = np.array([value], np.uint8)
                 return [int(m[0]) for m in transport.allgather(message)]
 
             return work
 
-        engine.stand_in = lambda name, recipe: contribute(recipe[0])
+        engine.stand_in = lambda name, join_descriptor: contribute(join_descriptor[0])
         found = None
         if rank != 2:
-            found = engine.submit("gather", [], contribute(rank), recipe=bytes([77])).wait()
+            found = engine.submit(
+                "gather", [], contribute(rank), join_descriptor=bytes([77])
+            ).wait()
         engine.join().wait()
         return found
 
@@ -117,7 +119,7 @@ def test_a_rank_that_has_joined_submits_nothing_until_all_have(threads):
         if rank == 1:
             joined = engine.join()
             with pytest.raises(ValueError, match="'a' cannot begin: this rank has joined"):
-                engine.submit("a", [], lambda transport, votes: None)
+                engine.submit("a", [], lambda transport, all_flags: None)
             with pytest.raises(ValueError, match="has joined already"):
                 engine.join()
             joined.wait()
@@ -131,7 +133,7 @@ def test_a_rank_that_has_joined_submits_nothing_until_all_have(threads):
 
 def test_a_rank_that_leaves_ends_the_wait_of_those_who_joined(threads):
     def program(engine: Engine, rank: int) -> None:
-        engine.submit("a", [], lambda transport, votes: None).wait()
+        engine.submit("a", [], lambda transport, all_flags: None).wait()
         if rank == 1:
             return
         with pytest.raises(HorovodInternalError, match=r"rank 1 left \(the test ended\)"):

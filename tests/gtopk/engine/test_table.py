@@ -12,9 +12,9 @@ def fresh(*names: str, intention: Intention = PLAIN) -> Saying:
     return Saying(fresh=tuple(Announcement(name, intention, 0) for name in names))
 
 
-def said(table: Table, names: str, *, rank: int = 0, vote: int = 0) -> Saying:
+def said(table: Table, names: str, *, rank: int = 0, flags: int = 0) -> Saying:
     """What a rank says when these become ready there, each as it always was."""
-    return table.saying_of([Announcement(name, PLAIN, vote) for name in names], rank)
+    return table.saying_of([Announcement(name, PLAIN, flags) for name in names], rank)
 
 
 def done(table: Table, *sayings: Saying) -> list[str]:
@@ -76,10 +76,10 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
     done(table, fresh(*"abc"), fresh(*"abc"))
     for _ in range(2):
         assert said(table, "ba") == Saying(ready=0b11)
-    assert said(table, "ca", vote=7) == Saying(ready=0b101, votes={0: 7, 2: 7})
-    done(table, said(table, "ca", vote=7), said(table, "ca", rank=1))
+    assert said(table, "ca", flags=7) == Saying(ready=0b101, all_flags={0: 7, 2: 7})
+    done(table, said(table, "ca", flags=7), said(table, "ca", rank=1))
     # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
-    assert said(table, "ba") == Saying(ready=0b11, votes={0: 0})
+    assert said(table, "ba") == Saying(ready=0b11, all_flags={0: 0})
     assert said(table, "ba", rank=1) == Saying(ready=0b11)
     done(table, fresh("b", intention=Intention(("y",), None, ())), Saying())
     assert said(table, "ba", rank=1) == Saying(0b1, (Announcement("b", PLAIN, 0),))

@@ -22,14 +22,13 @@ from collectives.planning import (
     Network,
     cache,
 )
-from collectives.planning.calibrated import VARIABLE
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.exchange import automatic, calibration, exchange
 from gtopk.exchange.judge import FIRST_WINDOW, Judge
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.step import hooks
 from gtopk.world import world
 from tests.gtopk import posing
@@ -264,7 +263,8 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
                 optimizer.step()
             step = optimizer.last_step
             densities = {
-                lane.exchange.judge.chosen.candidate for lane in optimizer._reducer.planned.lanes
+                bucket_exchange.exchange.judge.chosen.candidate
+                for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
             }
             assert len(densities) == 1, "alike in all buckets of a size"
         return step.sent_bytes, step.buckets, in_flight
@@ -295,7 +295,10 @@ def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, ov
                     total = torch.tanh(total + layer.sum())
                 total.backward()
                 optimizer.step()
-            exchanges = [lane.exchange for lane in optimizer._reducer.planned.lanes]
+            exchanges = [
+                bucket_exchange.exchange
+                for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
+            ]
             return [(each.room_share, each._seen[-1][4]) for each in exchanges]
 
     for rank in threads(2, program):
@@ -400,7 +403,7 @@ def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, l
             optimizer = optimizer_of(parameter, Compression.gtopk(0.1, wire="auto"))
             parameter.grad = gradient_of(transport.rank, 0)
             optimizer.step()
-            return optimizer._reducer.planned.lanes[0].exchange.format
+            return optimizer._reducer.planned.bucket_exchanges[0].exchange.format
 
     assert threads(2, program) == [Format(indices)] * 2
 
@@ -418,7 +421,7 @@ def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
 
 
 def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
 
     def program(transport: LocalTransport) -> Any:
         first = calibration.calibration_of(transport)

@@ -18,10 +18,10 @@ from gtopk.world import world
 
 @pytest.fixture(autouse=True)
 def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def facts(host: Any, device: int | None) -> Facts:
+    def signature(host: Any, device: int | None) -> Facts:
         return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl_start, "facts_here", facts)
+    monkeypatch.setattr(nccl_start, "facts_here", signature)
 
 
 def over(host: LocalTransport) -> NcclTransport:

@@ -10,7 +10,7 @@ import torch
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 
 NODES = [[0, 1], [2, 3, 4]]
@@ -30,7 +30,7 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
 
 
 def held_back(optimizer: Any) -> torch.Tensor:
-    """Return what a rank holds back, after a step."""
+    """Return a rank's residual, after a step."""
     state = optimizer.state_dict()["gtopk"]
     (held,) = state["held"].values()
     return next(iter(held.values()))["residual"]
@@ -39,7 +39,7 @@ def held_back(optimizer: Any) -> torch.Tensor:
 def steps(
     transport: LocalTransport, nodes: list[list[int]], compression: Any, count: int = 6
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
-    """Return the updates and what was held back after each, and the state in the end."""
+    """Return the updates and the residual after each, and the state in the end."""
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64))
     updates, held = [], []
     with world.entered(on_nodes(transport, nodes)):

@@ -17,11 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from gtopk.heartbeat.beat import Beat, State
 from gtopk.heartbeat.companion import look_at, segments_of
-from gtopk.heartbeat.heartbeat import timeout_from
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 1.2
@@ -200,14 +197,3 @@ def test_the_memory_that_mpich_shares_is_known_by_its_name():
             assert segments_of(os.getpid()) == {file.name}
     assert segments_of(os.getpid()) == set()
     assert segments_of(1 << 30) == set()
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
-def test_a_timeout_that_is_none_is_refused(text):
-    with pytest.raises(ValueError, match="GTOPK_HEARTBEAT_TIMEOUT must be a number of seconds"):
-        timeout_from({"GTOPK_HEARTBEAT_TIMEOUT": text})
-
-
-def test_without_a_word_about_it_a_rank_is_given_up_after_half_a_minute():
-    assert timeout_from({}) == 30
-    assert timeout_from({"GTOPK_HEARTBEAT_TIMEOUT": "0"}) == 0

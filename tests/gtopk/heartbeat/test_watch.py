@@ -166,7 +166,7 @@ def test_who_was_never_heard_is_told_of_once_and_not_watched():
     job.run(20 * TIMEOUT)
     assert job.lost() == [set()] * 3
     assert len(job.watches[0].news) == 1
-    assert "hears no heartbeat of rank 1 (host host1, pid 101)" in job.watches[0].news[0]
+    assert "receives no heartbeats from rank 1 (host host1, pid 101)" in job.watches[0].news[0]
     assert "GTOPK_INTERFACE" in job.watches[0].news[0]
 
 

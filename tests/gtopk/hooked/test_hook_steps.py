@@ -16,7 +16,7 @@ from gtopk.compression import GTopK
 from gtopk.exchange.exchange import Progress
 from gtopk.hooked.hook_steps import HookSteps
 from gtopk.hooked.one_step import NOT_FINITE, OneStep
-from gtopk.lanes.lanes import Lane, open_lane
+from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.recording.reading import read_run
 from gtopk.step.peers import Peers
 from gtopk.telemetry import parts
@@ -33,8 +33,8 @@ def test_steps_of_a_hook_are_reported_and_recorded(
             gtopk.record(str(tmp_path))
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
             watched, one_step = HookSteps(peers, GTopK(0.1), Progress()), OneStep()
-            lanes = [
-                open_lane(
+            bucket_exchanges = [
+                open_bucket_exchange(
                     name,
                     [torch.nn.Parameter(torch.zeros(length))],
                     ["bucket"],
@@ -44,20 +44,28 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for name in "ab"
             ]
 
-            def work(lane: Lane, number: int, transport: Transport, votes: list[int]) -> None:
+            def work(
+                bucket_exchange: BucketExchange,
+                number: int,
+                transport: Transport,
+                all_flags: list[int],
+            ) -> None:
                 began = time.perf_counter()
-                watched.ran(number, began, one_step.run(lane, transport, votes))
+                watched.ran(number, began, one_step.run(bucket_exchange, transport, all_flags))
 
             for step in range(steps):
                 gtopk.log_samples(10 + step)
                 operations = []
-                for lane in lanes:
-                    lane.parameters[0].grad = torch.randn(length)
-                    lane.take(1.0 / here.size, 1.0)
-                    number = watched.hand_over(lane)
-                    vote = NOT_FINITE if (step, number) == (bad, 1) else 0
+                for bucket_exchange in bucket_exchanges:
+                    bucket_exchange.parameters[0].grad = torch.randn(length)
+                    bucket_exchange.take(1.0 / here.size, 1.0)
+                    number = watched.hand_over(bucket_exchange)
+                    flags = NOT_FINITE if (step, number) == (bad, 1) else 0
                     operation = here.engine.submit(
-                        lane.name, [], partial(work, lane, number), vote=vote
+                        bucket_exchange.name,
+                        [],
+                        partial(work, bucket_exchange, number),
+                        flags=flags,
                     )
                     watched.submitted(number, operation)
                     operations.append(operation)
@@ -80,4 +88,4 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 assert step.report.selected == 2 * length // 10
                 assert step.report.algorithm == "gtopk"
         assert rank.steps[-1].bytes_so_far > 0
-        assert [note.step for note in rank.withheld] == [1, 3]  # counted: 1 and 2
+        assert [note.step for note in rank.residuals] == [1, 3]  # counted: 1 and 2

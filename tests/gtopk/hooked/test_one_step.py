@@ -12,15 +12,17 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.exchange import Progress
 from gtopk.hooked.one_step import NOT_FINITE, OneStep
-from gtopk.lanes.lanes import open_lane
+from gtopk.lanes.bucket_exchange import open_bucket_exchange
 
 
-@pytest.mark.parametrize("vote", [0, NOT_FINITE])
-def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
+@pytest.mark.parametrize("flags", [0, NOT_FINITE])
+def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
     parameter.grad = torch.ones(30)
-    lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
-    lane.take(1.0, 1.0)
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
+    )
+    bucket_exchange.take(1.0, 1.0)
     on_it = 0  # how often the gradient was written there
 
     @contextmanager
@@ -30,24 +32,26 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
         yield
         on_it += parameter.grad._version - before
 
-    lane.bucket.on_stream = on_stream
+    bucket_exchange.bucket.on_stream = on_stream
     taken = parameter.grad._version
-    OneStep().run(lane, local_world(1)[0], [vote])
+    OneStep().run(bucket_exchange, local_world(1)[0], [flags])
     assert parameter.grad._version - taken == on_it > 0
-    assert parameter.grad.isnan().all() == bool(vote)
+    assert parameter.grad.isnan().all() == bool(flags)
 
 
 def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
     """As that of a module that is used twice in a pass does."""
     parameter = torch.nn.Parameter(torch.zeros(30))
-    lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
-    step, residual = OneStep(), lane.exchange.residual
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
+    )
+    step, residual = OneStep(), bucket_exchange.exchange.residual
     assert residual is not None
     seen = []
-    for votes in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
+    for all_flags in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
         parameter.grad = torch.arange(30.0)
-        lane.take(1.0, 1.0)
-        step.run(lane, local_world(1)[0], votes)
+        bucket_exchange.take(1.0, 1.0)
+        step.run(bucket_exchange, local_world(1)[0], all_flags)
         if not seen:
             assert step.close()
             seen.append(residual.after_last_step()["residual"].clone())

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Average, Sum
+from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.four_layers import distribute, flat
 

@@ -1,4 +1,4 @@
-"""LocalSGD goes on from a checkpoint: what it holds back, and what its outer optimizer knows."""
+"""LocalSGD goes on from a checkpoint: its residual, and what its outer optimizer knows."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
         again.load_state_dict(optimizer.state_dict())
         pseudo = z - weights(model)
         assert again.outer_step()
-        assert again._exchange._lane.exchange.residual is None or isinstance(
+        assert again._exchange._bucket_exchange.exchange.residual is None or isinstance(
             then, hvd.Compression.topk
         )
         return z - weights(model), held(again), pseudo / 3 + before
@@ -179,17 +179,17 @@ def test_what_is_held_back_of_other_names_is_kept_and_told(
         _, compiled = begin("_orig_mod.")
         compiled.load_state_dict(optimizer.state_dict())
         assert torch.equal(held(compiled), held(optimizer))
-        assert "cannot be sent" not in caplog.text
+        assert "cannot be applied" not in caplog.text
         transport.barrier()
         _, other = begin("other.")
         other.load_state_dict(optimizer.state_dict())
         _, again = begin("")
         again.load_state_dict(other.state_dict())
         assert torch.equal(held(again), held(optimizer))
-        assert caplog.text.count(f"rank {transport.rank}: what is held back of") == 1
+        assert caplog.text.count(f"rank {transport.rank}: residuals for") == 1
 
     on_ranks(2, rank)
-    assert "rank 1: what is held back of '0.bias', '0.weight', '2.bias', '2.weight'" in caplog.text
+    assert "rank 1: residuals for '0.bias', '0.weight', '2.bias', '2.weight'" in caplog.text
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(0.1)])
@@ -228,7 +228,7 @@ def test_gradients_that_are_held_back_are_no_changes_of_the_model(
     assert on_ranks(2, program) == [True, True]
     said = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
     assert len(said) == 2
-    assert all("holds back nothing" in text for text in said)
+    assert all("has no residual" in text for text in said)
 
 
 def test_a_state_from_before_it_said_what_it_holds_back_loses_none_of_it() -> None:

@@ -516,4 +516,4 @@ def test_the_record_tells_what_is_held_back(tmp_path: Path) -> None:
 
     on_ranks(2, rank)
     for record in read_run(tmp_path).ranks:
-        assert [note.content["norm"] > 0 for note in record.withheld] == [True, True]
+        assert [note.content["norm"] > 0 for note in record.residuals] == [True, True]

@@ -149,7 +149,7 @@ def test_a_recovery_that_fails_is_no_end_in_order(
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     with monkeypatch.context() as patched:
-        patched.setattr(world.World, "leave", lambda self, reason, patience_seconds: [0])
+        patched.setattr(world.World, "leave", lambda self, reason, leave_timeout_seconds: [0])
         try:
             world.rejoin()
         except hvd.HorovodInternalError:

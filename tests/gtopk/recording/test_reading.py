@@ -19,7 +19,7 @@ def test_what_ranks_wrote_comes_back(tmp_path: Path) -> None:
     for rank in run.ranks:
         assert [step.report for step in rank.steps] == [report(step) for step in range(50)]
         assert rank.steps[-1].bytes_so_far == 50 * 1200
-        assert [note.content["norm"] for note in rank.withheld] == [1.0 + rank.rank] * 3
+        assert [note.content["norm"] for note in rank.residuals] == [1.0 + rank.rank] * 3
         assert rank.end == "called shutdown() at step 50"
 
 
@@ -159,7 +159,7 @@ def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
     assert rank.steps[-1].samples_so_far == 60 * 32
     if recent_steps is None:
         assert [note.step for note in rank.values] == [*range(1, 31), 30, 40]
-        assert [note.step for note in rank.withheld] == [1, 21]
+        assert [note.step for note in rank.residuals] == [1, 21]
         assert [note.step for note in rank.scores] == [1, 21]
     assert len(rank.messages) == 1  # the library has said it, at step 50
 

@@ -17,7 +17,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
-from gtopk.exchange.residual import Residual, Withheld
+from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.recording import start
 from gtopk.recording.endpoint import Address, Endpoint, parse_address
 from gtopk.recording.files import LineFile
@@ -353,7 +353,7 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     assert text.count("# TYPE gtopk_step_seconds gauge") == 1
 
 
-# ---- what is held back
+# ---- the residual
 
 
 def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
@@ -364,16 +364,16 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     residual.settle(picked, SparseVector.empty(length, np.dtype(np.float32)), picked)
     left = np.float64(residual.values)
     sent = float(abs(np.float64(picked.values)).sum())
-    found = residual.withheld(sent)
+    found = residual.residual_size(sent)
     assert found.square == pytest.approx(float((left**2).sum()), rel=1e-5)
     assert found.mass == pytest.approx(float(abs(left).sum()), rel=1e-5)
 
-    class Lane:
-        def withheld(self) -> Withheld:
+    class BucketExchange:
+        def residual_size(self) -> ResidualSize:
             return found
 
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 1, lambda: 3)
-    look(recorder, [Lane(), Lane()])
+    look(recorder, [BucketExchange(), BucketExchange()])
     recorder.close()
     line = lines_in(tmp_path / "file")[-1]
     assert line["norm"] == pytest.approx((2 * found.square) ** 0.5)

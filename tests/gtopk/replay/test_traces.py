@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
+from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED
-from collectives.transports.seal import CHECKSUM_BYTES
 from gtopk.replay import traces
 from gtopk.replay.traces import Reduction, trace_of
 

@@ -1,4 +1,4 @@
-"""Replicas that have parted become what most of them are, to the bit; what is held back stays."""
+"""Replicas that have parted become what most of them are, to the bit; the residual stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.replicas.healing import pack, put_in, spread_majority
 from gtopk.replicas.replicas import Parted
@@ -48,7 +48,7 @@ def train(
     on_divergence: str = "heal",
     **options: Any,
 ) -> tuple[bytes, list[bytes], int]:
-    """Return parameters and state at the end, what was held back after each step, divergences.
+    """Return parameters and state at the end, the residual after each step, divergences.
 
     spoil: called with rank, step, model and optimizer after each backward pass.
     """

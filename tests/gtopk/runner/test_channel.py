@@ -146,7 +146,7 @@ def test_a_message_that_is_too_long_is_refused(between):
 
 
 def test_who_says_nothing_or_a_byte_now_and_then_is_left(sockets, monkeypatch):
-    monkeypatch.setattr(channel, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "_REPLY_SECONDS", 0.05)
     for said in (b"", b"x"):
         one, other = sockets()
         one.sendall(said)

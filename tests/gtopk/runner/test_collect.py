@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.launch import LaunchError
 from gtopk.runner import RankError, collect
 from gtopk.runner.desk import Desk
@@ -19,7 +19,7 @@ from gtopk.runner.report import of_error, of_result
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_CAUSE_SECONDS", "_DRAIN_SECONDS", "_END_SECONDS", "_FAREWELL_SECONDS"):
+    for name in ("_CAUSE_SECONDS", "_DRAIN_SECONDS", "_END_SECONDS", "_LEAVE_SECONDS"):
         monkeypatch.setattr(collect, name, 0.05)
 
 

@@ -27,7 +27,7 @@ job._GRACE_SECONDS = 0.0
 ranks.require_mpirun = lambda: pathlib.Path(sys.argv[1])
 sys.exit(command.main(["-n", "1", "--launcher", "mpirun", *sys.argv[2:]]))
 """
-# A rank that saves, when it is told to end, until it may go on.
+# A rank that saves, when it gets SIGTERM, until it may go on.
 SAVING = """
 import pathlib, signal, sys, time
 
@@ -250,7 +250,7 @@ def running(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_ranks_have_time_to_save_when_it_is_told_to_end(running, tmp_path, number, code) -> None:
+def test_ranks_have_time_to_save_when_it_is_preempted(running, tmp_path, number, code) -> None:
     running.send_signal(number)
     wait_until((tmp_path / "saving").exists)
     assert running.poll() is None

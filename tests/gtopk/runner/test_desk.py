@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from gtopk import settings
 from gtopk.launch import LaunchError
 from gtopk.runner.channel import Channel
-from gtopk.runner.desk import ADDRESS, SECRET, Desk, own_address, visit
+from gtopk.runner.desk import Desk, own_address, visit
 
 PLENTY_SECONDS = 30.0
 
@@ -34,7 +35,7 @@ def wait_until(desk: Desk, condition: object) -> None:
 
 def come(desk: Desk, rank: int) -> tuple[Channel, bytes, bytes]:
     found = desk.environment()
-    return visit(found[ADDRESS], found[SECRET], rank)
+    return visit(found[settings.RUN_ADDRESS.name], found[settings.RUN_SECRET.name], rank)
 
 
 def test_every_rank_gets_the_call_and_leaves_its_report(desk: Desk) -> None:
@@ -62,7 +63,7 @@ def test_a_rank_that_goes_without_a_report_is_seen(desk: Desk) -> None:
 
 
 def test_who_does_not_know_the_secret_gets_nothing(desk: Desk) -> None:
-    address = desk.environment()[ADDRESS]
+    address = desk.environment()[settings.RUN_ADDRESS.name]
     with pytest.raises(ConnectionError):
         visit(address, "00" * 32, 0)
     assert desk.came == set()
@@ -76,7 +77,7 @@ def test_a_rank_that_is_none_gets_nothing(desk: Desk, number: int) -> None:
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_waiting(desk: Desk) -> None:
-    host, port = desk.environment()[ADDRESS].split(":")
+    host, port = desk.environment()[settings.RUN_ADDRESS.name].split(":")
     with socket.create_connection((host, int(port))):
         connection, *_ = come(desk, 0)
         connection.close()
@@ -91,7 +92,7 @@ def test_a_closed_desk_receives_nobody(desk: Desk) -> None:
 
 
 def test_on_one_machine_the_desk_is_reached_from_there_only(desk: Desk) -> None:
-    assert desk.environment()[ADDRESS].startswith("127.0.0.1:")
+    assert desk.environment()[settings.RUN_ADDRESS.name].startswith("127.0.0.1:")
     assert own_address("127.0.0.1") == "127.0.0.1"
 
 
@@ -103,7 +104,7 @@ def test_a_host_that_cannot_be_found_is_an_error() -> None:
 def test_a_crowd_of_strangers_keeps_no_rank_out_and_is_told_of_once(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, port = desk.environment()[ADDRESS].split(":")
+    host, port = desk.environment()[settings.RUN_ADDRESS.name].split(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(100)]
     for number, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):

@@ -173,8 +173,3 @@ def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
     assert sparse_in_one != sparse_in_five
     both = (dense_in_five, sparse_in_one) if is_compressed else (dense_in_one, sparse_in_five)
     assert seconds(1, 5) == both
-
-
-@pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])
-def test_it_can_be_switched_off(said: dict[str, str], is_wanted: bool) -> None:
-    assert advice.wanted(said) == is_wanted

@@ -8,7 +8,7 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
 from gtopk.exchange.exchange import Progress
-from gtopk.lanes.lanes import open_lane
+from gtopk.lanes.bucket_exchange import open_bucket_exchange
 from gtopk.step.expectation import expected, expected_seconds
 
 HERE = Calibration(Network(8, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
@@ -50,8 +50,10 @@ def test_nodes_that_are_no_hosts_oktopk_across_and_dense_inside_are_not_foretold
 
 def test_what_is_sent_along_once_changes_no_expectation() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
-    lane = open_lane("lane", [parameter], ["parameter"], Compression.none, Progress())
-    seconds = expected_seconds([lane], HERE)
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], Compression.none, Progress()
+    )
+    seconds = expected_seconds([bucket_exchange], HERE)
     assert seconds is not None
-    lane.send_along()
-    assert expected_seconds([lane], HERE) == seconds
+    bucket_exchange.send_along()
+    assert expected_seconds([bucket_exchange], HERE) == seconds

@@ -13,8 +13,8 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
 from gtopk.exchange.exchange import Progress
-from gtopk.lanes.lanes import Lane, open_lane
-from gtopk.lanes.sparse_gradients import SparseGradientLane
+from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
+from gtopk.lanes.sparse_gradients import SparseGradientExchange
 from gtopk.step.advice import advice
 from gtopk.step.bucket_plan import buckets_by
 from gtopk.step.expected_step import ExpectedStep
@@ -23,13 +23,13 @@ SLOW = Calibration(Network(8, Link.of(1e8, 50e-6)), DEFAULT_RATES, "made up")
 GTOPK = Compression.gtopk(density=0.001)
 
 
-def lane(values: int, compression: object) -> Lane:
+def bucket_exchange(values: int, compression: object) -> BucketExchange:
     parameter = torch.nn.Parameter(torch.zeros(1).expand(values))
-    return open_lane("lane", [parameter], ["parameter"], compression, Progress())
+    return open_bucket_exchange("lane", [parameter], ["parameter"], compression, Progress())
 
 
-def embedding(values: int) -> SparseGradientLane:
-    return SparseGradientLane("embedding", torch.nn.Parameter(torch.zeros(values, 1)), "weight")
+def embedding(values: int) -> SparseGradientExchange:
+    return SparseGradientExchange("embedding", torch.nn.Parameter(torch.zeros(values, 1)), "weight")
 
 
 def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
@@ -37,21 +37,21 @@ def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
     transport = SimpleNamespace(name="made up")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
     return SimpleNamespace(
-        size=size, world=here, takes_part=takes_part, run=lambda *said, **vote: SLOW
+        size=size, world=here, takes_part=takes_part, run=lambda *said, **flags: SLOW
     )
 
 
-def said_of(lanes: list[Any], caplog: pytest.LogCaptureFixture) -> str:
+def said_of(bucket_exchanges: list[Any], caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO, "gtopk"):
-        ExpectedStep(GTOPK, Progress()).measure(lanes, peers())
+        ExpectedStep(GTOPK, Progress()).measure(bucket_exchanges, peers())
     return caplog.text
 
 
 def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixture) -> None:
-    ours = [lane(600_000, GTOPK), lane(400_000, GTOPK)]
+    ours = [bucket_exchange(600_000, GTOPK), bucket_exchange(400_000, GTOPK)]
     alone = said_of(ours, caplog)
-    beside = said_of([*ours, lane(9_000_000, Compression.none), embedding(7)], caplog)
+    beside = said_of([*ours, bucket_exchange(9_000_000, Compression.none), embedding(7)], caplog)
     assert "1,000,000 values, 8 ranks" in alone
     assert "1,000,000 values (and 9,000,007 uncompressed either way), 8 ranks" in beside
     assert beside.partition(", 8 ranks")[2] == alone.partition(", 8 ranks")[2]
@@ -65,7 +65,7 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
     runs, other = (GTOPK, None) if is_compressed else (None, GTOPK)
     parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(10)]
     names = [str(number) for number in range(10)]
-    one = open_lane("lane", parameters, names, runs or Compression.none, Progress())
+    one = open_bucket_exchange("lane", parameters, names, runs or Compression.none, Progress())
     count = buckets_by(other, [100_000] * 10, 8)
     assert count > 1
     for is_planned, buckets in ((True, count), (False, 1)):
@@ -79,7 +79,7 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
 def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
     compression: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = said_of([lane(1_000_000, compression), embedding(7)], caplog)
+    said = said_of([bucket_exchange(1_000_000, compression), embedding(7)], caplog)
     assert "1,000,000 values (and 7 uncompressed either way), 8 ranks" in said
     assert ": would save" in said
 
@@ -92,11 +92,11 @@ def test_of_sparse_gradients_alone_there_is_nothing_to_say(
 
 
 def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    lanes, here = [lane(1000, GTOPK)], peers()
+    bucket_exchanges, here = [bucket_exchange(1000, GTOPK)], peers()
     with caplog.at_level(logging.INFO, "gtopk"):
         for one in (here, here, peers(rank=1)):
             expected = ExpectedStep(GTOPK, Progress(), "an outer step")
-            expected.measure(lanes, one)
+            expected.measure(bucket_exchanges, one)
             assert expected.seconds
     assert caplog.text.count("an outer step") == len(caplog.records) == 1
 
@@ -106,21 +106,21 @@ def test_some_ranks_of_a_world_expect_of_themselves(
     others: dict[str, bool], is_expected: bool
 ) -> None:
     expected = ExpectedStep(GTOPK, Progress())
-    expected.measure([lane(1000, GTOPK)], peers(size=4, **others))
+    expected.measure([bucket_exchange(1000, GTOPK)], peers(size=4, **others))
     assert (expected.seconds is not None) == is_expected
 
 
 def test_one_rank_alone_expects_nothing() -> None:
     expected = ExpectedStep(GTOPK, Progress())
-    expected.measure([lane(1000, GTOPK)], peers(size=1))
+    expected.measure([bucket_exchange(1000, GTOPK)], peers(size=1))
     assert expected.seconds is None
 
 
 def test_other_lanes_are_expected_to_take_another_time() -> None:
     expected = ExpectedStep(GTOPK, Progress())
-    expected.measure([lane(1000, GTOPK)], peers())
+    expected.measure([bucket_exchange(1000, GTOPK)], peers())
     before = expected.seconds
-    expected.expect([lane(1_000_000, GTOPK)])
+    expected.expect([bucket_exchange(1_000_000, GTOPK)])
     assert before is not None
     assert expected.seconds is not None
     assert expected.seconds > before

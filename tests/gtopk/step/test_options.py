@@ -27,7 +27,10 @@ def test_groups_are_buckets(threads, groups):
             optimizer = distribute(model, bucket_bytes=None, groups=made)
             model(inputs(transport.rank, 0)).square().sum().backward()
             optimizer.step()
-            return [lane.names for lane in optimizer._reducer.planned.lanes]
+            return [
+                bucket_exchange.names
+                for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
+            ]
 
     for buckets in threads(2, program):
         if groups == "lists":

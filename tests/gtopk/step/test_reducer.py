@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.lanes.lanes import Lane
+from gtopk.lanes.bucket_exchange import BucketExchange
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.step import reducer
 from gtopk.step.expected_step import ExpectedStep
@@ -276,10 +276,10 @@ LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
 
 @pytest.fixture(params=LOOKING)
 def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which ranks look at their gradients before they vote."""
+    """Which ranks look at their gradients before they send their flags."""
     blind = LOOKING[request.param]
-    on_host = property(lambda lane: world.current().rank not in blind)
-    monkeypatch.setattr(Lane, "on_host", on_host)
+    on_host = property(lambda bucket_exchange: world.current().rank not in blind)
+    monkeypatch.setattr(BucketExchange, "on_host", on_host)
     return request.param
 
 
@@ -349,7 +349,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step
 def test_a_gradient_that_was_not_finite_costs_the_step_though_nobody_finds_it_again(
     threads, monkeypatch, where
 ):
-    monkeypatch.setattr(Lane, "not_finite", lambda self: [])
+    monkeypatch.setattr(BucketExchange, "not_finite", lambda self: [])
 
     def program(transport: LocalTransport) -> list[bytes]:
         model = layers()
@@ -468,8 +468,8 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
     """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
     ended = Round.finish
 
-    def finish(self: Round, unplanned: bool, told: bool) -> None:
-        ended(self, unplanned, told)
+    def finish(self: Round, unplanned: bool, preempted: bool) -> None:
+        ended(self, unplanned, preempted)
         raise KeyboardInterrupt
 
     def step(number: int) -> None:
@@ -486,7 +486,7 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
         with pytest.raises(KeyboardInterrupt):
             step(1)
         np.testing.assert_array_equal(held(optimizer), before)
-    assert "rank 0: interrupted (KeyboardInterrupt) in a step" in caplog.text
+    assert "rank 0: interrupted (KeyboardInterrupt) mid-step" in caplog.text
 
 
 def test_several_optimizers_and_models_step_in_any_order(threads):

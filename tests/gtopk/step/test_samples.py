@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.step.samples import MOST, VOTE_BITS, Samples
 from gtopk.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
@@ -23,9 +23,9 @@ from tests.gtopk.held import held
 @given(st.lists(st.integers(0, MOST), min_size=1, max_size=20), st.integers(0, 2**VOTE_BITS - 1))
 def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -> None:
     ranks = [Samples(count) for count in counts]
-    votes = [rank.vote | rest_of_vote for rank in ranks]
-    assert max(votes) < 2**63
-    weights = [rank.weight(votes) for rank in ranks]
+    all_flags = [rank.flags | rest_of_vote for rank in ranks]
+    assert max(all_flags) < 2**63
+    weights = [rank.weight(all_flags) for rank in ranks]
     assert weights == [count / sum(counts) if count else 0.0 for count in counts]
 
 
@@ -34,15 +34,15 @@ def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -
 def test_weights_do_not_hang_on_the_size_of_the_step(counts: list[int], factor: int) -> None:
     small, large = ([Samples(n * each) for each in counts] for n in (1, factor))
     for one, other in zip(small, large, strict=True):
-        weight = other.weight([rank.vote for rank in large])
-        assert weight == pytest.approx(one.weight([rank.vote for rank in small]))
+        weight = other.weight([rank.flags for rank in large])
+        assert weight == pytest.approx(one.weight([rank.flags for rank in small]))
 
 
 @pytest.mark.parametrize("of", [np.int64, np.int32, np.uint8, torch.tensor])
 def test_a_number_of_numpy_or_torch_travels_as_pythons_own(of: Any) -> None:
     samples = Samples(of(7))
-    assert samples.vote == Samples(7).vote
-    assert type(samples.vote) is int
+    assert samples.flags == Samples(7).flags
+    assert type(samples.flags) is int
 
 
 @pytest.mark.parametrize("number", [7.0, "7", torch.tensor([7, 8]), torch.tensor(0.5)])
@@ -53,14 +53,16 @@ def test_what_is_no_whole_number_is_refused_by_name(number: Any) -> None:
 
 def test_a_sums_gradient_weighs_one_over_the_total() -> None:
     ranks = [Samples(count, summed=True) for count in (3, 0, 5)]
-    votes = [rank.vote for rank in ranks]
-    assert [rank.weight(votes) for rank in ranks] == [1 / 8, 0.0, 1 / 8]
-    assert [rank.share(votes) for rank in ranks] == [3 / 8, 0.0, 5 / 8]
+    all_flags = [rank.flags for rank in ranks]
+    assert [rank.weight(all_flags) for rank in ranks] == [1 / 8, 0.0, 1 / 8]
+    assert [rank.share(all_flags) for rank in ranks] == [3 / 8, 0.0, 5 / 8]
 
 
-def test_ranks_that_say_different_things_have_different_facts() -> None:
-    assert len({Samples(None).facts, Samples(3).facts, Samples(3, summed=True).facts}) == 3
-    assert Samples(3).facts == Samples(4).facts
+def test_ranks_that_say_different_things_have_different_signatures() -> None:
+    assert (
+        len({Samples(None).signature, Samples(3).signature, Samples(3, summed=True).signature}) == 3
+    )
+    assert Samples(3).signature == Samples(4).signature
 
 
 @pytest.mark.parametrize("count", [-1, MOST + 1])

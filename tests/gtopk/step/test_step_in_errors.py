@@ -11,7 +11,7 @@ import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.world import world
 

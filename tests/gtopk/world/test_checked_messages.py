@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transports import local_world, run_ranks
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.world import checked_messages, world
 
 SIZE = 3
@@ -17,22 +17,22 @@ def test_it_is_off_unless_it_is_asked_for():
     mpi = SimpleNamespace(name="mpi")
     assert not checked_messages.wanted_on(mpi, {})
     for text in ("", "0", "1"):
-        is_wanted = checked_messages.wanted_on(mpi, {checked_messages.VARIABLE: text})
+        is_wanted = checked_messages.wanted_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
         assert is_wanted == (text == "1")
     with pytest.raises(ValueError, match="GTOPK_CHECK_MESSAGES must be 0 or 1, got 'yes'"):
-        checked_messages.wanted_on(mpi, {checked_messages.VARIABLE: "yes"})
+        checked_messages.wanted_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
 
 
 def test_over_nccl_it_is_refused():
     nccl = SimpleNamespace(name="nccl")
     assert not checked_messages.wanted_on(nccl, {})
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
-        checked_messages.wanted_on(nccl, {checked_messages.VARIABLE: "1"})
+        checked_messages.wanted_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
 
 
 @pytest.mark.parametrize("text", ["0", "1"])
 def test_a_world_checks_messages_as_it_is_told(monkeypatch, text):
-    monkeypatch.setenv(checked_messages.VARIABLE, text)
+    monkeypatch.setenv("GTOPK_CHECK_MESSAGES", text)
 
     def program(transport):
         with world.entered(transport):

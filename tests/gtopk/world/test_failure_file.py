@@ -15,8 +15,8 @@ import pytest
 
 import gtopk
 from collectives.errors import PeerError
-from collectives.transports.farewell import Farewell
-from gtopk.exceptions import HorovodInternalError
+from collectives.transports.departure import DepartureNotice
+from gtopk.errors import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
 from gtopk.world import failure_file, guard, world
 from gtopk.world.guard import Guard
@@ -47,7 +47,7 @@ def member(note_end=lambda how, in_order: None):
             rank=1,
             size=2,
             lost=list,
-            farewells=dict,
+            departures=dict,
             leave=lambda how, seconds: None,
             abort=abort,
         ),
@@ -210,7 +210,7 @@ def be_stuck(failing):
     failing._end_if_stuck(Lost(0, "it is silent"))
 
 
-def be_told_to_end(failing):
+def be_preempted(failing):
     failing._on_sigterm(15, None)
 
 
@@ -243,7 +243,7 @@ def lost(brief, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 @pytest.mark.parametrize("way", ["hangs", "fails"])
 def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
     tmp_path, lost, over, monkeypatch, way, end
@@ -264,7 +264,7 @@ def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
     assert written
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
     begun = time.monotonic()
     with pytest.raises(Ending):
@@ -272,7 +272,7 @@ def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
     assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 def test_the_record_has_it_as_an_end_out_of_order(lost, end):
     noted = []
     with pytest.raises(Ending):
@@ -360,8 +360,8 @@ def test_the_first_loss_is_named_first(monkeypatch):
         def lost(self):
             return [0, 2]
 
-        def farewells(self):
-            return {0: Farewell({}, "was stopped by SIGTERM", lost=True)}
+        def departures(self):
+            return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
 
     guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
     alone = [Lost(0, "was stopped by SIGTERM"), Lost(2, "as another rank says")]

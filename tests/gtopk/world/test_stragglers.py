@@ -53,7 +53,7 @@ def steps(
             slow = transport.rank == 1 and slow_from <= step < slow_until
             told.note(step, seconds * (times if slow else 1))
             # A step ends when all have exchanged something.
-            here.engine.submit("a step", [], lambda transport, votes: None).wait()
+            here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
             here.step += 1
             found.append(told.scores)
     return found
@@ -120,7 +120,7 @@ def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monk
             for step in range(1, 361):
                 slow = transport.rank == 1 and step % 36 < 24
                 told.note(step, 0.1 if slow else 0.02)
-                here.engine.submit("a step", [], lambda transport, votes: None).wait()
+                here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
                 if transport.rank == 0:
                     clock.now += 1.0
 

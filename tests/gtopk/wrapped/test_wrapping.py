@@ -15,7 +15,7 @@ import torch
 from collectives.transports import local_world
 from gtopk.local_sgd import LocalSGD
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Adasum
+from gtopk.reduce_ops import Adasum
 from gtopk.world import world
 from gtopk.wrapped.wrapping import Wrapping, wrap
 from tests.gtopk.four_layers import distribute, layers

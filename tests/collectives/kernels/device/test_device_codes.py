@@ -27,13 +27,13 @@ def test_the_header_is_as_long_as_the_wire_s() -> None:
 
 
 @pytest.mark.parametrize("body", [0, 1, 7, 8, 4088, 4095, 4096, 4097, 8192, 40_963])
-def test_a_sealed_message_has_the_reference_s_checksum(
+def test_a_written_head_has_the_reference_s_checksum(
     scratch: Scratch, body: int, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
     message = random.integers(0, 256, HEADER_BYTES + body, np.uint8)
     held = machine.put(message)
-    codes.seal_with(scratch, held, message[HEAD])
+    codes.write_head_with(scratch, held, message[HEAD])
     sealed = machine.fetch(held)
     assert sealed[HEAD].tolist() == message[HEAD].tolist()
     assert sealed[BODY].tolist() == message[BODY].tolist()

@@ -37,12 +37,12 @@ void meet_at_two_barriers() {
     __syncthreads();
 }
 
-void vote_alone() {
+void flags_alone() {
   if (threadIdx.x % 32 == 0) __any_sync(ALL, 1);
   __syncthreads();
 }
 
-void vote_in_part() {
+void flags_in_part() {
   if (threadIdx.x % 32 == 0) __any_sync(1u, 1);
 }
 
@@ -54,8 +54,8 @@ std::map<std::string, host::Entry> host::kernels = {
   {"count_atomically", host::kernel_of(count_atomically)},
   {"sum_warp", host::kernel_of(sum_warp)},
   {"meet_at_two_barriers", host::kernel_of(meet_at_two_barriers)},
-  {"vote_alone", host::kernel_of(vote_alone)},
-  {"vote_in_part", host::kernel_of(vote_in_part)},
+  {"flags_alone", host::kernel_of(flags_alone)},
+  {"flags_in_part", host::kernel_of(flags_in_part)},
   {"write_beside", host::kernel_of(write_beside)},
 };
 """
@@ -107,8 +107,8 @@ def test_a_missing_barrier_gives_another_result_in_another_order(small: Any) -> 
     ("kernel", "message"),
     [
         ("meet_at_two_barriers", "threads of a block wait at two barriers, in lines"),
-        ("vote_alone", "deadlock: every thread of a block waits, or has ended"),
-        ("vote_in_part", "a vote or shuffle is not of the whole warp"),
+        ("flags_alone", "deadlock: every thread of a block waits, or has ended"),
+        ("flags_in_part", "flags or shuffle is not of the whole warp"),
         ("missing", "there is no such kernel"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_in_the_midst_is_named(cuda: Any, met: bool) -> None:
             meet(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
-            transport.resign("it broke down")
+            transport.announce_departure("it broke down")
             return
         text = r"rank 1 left \(it broke down\) while rank 0 waited for it in bucket 2"
         with pytest.raises(PeerError, match=text), transport.operation("bucket 2"):
@@ -68,7 +68,7 @@ def test_what_was_on_its_way_when_its_sender_left_still_arrives(cuda: Any) -> No
         meet(transport)
         if transport.rank == 1:
             announce_only(transport, 0)
-            transport.resign("done")
+            transport.announce_departure("done")
             time.sleep(0.1)
             transport._transfer([(up(message(100, 1)), 0)], [])
         else:
@@ -190,7 +190,7 @@ def test_an_abort_that_hangs_does_not_hang_us(cuda: Any, monkeypatch: pytest.Mon
     def program(transport: NcclTransport) -> None:
         if transport.rank == 0:
             announce_only(transport, 1)
-            transport.resign("gone")
+            transport.announce_departure("gone")
         else:
             with pytest.raises(PeerError, match=r"rank 0 left \(gone\)"):
                 transport.receive(0)
@@ -219,7 +219,7 @@ def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not look: it finds that the kernel has ended, for it was aborted.
-    monkeypatch.setattr("collectives.transports.patience._LOOK_SECONDS", 3600)
+    monkeypatch.setattr("collectives.transports.polling._LOOK_SECONDS", 3600)
 
     def program(transport: NcclTransport) -> None:
         meet(transport)

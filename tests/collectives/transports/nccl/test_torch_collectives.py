@@ -149,7 +149,7 @@ def test_who_waits_for_a_rank_that_left_says_so() -> None:
     def program(transport: NcclTransport) -> str:
         transport.allreduce(torch.ones(2))
         if transport.rank == 1:
-            transport.resign("it has had enough")
+            transport.announce_departure("it has had enough")
             return ""
         with pytest.raises(PeerError) as caught, transport.operation("the sum of w"):
             transport.allreduce(torch.ones(2))

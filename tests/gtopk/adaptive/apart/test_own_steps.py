@@ -125,7 +125,7 @@ def test_a_round_is_a_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
         numbers = [step.report.step for step in rank.steps]
         assert numbers == list(range(len(numbers)))
         assert {step.report.covers for step in rank.steps} == {"round"}
-        assert rank.withheld
+        assert rank.residuals
     skipped = {s.report.step for s in steps_of(run) if s.report.skipped}
     assert len(skipped) == loaders[0].rounds.skipped == 1
     assert sum(step.report.samples for step in steps_of(run)) == 2 * LENGTH
@@ -157,7 +157,7 @@ def test_a_mega_batch_and_its_merge_are_a_step(tmp_path: Path, threads: Callable
             assert each.sent_bytes > 0
     for each in reports:
         assert each[-1].step + 1 == sum(report.local_steps for report in each)
-    assert all(rank.withheld for rank in run.ranks)
+    assert all(rank.residuals for rank in run.ranks)
     html, table = shown(run, tmp_path)
     for words in (
         "A mega-batch takes",
@@ -202,9 +202,9 @@ def test_a_period_of_a_worker_is_a_step(
         assert merges == loaders[rank.rank]._node.merging.merges
         assert sum(s.report.elements for s in rank.steps) == 124 * merges
         assert sum(s.report.selected for s in rank.steps) <= 12 * merges
-        assert bool(rank.withheld) == (merges > 0)
+        assert bool(rank.residuals) == (merges > 0)
         assert (rank.steps[-1].bytes_so_far > 0) == (merges > 0) == (len(nodes) > 1)
-    norms = [note.content["norm"] for rank in run.ranks for note in rank.withheld]
+    norms = [note.content["norm"] for rank in run.ranks for note in rank.residuals]
     assert any(norms) == (len(nodes) > 1)
     html, table = shown(run, tmp_path)
     for words in ("A period of each rank", "Utilisation", "Batch sizes"):

@@ -37,12 +37,12 @@ def test_a_node_of_fewer_ranks_sends_what_lay_in_other_shards(threads) -> None:
         exchange = RoundExchange([torch.nn.Parameter(torch.zeros(ELEMENTS).double())], NODE)
         nothing = torch.zeros(ELEMENTS, dtype=torch.float64)
         reduced(exchange, transport, nothing.clone())
-        facts = exchange.facts
+        signature = exchange.signature
         mine = states[transport.rank]["residual"] + states[transport.rank + 2]["residual"]
         exchange.load_state_dict({**states[transport.rank], "residual": mine})
-        assert exchange.facts != facts  # a rank that loads alone hears of it
+        assert exchange.signature != signature  # a rank that loads alone hears of it
         sent = sum(reduced(exchange, transport, nothing.clone()) for _ in range(12))
-        assert exchange.facts == facts
+        assert exchange.signature == signature
         return sent, exchange.state_dict()["residual"]
 
     for sent, left in threads(2, loading):

@@ -142,7 +142,9 @@ def test_a_balanced_loader_in_elastics_state_goes_on_within_the_epoch(what: Any)
 
 def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
     def goes_on(here: World, opened: Any) -> str:
-        with pytest.raises(RuntimeError, match="on rank 0 of 2 is on rank 0 of 1 by now") as error:
+        with pytest.raises(
+            RuntimeError, match="created on rank 0 of 2 but now runs on rank 0 of 1"
+        ) as error:
             next(iter(opened[-1]))
         assert not isinstance(error.value, hvd.HorovodInternalError)
         return ""
@@ -153,8 +155,8 @@ def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
 @pytest.mark.parametrize(
     ("mode", "way_out"),
     [
-        ("abs", "make it and its DistributedOptimizer anew then, as within the function that hvd"),
-        ("adaptive-sgd", "make it and its DistributedOptimizer anew then"),
+        ("abs", "create it and its DistributedOptimizer again, as within the function that hvd"),
+        ("adaptive-sgd", "create it and its DistributedOptimizer again"),
         ("hogbatch", "go on in another job, by a checkpoint"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -
         update = here.engine.submit(
             "clipped",
             [],
-            lambda transport, votes: exchange.reduce(transport, 1 / sum(samples), share),
+            lambda transport, all_flags: exchange.reduce(transport, 1 / sum(samples), share),
         ).wait()
         return update[0], exchange.state_dict()["residual"], sums
 
@@ -189,7 +189,7 @@ def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any)
         large = float(np.float32(2.9e38))
         assert reduced(3e38, large) == [[float(np.float32(3e38)), 0.0]]
         before = exchange.state_dict()
-        assert reduced(0.0, large) is None  # what was held back and this, of two ranks
+        assert reduced(0.0, large) is None  # the residual and this, of two ranks
         assert torch.equal(exchange.state_dict()["residual"], before["residual"])
         assert reduced(0.0, 0.0) == [[0.0, large]]
 

@@ -138,7 +138,7 @@ class Killed(Exception):
 def die(here: World, iterator: Any) -> None:
     """End as a process does that is killed: with everything it had in hand, and without a word."""
     _held.append(iterator)  # it is not told that the script goes no further
-    here.transport.resign("it was killed")
+    here.transport.announce_departure("it was killed")
     raise Killed
 
 

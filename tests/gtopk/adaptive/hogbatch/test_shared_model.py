@@ -232,7 +232,7 @@ def test_tensors_lie_in_lines_of_their_own() -> None:
     assert all(place.first_byte % 64 == 0 for place in layout.places)
     assert all(end <= nxt.first_byte for end, nxt in zip(ends, layout.places[1:], strict=False))
     assert ends[-1] <= layout.size_bytes
-    assert any("state 'exp_avg' of parameter 0, [5, 3]" in fact for fact in layout.facts)
+    assert any("state 'exp_avg' of parameter 0, [5, 3]" in fact for fact in layout.signature)
 
 
 @pytest.mark.parametrize(

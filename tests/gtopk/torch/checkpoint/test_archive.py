@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gtopk.torch as hvd
+from gtopk.errors import CheckpointError
 from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.archive import Archive, Snapshot
-from gtopk.torch.checkpoint.errors import CheckpointError
 from gtopk.torch.checkpoint.files import list_parts, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 

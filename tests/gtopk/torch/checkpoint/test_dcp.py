@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import (
 import gtopk
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
+from gtopk.errors import CheckpointError
 from gtopk.torch.checkpoint.archive import Archive
 from gtopk.torch.checkpoint.dcp import Reader, Writer
-from gtopk.torch.checkpoint.errors import CheckpointError
 from gtopk.world import world
 
 
@@ -161,7 +161,7 @@ def sending_all(model):
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), sending_all], ids=[*KINDS, "density 1"])
 def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, kind):
-    """DCP loads what is in a state, and gTop-k's has what is held back from its first step on."""
+    """DCP loads what is in a state, and gTop-k's has the residual from its first step on."""
 
     def said():
         return sorted(r.getMessage() for r in caplog.records if r.name == "gtopk")
@@ -177,7 +177,7 @@ def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, 
     ranks(1, program)
     lost = ["critic", "optimizer"] if kind is KINDS["gTop-k"] else []
     for name, text in zip(lost, said(), strict=True):
-        assert f"has what ranks held back of '{name}', and the state that it is loaded" in text
+        assert f"has the ranks' residuals of '{name}', and the state that it is loaded" in text
 
 
 def test_so_does_whatever_has_a_state(ranks, tmp_path):

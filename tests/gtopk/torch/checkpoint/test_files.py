@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from gtopk.errors import DamagedError, FormatError
 from gtopk.torch.checkpoint import files
-from gtopk.torch.checkpoint.errors import DamagedError, FormatError
 from gtopk.torch.checkpoint.files import (
     Content,
     Part,

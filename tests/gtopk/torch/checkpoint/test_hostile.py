@@ -12,7 +12,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
-from gtopk.torch.checkpoint.errors import DamagedError
+from gtopk.errors import DamagedError
 from gtopk.torch.checkpoint.files import FORMAT, LAST_NUMBER, LAST_STEP, seal, unseal
 from gtopk.torch.checkpoint.state import NOTHING_OWN
 from tests.gtopk.torch.checkpoint.run import Run

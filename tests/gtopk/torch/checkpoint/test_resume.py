@@ -167,7 +167,7 @@ def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
     said = [r.getMessage() for r in caplog.records if "lacks the own parts of" in r.getMessage()]
     assert len(said) == after
     assert said[0].endswith(
-        "lacks the own parts of ranks [3] of 4: what they held back is lost, and the run goes on "
+        "lacks the own parts of ranks [3] of 4: their residuals are lost, and the run goes on "
         "without it"
     )
 
@@ -394,7 +394,7 @@ def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path
 
 
 def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ranks, tmp_path):
-    """It has what a rank holds back among the rest of that optimizer's state."""
+    """It has a rank's residual among the rest of that optimizer's state."""
 
     class Older:
         def __init__(self, optimizer):

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gtopk.errors import DamagedError
 from gtopk.torch.checkpoint import tree
-from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.exceptions import HostsUpdatedInterrupt
+from gtopk.errors import HostsUpdatedInterrupt
 from gtopk.torch.elastic import ObjectState, State
 from gtopk.world import world
 

@@ -1,4 +1,4 @@
-"""What each rank holds back survives a change of the ranks: its sum is conserved."""
+"""Each rank's residual survives a change of the ranks: its sum is conserved."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gtopk.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from gtopk.errors import HorovodInternalError, HostsUpdatedInterrupt
 from gtopk.torch.elastic import State, run_fn
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
@@ -146,7 +146,7 @@ def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
     assert "going on from checkpoint 4 (step 8) in " in killed.again.stderr
     undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
-    # To the bit: what the ranks held back is there again, too.
+    # To the bit: the ranks' residuals are there again, too.
     told = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
     assert sorted(told) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
 

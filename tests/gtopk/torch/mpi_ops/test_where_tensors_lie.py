@@ -36,10 +36,10 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
     """Run `ranks(size, program)`; ranks have tensors carried, but for those `on_host`."""
 
-    def facts(host: Any, device: int | None) -> Facts:
+    def signature(host: Any, device: int | None) -> Facts:
         return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl_start, "facts_here", facts)
+    monkeypatch.setattr(nccl_start, "facts_here", signature)
 
     def run(
         size: int, program: Callable[[NcclTransport], Any], on_host: tuple[int, ...] = ()

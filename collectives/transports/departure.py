@@ -1,0 +1,42 @@
+"""Departure notice: what a rank that takes part no more tells its peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..vector import Array
+
+
+class DepartureNotice(NamedTuple):
+    """How far a rank came, and why it left.
+
+    completed: how many operations of each stream it has completed, by the stream's tag.
+    missed:    the rank that left before and was missed by this one, and its notice: a rank that
+               gets the consequence first learns the cause with it.
+    lost:      it said nothing: its connection broke, so its process has died or cannot be reached.
+    """
+
+    completed: Mapping[int, int]
+    reason: str
+    missed: tuple[int, DepartureNotice] | None = None
+    lost: bool = False
+
+    def encode(self) -> Array:
+        """Return the message, uint8."""
+        return np.frombuffer(json.dumps(self).encode(), np.uint8)
+
+    @classmethod
+    def decode(cls, message: Array) -> DepartureNotice:
+        """Return what `encode` made a message of."""
+        return cls._of(*json.loads(message.tobytes()))
+
+    @classmethod
+    def _of(
+        cls, completed: dict[str, int], reason: str, missed: Any, lost: bool
+    ) -> DepartureNotice:
+        counts = {int(tag): count for tag, count in completed.items()}
+        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)

@@ -1,0 +1,113 @@
+"""Poll until a condition holds: spin with sched_yield, back off, time out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from ..errors import PeerError, PeerTimeoutError
+from .transport import STALL_WARNING_SECONDS, Transport, say
+
+T = TypeVar("T")
+
+_SPINS: Final = 200  # tests that only yield, about 0.1 ms, before a wait begins to sleep
+_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
+_LOOK_SECONDS: Final = 0.01  # how often a waiting rank looks whether a peer has left
+
+
+def wait_until(
+    test: Callable[[], T | None],
+    transport: Transport,
+    peers: Sequence[int],
+    timeout_seconds: float,
+    look: Callable[[], None] = lambda: None,
+    grace_seconds: float = 0.0,
+) -> T:
+    """Return what `test` returns once that is not None; count the wait.
+
+    peers: whose turn it is; ranks of the world, none when it is all of them.
+    look:  called now and then; may raise.
+    grace_seconds: how long what a peer has sent may still be on its way after it left; there is at
+           least one test after its departure notice.
+    Raises PeerError when a peer left, PeerTimeoutError when nothing happens.
+    """
+    if (result := test()) is not None:
+        return result
+    begun = time.monotonic()
+    try:
+        return _poll(test, transport, peers, timeout_seconds, look, grace_seconds, begun)
+    finally:
+        transport.traffic.count_wait(time.monotonic() - begun)
+
+
+def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any]) -> T:
+    """Return what a call returns that may block; made by a thread, which is abandoned if need be.
+
+    wait: returns what a test returns once that is not None, or raises.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    def outcome() -> list[T] | None:
+        for error in errors:
+            raise error
+        return results or None
+
+    threading.Thread(target=make, daemon=True).start()
+    wait(outcome)
+    return results[0]
+
+
+def _poll(
+    test: Callable[[], T | None],
+    transport: Transport,
+    peers: Sequence[int],
+    timeout_seconds: float,
+    look: Callable[[], None],
+    grace_seconds: float,
+    begun: float,
+) -> T:
+    needed: Sequence[int | None] = peers or [None]
+    who = " and ".join(f"rank {peer}" for peer in peers) or "its peers"
+    next_look = begun + _LOOK_SECONDS
+    next_warning = begun + STALL_WARNING_SECONDS
+    missed_since: float | None = None
+    sleep_seconds = _SHORTEST_SLEEP_SECONDS
+    spins = 0
+    while (result := test()) is None:
+        spins += 1
+        if spins < _SPINS:
+            os.sched_yield()
+            continue
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(sleep_seconds * 1.3, _LONGEST_SLEEP_SECONDS)
+        now = time.monotonic()
+        if now < next_look:
+            continue
+        next_look = now + _LOOK_SECONDS
+        look()
+        transport.collect_departures()
+        missing = [text for text in map(transport.missing, needed) if text]
+        if missing:
+            missed_since = missed_since or now
+            if now > missed_since + grace_seconds:
+                raise PeerError(missing[0])
+        waiting = (
+            f"rank {transport.ranks[transport.rank]} has waited {now - begun:.0f} s for {who} "
+            f"in {transport.activity}"
+        )
+        if now - begun > timeout_seconds:
+            raise PeerTimeoutError(waiting)
+        if now > next_warning:
+            next_warning = now + STALL_WARNING_SECONDS
+            say(waiting)
+    return result

@@ -1,0 +1,77 @@
+"""What can go wrong, as users catch it.
+
+    RuntimeError
+    |-- HorovodInternalError      an operation failed across ranks (Horovod's)
+    |   `-- InvalidCallError      a call that cannot be made here; a ValueError, too
+    |-- HostsUpdatedInterrupt     the hosts of an elastic job have changed (Horovod's)
+    |-- CheckpointError           a checkpoint cannot be written or found; the same on every rank
+    |-- LaunchError               ranks cannot be started
+    |   `-- LaunchTimeoutError    they ran longer than allowed
+    `-- RankError                 a rank of gtopk.run failed
+    ValueError
+    |-- DamagedError              a checkpoint's file does not hold what was written to it
+    `-- FormatError               a checkpoint's file is of another version
+
+`collectives.errors` has what goes wrong below, between arrays. Bad arguments are ValueError or
+TypeError, as everywhere in Python.
+"""
+
+
+class HorovodInternalError(RuntimeError):
+    """An operation failed across ranks: they disagreed, or one of them is gone.
+
+    operation: its name; "" where none had begun.
+    """
+
+    operation = ""
+
+
+class InvalidCallError(HorovodInternalError, ValueError):
+    """A call that cannot be made here, whatever the other ranks do; nothing was sent.
+
+    Horovod raises the one or the other, by the function: who catches either catches this.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts have changed: ranks were added, or are to be removed.
+
+    skip_sync: whether the ranks that stay are still in step, so that nothing needs to be sent.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        self.skip_sync = skip_sync
+        super().__init__("the hosts of the job have changed")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or found; the same on every rank, so that all may go on."""
+
+
+class DamagedError(ValueError):
+    """A file does not hold what was written to it; the text names it and says why."""
+
+
+class FormatError(ValueError):
+    """A file is whole, and of a format that this version does not read."""
+
+
+class LaunchError(RuntimeError):
+    """Ranks cannot be started here."""
+
+
+class LaunchTimeoutError(LaunchError):
+    """The ranks ran longer than allowed, and have been ended."""
+
+
+class RankError(RuntimeError):
+    """A rank failed: which, with what, and the traceback it had there.
+
+    rank:      the rank that failed first.
+    traceback: its traceback, as Python prints it; "" where the process ended without one.
+    """
+
+    def __init__(self, rank: int, text: str, traceback: str = "") -> None:
+        super().__init__(f"{text}\n\n{traceback}".rstrip())
+        self.rank = rank
+        self.traceback = traceback

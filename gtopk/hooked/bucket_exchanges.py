@@ -1,0 +1,144 @@
+"""The exchanges of buckets, and the residual of each parameter, in whichever bucket it is.
+
+DDP makes its buckets anew after the first step, unless it is to find unused parameters; FSDP's have
+the parameters that a pass has gradients of. The residual moves along, parameter by parameter.
+The residual of one that is frozen, or in no bucket now, waits outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..exchange.residual import AGE
+from ..lanes.bucket_exchange import BucketExchange
+from ..lanes.residual_state import ResidualState
+
+
+class BucketExchanges:
+    """A BucketExchange for each bucket that was seen.
+
+    open_bucket_exchange: of one parameter, which is all of a bucket, and the sizes of those in it.
+    """
+
+    def __init__(
+        self, open_bucket_exchange: Callable[[torch.nn.Parameter, list[int]], BucketExchange]
+    ) -> None:
+        self._open_bucket_exchange = open_bucket_exchange
+        self._bucket_exchanges: dict[
+            tuple[int, ...], BucketExchange
+        ] = {}  # by the identities of their parameters
+        # Which of its bucket's parameters each is, and where it begins.
+        self._homes: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
+        # Of parameters without a bucket, and of frozen ones, in memory's order.
+        self._residuals: dict[torch.Tensor, ResidualState] = {}
+
+    def __len__(self) -> int:
+        return len(self._bucket_exchanges)
+
+    def parameters(self) -> set[torch.Tensor]:
+        """Return those of all buckets, and of the state that was loaded last."""
+        return {*self._homes, *self._residuals}
+
+    def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Tell whether all of them were in a bucket, or in a state that was loaded."""
+        return all(p in self._homes or p in self._residuals for p in parameters)
+
+    def bucket_exchange_of(
+        self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> BucketExchange:
+        """Return the exchange of a bucket, with the residual of its parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._bucket_exchanges:
+            for parameter in parameters:
+                if parameter in self._homes:
+                    self._take_out(self._homes[parameter][0])
+            sizes = [parameter.numel() for parameter in parameters]
+            whole = torch.nn.Parameter(buffer.detach())  # its own memory
+            bucket_exchange = self._open_bucket_exchange(whole, sizes)
+            starts = itertools.accumulate(sizes, initial=0)
+            for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
+                self._homes[parameter] = bucket_exchange, index, start
+            self._bucket_exchanges[key] = bucket_exchange
+        self._pass_over_frozen(parameters, buffer)
+        return self._bucket_exchanges[key]
+
+    def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Let the residual of frozen parameters wait, and take no gradient of theirs."""
+        for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
+            if not parameter.requires_grad:
+                gradient.zero_()
+                if parameter not in self._residuals:
+                    self._residuals[parameter] = self._copy_of(parameter)
+                    self._put_in(parameter, {})
+            elif parameter in self._residuals:
+                self._put_in(parameter, self._residuals.pop(parameter))
+
+    def _take_out(self, bucket_exchange: BucketExchange) -> None:
+        """Keep the residual of a bucket until other buckets have its parameters."""
+        moved = [
+            parameter for parameter, (home, *_) in self._homes.items() if home is bucket_exchange
+        ]
+        for parameter in moved:
+            if parameter not in self._residuals:
+                self._residuals[parameter] = self._copy_of(parameter)
+            del self._homes[parameter]
+        self._bucket_exchanges = {
+            key: each for key, each in self._bucket_exchanges.items() if each is not bucket_exchange
+        }
+
+    def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
+        """Make this the residual of a parameter in its bucket."""
+        for what, part in self._views(parameter).items():
+            part.copy_(residuals[what]) if what in residuals else part.zero_()
+        self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
+
+    def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
+        return {what: part.clone() for what, part in self._views(parameter).items()}
+
+    def _views(self, parameter: torch.Tensor) -> ResidualState:
+        """Return a parameter's part of what its bucket holds, in memory's order."""
+        bucket_exchange, index, start = self._homes[parameter]
+        assert bucket_exchange.exchange.residual is not None
+        return {
+            what: tensor[index] if what == AGE else tensor[start : start + parameter.numel()]
+            for what, tensor in bucket_exchange.exchange.residual.after_last_step().items()
+        }
+
+    def residual_of(self, parameter: torch.Tensor) -> ResidualState:
+        """Return copies of the residual of a parameter, in its shape."""
+        own = self._residuals.get(parameter)
+        if own is None:
+            own = self._views(parameter) if parameter in self._homes else {}
+        return {
+            what: as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
+            for what, part in own.items()
+        }
+
+    def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
+        """Hold back this, in its parameters' shapes, from the next step on, and nothing else."""
+        self._bucket_exchanges, self._homes, self._residuals = {}, {}, {}
+        for parameter, parts in residuals.items():
+            for what, tensor in parts.items():
+                if what == AGE:
+                    self._residuals.setdefault(parameter, {})[what] = tensor.clone()
+                    continue
+                part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
+                as_shaped(part, parameter).copy_(tensor)
+                self._residuals.setdefault(parameter, {})[what] = part
+
+
+def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return elements in memory's order as the parameter has them; a number as it is."""
+    if not part.dim():
+        return part
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)
+
+
+def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return each parameter's part of a bucket, in memory's order."""
+    parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
+    return parts

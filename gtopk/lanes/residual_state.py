@@ -1,0 +1,136 @@
+"""The residual of each parameter, taken out of its bucket and put into another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..exchange.residual import AGE, ROWS, Residual
+from .bucket_exchange import BucketExchange
+from .sparse_gradients import SparseGradientExchange
+
+# By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none, and
+# ROWS as many as the parameter has rows.
+ResidualState = dict[str, torch.Tensor]
+
+
+def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Tell whether a part of the residual of a parameter of this shape may be one."""
+    if what == ROWS:
+        return tensor.dim() == 1
+    return list(tensor.shape) == ([] if what == AGE else list(shape))
+
+
+def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
+    """Return copies of the residuals of the buckets, by parameter name."""
+    return {
+        name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
+        for name, views in _views(bucket_exchanges)
+    }
+
+
+def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
+    """Make the buckets hold this back, and nothing of parameters that are not in it.
+
+    Those that have no room leave it where it is: see `send_along`.
+    """
+    for name, views in _views(bucket_exchanges):
+        for what, view in views:
+            tensor = residuals.get(name, {}).get(what)
+            if tensor is None:
+                view.zero_()
+                continue
+            if tensor.shape != view.shape:
+                raise ValueError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(view.shape)}"
+                )
+            view.copy_(tensor)
+    for bucket_exchange in bucket_exchanges:
+        if (residual := _residual(bucket_exchange)) is not None:
+            residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
+
+
+def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
+    """Return the names of the parameters of which something is to be sent yet."""
+    return [
+        name for name, parts in residuals.items() if "residual" in parts and parts["residual"].any()
+    ]
+
+
+def _residual(bucket_exchange: Any) -> Residual | None:
+    return (
+        bucket_exchange.exchange.residual if isinstance(bucket_exchange, BucketExchange) else None
+    )
+
+
+def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Return, parameter by parameter, its part of every vector that is held, as its shape."""
+    for bucket_exchange in bucket_exchanges:
+        if (
+            isinstance(bucket_exchange, SparseGradientExchange)
+            and bucket_exchange.unsent is not None
+        ):
+            yield bucket_exchange.names[0], [("residual", bucket_exchange.unsent)]
+        residual = _residual(bucket_exchange)
+        if residual is None:
+            continue
+        tensors = residual.after_last_step()
+        starts = np.cumsum([0, *(p.numel() for p in bucket_exchange.parameters)]).tolist()
+        row = 0
+        for number, (name, parameter, stride, start) in enumerate(
+            zip(
+                bucket_exchange.names,
+                bucket_exchange.parameters,
+                bucket_exchange.bucket.strides,
+                starts,
+                strict=False,
+            )
+        ):
+            views = {
+                what: tensor.as_strided(parameter.shape, stride, start)
+                for what, tensor in tensors.items()
+                if what not in (AGE, ROWS)
+            }
+            if AGE in tensors:
+                views[AGE] = tensors[AGE][number]
+            if ROWS in tensors:
+                rows = residual.rows[number]
+                views[ROWS] = tensors[ROWS][row : row + rows]
+                row += rows
+            yield name, list(views.items())
+
+
+def residuals_of(
+    bucket_exchanges: Sequence[Any],
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Return the parameters whose buckets have a residual, each with its memory, as its shape.
+
+    After the last step that counts; it stays so until the next one begins.
+    """
+    for bucket_exchange in bucket_exchanges:
+        residual = _residual(bucket_exchange)
+        if residual is None or residual.holds_nothing:
+            continue
+        yield from zip(
+            bucket_exchange.parameters,
+            bucket_exchange.bucket.split(residual.after_last_step()["residual"]),
+            strict=True,
+        )
+
+
+def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
+    """Return the squares of the mean gradient over those of this rank's, as sampled lately.
+
+    1 where nothing was sampled.
+    """
+    found = [
+        residual.row_sums()
+        for bucket_exchange in bucket_exchanges
+        if (residual := _residual(bucket_exchange)) is not None and residual.learns
+    ]
+    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0

@@ -1,0 +1,337 @@
+"""Settings: every environment variable that gtopk reads, with its type, its default and its check.
+
+    settings.TIMEOUT.read()      600.0, or the seconds that GTOPK_TIMEOUT says
+
+The environment is read at each call, and nowhere else in gtopk; `collectives.environment` reads the
+three of `collectives`, and `launch` what launchers set. An empty variable is one that is not set.
+`python docs/make/settings.py` makes the tables of docs/reference/settings.md from `SECTIONS`.
+
+This module imports neither NumPy nor torch: `gtopk doctor` and the companions run without them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """An environment variable.
+
+    name:    of the variable.
+    about:   its row on the page, in Markdown.
+    parse:   makes its value of its text; raises ValueError("a number of seconds above 0") for what
+             is none.
+    default: its value where the variable is unset or empty.
+    shown:   the default as the page has it, in Markdown.
+    """
+
+    name: str
+    about: str
+    parse: Callable[[str], T]
+    default: T
+    shown: str
+
+    def read(self, environ: Mapping[str, str] = os.environ) -> T:
+        """Return the value; raise ValueError, which names the variable, for a text that is none."""
+        text = environ.get(self.name)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{self.name} must be {error}, got {text!r}") from None
+
+    def text(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return what the variable says, unchecked; "" where it is unset."""
+        return environ.get(self.name, "")
+
+    def take(self) -> str:
+        """Return what the variable says, unchecked, and remove it: a child must not inherit it."""
+        return os.environ.pop(self.name, "")
+
+
+def _text(name: str, about: str, shown: str = "unset") -> Setting[str]:
+    return Setting(name, about, str, "", shown)
+
+
+def _number(
+    name: str, about: str, default: float, unit: str, *, may_be_zero: bool = False
+) -> Setting[float]:
+    """Return a setting that is a finite number of `unit`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+            raise ValueError(f"a number of {unit}{', at least 0' if may_be_zero else ' above 0'}")
+        return value
+
+    return Setting(name, about, parse, default, f"{default:.0f}")
+
+
+def _whole(name: str, about: str, default: int, unit: str) -> Setting[int]:
+    """Return a setting that counts `unit` from 1 on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"a whole number of {unit}, at least 1")
+        return int(text)
+
+    return Setting(name, about, parse, default, str(default))
+
+
+def _word(name: str, about: str, words: tuple[str, ...], shown: str = "unset") -> Setting[str]:
+    """Return a setting that is one of `words`, in upper case or lower; unset: ""."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return text.lower()
+
+    return Setting(name, about, parse, "", shown)
+
+
+def _zero_or_one(name: str, about: str) -> Setting[bool]:
+    def parse(text: str) -> bool:
+        if text not in ("0", "1"):
+            raise ValueError("0 or 1")
+        return text == "1"
+
+    return Setting(name, about, parse, False, "0")
+
+
+def _switch(name: str, about: str, default: bool, shown: str) -> Setting[bool]:
+    """Return a setting that off, 0, false and no switch off, and anything else on."""
+
+    def parse(text: str) -> bool:
+        return text.lower() not in ("off", "0", "false", "no")
+
+    return Setting(name, about, parse, default, shown)
+
+
+# How the ranks are joined, and how they talk.
+
+TRANSPORT: Final = _text(  # its check is where transports are opened: `world.joining`
+    "GTOPK_TRANSPORT",
+    "[the transport](#the-transport) that joins the ranks: `mpi`, `torch.distributed`, `horovod` "
+    "or `local`; or `nccl` or `staged`, over the one that the launcher implies",
+    "as the launcher implies",
+)
+START_TIMEOUT: Final = _number(
+    "GTOPK_START_TIMEOUT", "seconds that all ranks get to reach `init`", 120.0, "seconds"
+)
+TIMEOUT: Final = _number(
+    "GTOPK_TIMEOUT", "seconds that an operation waits for a living rank", 600.0, "seconds"
+)
+HEARTBEAT_TIMEOUT: Final = _number(
+    "GTOPK_HEARTBEAT_TIMEOUT",
+    "seconds until a stopped or silent rank is given up; 0: no heartbeat, no companions, no port. "
+    "Equal on all ranks",
+    30.0,
+    "seconds",
+    may_be_zero=True,
+)
+INTERFACE: Final = _text(
+    "GTOPK_INTERFACE",
+    "the network interface that heartbeats use",
+    "[chosen](../reliability.md#how-a-fault-is-noticed)",
+)
+ALLOW_PICKLE: Final[Setting[bool]] = Setting(
+    "GTOPK_ALLOW_PICKLE",
+    "`1`: objects that are not plain data travel as pickles, where both sides have it. Then "
+    "whoever can send to a rank can execute code there",
+    lambda text: text == "1",  # anything else is a no: an error here would meet ranks mid-exchange
+    False,
+    "0; `1` under `python -m gtopk.as_horovod`",
+)
+CHECK_MESSAGES: Final = _zero_or_one(
+    "GTOPK_CHECK_MESSAGES",
+    "`1`: [a checksum on every message](../reliability.md#a-checksum-on-every-message). Equal on "
+    "all ranks",
+)
+
+# What computes.
+
+KERNELS: Final = _text(  # read by `collectives.environment`, as the next two are
+    "GTOPK_KERNELS", "`reference`: NumPy", "the C++ core where built"
+)
+THREADS: Final = _text(
+    "GTOPK_THREADS",
+    "threads that select and merge",
+    "this rank's share of its cores (by affinity, container and SLURM), at most 8",
+)
+CALIBRATION: Final = _text(
+    "GTOPK_CALIBRATION",
+    "[measured links](#the-calibration): `off`, `fresh`, or the path of a file that keeps them. "
+    "Rank 0's counts",
+    "kept for a week",
+)
+SIMGRID_PYTHON: Final = _text(
+    "GTOPK_SIMGRID_PYTHON",
+    "the Python that has SimGrid, for `gtopk plan --simulate`",
+    "this Python, or the system's",
+)
+
+# What is recorded and said of a run.
+
+RUN: Final = _text(
+    "GTOPK_RUN",
+    "a folder in which every rank records its steps, for `gtopk report` and `gtopk top`",
+)
+FAILURE_DIR: Final = _text(
+    "GTOPK_FAILURE_DIR",
+    "a folder for [what a rank failed with](../reliability.md#what-a-rank-leaves-behind); without "
+    "either variable nothing is written",
+    "the folder of `GTOPK_RUN`",
+)
+RUN_EVERY: Final = _whole(
+    "GTOPK_RUN_EVERY",
+    "record one step of so many, and the last; bytes and samples are counted in all of them",
+    1,
+    "steps",
+)
+TENSORBOARD: Final = _text(
+    "GTOPK_TENSORBOARD", "a folder for scalars of rank 0, where tensorboard is installed"
+)
+PROMETHEUS: Final = _text(  # its check is where addresses are: `recording.endpoint`
+    "GTOPK_PROMETHEUS",
+    "`PORT` or `HOST:PORT`: each rank answers at that port + its local rank, on the loopback "
+    "unless HOST says otherwise",
+)
+TIMELINE: Final = _text(
+    "GTOPK_TIMELINE",
+    "a folder for a trace of every rank (Chrome's format), for `gtopk timeline`",
+)
+ADVICE: Final = _switch(
+    "GTOPK_ADVICE",
+    "`off`: no line at the start of a run on what compression saves here, and nothing but `auto` "
+    "predicts exchanges",
+    True,
+    "on",
+)
+LOG: Final = _word(
+    "GTOPK_LOG",
+    "the least that is logged: `debug`, `info`, `warning`, `error`, `off`; for all ranks alike",
+    ("debug", "info", "warning", "error", "off"),
+    "rank 0: info, others: warnings",
+)
+
+# Going on after a fault.
+
+ELASTIC_DIR: Final = _text(
+    "GTOPK_ELASTIC_DIR",
+    "the folder in which commits of `hvd.elastic` are kept; on every rank or none",
+)
+ELASTIC_KEEP: Final = _whole("GTOPK_ELASTIC_KEEP", "how many commits are kept there", 2, "commits")
+
+# Horovod's, with its meaning.
+
+HOROVOD_TIMELINE: Final = _text(
+    "HOROVOD_TIMELINE",
+    "a file for rank 0's timeline (Chrome's trace format); `DYNAMIC`: from `hvd.start_timeline` on",
+)
+MARK_CYCLES: Final = _switch(
+    "HOROVOD_TIMELINE_MARK_CYCLES", "1: cycles are marked in it", False, "0"
+)
+STALL_CHECK_TIME: Final = _number(
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "seconds until a warning names the rank that others wait for; 0: never",
+    60.0,
+    "seconds",
+    may_be_zero=True,
+)
+STALL_SHUTDOWN_TIME: Final = _number(
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "seconds until the job is ended for it; 0: never",
+    0.0,
+    "seconds",
+    may_be_zero=True,
+)
+STALL_CHECK_DISABLE: Final = _switch(
+    "HOROVOD_STALL_CHECK_DISABLE", "1: neither a warning nor an end of the job", False, "0"
+)
+CYCLE_TIME: Final = _number(
+    "HOROVOD_CYCLE_TIME",
+    "milliseconds to wait, after an operation is submitted, for more of its burst",
+    1.0,
+    "milliseconds",
+    may_be_zero=True,
+)
+CACHE_CAPACITY: Final = _number(
+    "HOROVOD_CACHE_CAPACITY",
+    "names that are known by a number; the least of all ranks' counts",
+    1024.0,
+    "names",
+    may_be_zero=True,
+)
+FUSION_THRESHOLD: Final = _number(
+    "HOROVOD_FUSION_THRESHOLD",
+    "bytes of tensors that are reduced as one; 0: none are",
+    float(64 << 20),
+    "bytes",
+    may_be_zero=True,
+)
+DYNAMIC_PROCESS_SETS: Final = _switch(
+    "HOROVOD_DYNAMIC_PROCESS_SETS", "1: process sets can be added and removed later", False, "0"
+)
+
+# From gtopk to processes that it starts.
+
+RUN_ADDRESS: Final = _text("GTOPK_RUN_ADDRESS", "where a rank of gtopk.run fetches its call")
+RUN_SECRET: Final = _text("GTOPK_RUN_SECRET", "the key that it proves itself with there")
+RUN_OUTPUT: Final = _text("GTOPK_RUN_OUTPUT", "the folder for what the ranks print")
+JOB: Final = _text("GTOPK_JOB", "marks the processes of a job, so that none outlives it")
+AS_HOROVOD_MAIN: Final = _text(
+    "GTOPK_AS_HOROVOD_MAIN", "JSON: the script's path, or null; its module, or null"
+)
+
+SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
+    "How ranks are joined, and how they talk": (
+        TRANSPORT,
+        START_TIMEOUT,
+        TIMEOUT,
+        HEARTBEAT_TIMEOUT,
+        INTERFACE,
+        ALLOW_PICKLE,
+        CHECK_MESSAGES,
+    ),
+    "What computes": (KERNELS, THREADS, CALIBRATION, SIMGRID_PYTHON),
+    "What is recorded and logged": (
+        RUN,
+        FAILURE_DIR,
+        RUN_EVERY,
+        TENSORBOARD,
+        PROMETHEUS,
+        TIMELINE,
+        ADVICE,
+        LOG,
+    ),
+    "Going on after a fault": (ELASTIC_DIR, ELASTIC_KEEP),
+    "Horovod's, with its meaning": (
+        HOROVOD_TIMELINE,
+        MARK_CYCLES,
+        STALL_CHECK_TIME,
+        STALL_SHUTDOWN_TIME,
+        STALL_CHECK_DISABLE,
+        CYCLE_TIME,
+        CACHE_CAPACITY,
+        FUSION_THRESHOLD,
+        DYNAMIC_PROCESS_SETS,
+    ),
+    "From gtopk to the processes that it starts": (
+        RUN_ADDRESS,
+        RUN_SECRET,
+        RUN_OUTPUT,
+        JOB,
+        AS_HOROVOD_MAIN,
+    ),
+}

@@ -1,0 +1,54 @@
+"""Names of the residual: as saved, and as they are here."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from gtopk.lanes.residual_names import plain_name, strangers, translate, under_known_names
+from gtopk.lanes.residual_state import ResidualState
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("layers.0.weight", "layers.0.weight"),
+        ("_orig_mod.layers.0._orig_mod.weight", "layers.0.weight"),
+        ("_orig_mod", ""),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+    ],
+)
+def test_a_plain_name_is_that_of_what_is_not_compiled(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+def test_names_that_are_known_stay_and_no_two_become_one() -> None:
+    known = {"a", "_orig_mod.b", "_orig_mod.a"}
+    assert translate({"a", "_orig_mod.a", "b", "c"}, known) == {
+        "a": "a",
+        "_orig_mod.a": "_orig_mod.a",
+        "b": "_orig_mod.b",
+        "c": "c",
+    }
+    assert translate({"a", "_orig_mod.a"}, {"a"}) == {"a": "a", "_orig_mod.a": "_orig_mod.a"}
+
+
+def test_strangers_are_told_by_name_where_they_hold_something(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held: dict[str, ResidualState] = {
+        **{f"gone.{n}": {"residual": torch.ones(2)} for n in range(6)},
+        "zeros": {"residual": torch.zeros(2)},
+        "a": {"residual": torch.ones(2)},
+    }
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        found = strangers(under_known_names(held, {"a"}), {"a"}, 3, "nobody has it")
+        assert strangers({"a": held["a"]}, {"a"}, 3, "nobody has it") == {}
+    assert found == {f"gone.{n}": held[f"gone.{n}"] for n in range(6)}
+    named = ", ".join(f"'gone.{n}'" for n in range(5))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"rank 3: residuals for {named}, ... are kept but cannot be applied: nobody has it"
+    )

@@ -1,0 +1,108 @@
+"""Every variable has a type, a default and one error for a wrong value; one file reads them all."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from collectives import environment
+from gtopk import settings
+from gtopk.settings import SECTIONS, Setting
+
+ROOT = Path(__file__).parents[2]
+ALL = [setting for section in SECTIONS.values() for setting in section]
+OF_COLLECTIVES = {
+    "GTOPK_KERNELS": environment.kernels,
+    "GTOPK_THREADS": environment.threads,
+    "GTOPK_CALIBRATION": environment.calibration,
+}
+
+
+@pytest.mark.parametrize("environ", [{}, None], ids=["unset", "empty"])
+@pytest.mark.parametrize("setting", ALL, ids=lambda setting: setting.name)
+def test_an_empty_variable_is_one_that_is_not_set(
+    setting: Setting[object], environ: dict[str, str] | None
+) -> None:
+    assert setting.read({setting.name: ""} if environ is None else environ) == setting.default
+
+
+@pytest.mark.parametrize("text", ["2.5", "25e-1", " 2.5 "])
+def test_a_number_is_as_the_variable_says(text: str) -> None:
+    assert settings.TIMEOUT.read({"GTOPK_TIMEOUT": text}) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "must_be"),
+    [
+        *(
+            (settings.TIMEOUT, text, "a number of seconds above 0")
+            for text in ("0", "-1", "soon", "nan", "inf", "1e999")
+        ),
+        *(
+            (settings.HEARTBEAT_TIMEOUT, text, "a number of seconds, at least 0")
+            for text in ("-1", "soon", "nan", "inf")
+        ),
+        *(
+            (settings.ELASTIC_KEEP, text, "a whole number of commits, at least 1")
+            for text in ("0", "-3", "2.0", "2e0", "²", "soon")
+        ),
+        (settings.CHECK_MESSAGES, "yes", "0 or 1"),
+        (settings.LOG, "loud", "one of debug, info, warning, error, off"),
+    ],
+)
+def test_a_wrong_value_is_refused(setting: Setting[object], text: str, must_be: str) -> None:
+    said = f"{setting.name} must be {must_be}, got {text!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        setting.read({setting.name: text})
+
+
+def test_zero_is_a_number_where_it_may_be() -> None:
+    assert settings.HEARTBEAT_TIMEOUT.read({"GTOPK_HEARTBEAT_TIMEOUT": "0"}) == 0.0
+
+
+@pytest.mark.parametrize("text", ["off", "OFF", "0", "false", "no"])
+def test_a_switch_is_off_by_any_of_these_words(text: str) -> None:
+    assert settings.ADVICE.read({"GTOPK_ADVICE": text}) is False
+    assert settings.ADVICE.read({"GTOPK_ADVICE": "on"}) is settings.ADVICE.read({}) is True
+
+
+def test_pickles_travel_only_where_the_variable_is_1() -> None:
+    said = {text: settings.ALLOW_PICKLE.read({"GTOPK_ALLOW_PICKLE": text}) for text in ("1", "yes")}
+    assert said == {"1": True, "yes": False}
+
+
+def test_what_is_taken_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GTOPK_RUN_SECRET", "ab")
+    assert [settings.RUN_SECRET.take(), settings.RUN_SECRET.take()] == ["ab", ""]
+
+
+def test_no_variable_stands_there_twice() -> None:
+    assert len({setting.name for setting in ALL}) == len(ALL)
+
+
+def test_the_table_has_the_variables_that_collectives_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert {*OF_COLLECTIVES} <= {setting.name for setting in ALL}
+    for name, read in OF_COLLECTIVES.items():
+        monkeypatch.delenv(name, raising=False)
+        unset = read()
+        monkeypatch.setenv(name, "3" if name == "GTOPK_THREADS" else "reference")
+        assert read() != unset
+
+
+def test_no_other_file_names_a_variable() -> None:
+    known = {setting.name for setting in ALL}
+    readers = {"gtopk/settings.py", "collectives/environment.py"}
+    found = [
+        (path.relative_to(ROOT).as_posix(), node.value)
+        for package in ("collectives", "gtopk")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in known
+    ]
+    assert {path for path, _ in found} == readers
+    assert {name for path, name in found if path != "gtopk/settings.py"} == {*OF_COLLECTIVES}

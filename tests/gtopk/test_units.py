@@ -1,0 +1,52 @@
+"""Numbers read as people write them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gtopk.units import (
+    about_bandwidth_text,
+    bandwidth_text,
+    bytes_text,
+    points_text,
+    seconds_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(12_800), "12.8 kB"),
+        (bytes_text(1_000_000), "1 MB"),
+        (bytes_text(999_999), "1,000 kB"),
+        (bandwidth_text(9.93e9), "9.93 Gbit/s"),
+        (bandwidth_text(1e8), "100 Mbit/s"),
+        (bandwidth_text(math.inf), "infinite bit/s"),  # as a Link says it
+        (seconds_text(0), "0 µs"),
+        (seconds_text(50e-6), "50 µs"),
+        (seconds_text(0.00235), "2.35 ms"),
+        (seconds_text(12.34), "12.3 s"),
+        (seconds_text(4000), "4,000 s"),
+        (points_text(-0.003), "\N{MINUS SIGN}0.3 points"),
+    ],
+)
+def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -> None:
+    assert text.replace("\N{NO-BREAK SPACE}", " ") == expected
+
+
+@pytest.mark.parametrize(
+    ("bits_per_second", "expected"),
+    [
+        (9.9349e9, "about 9.9 Gbit/s"),
+        (2.04e9, "about 2 Gbit/s"),
+        (234e6, "about 230 Mbit/s"),
+        (999e6, "about 1 Gbit/s"),
+        (math.inf, "about infinite bit/s"),
+        (37_499, "about 37 kbit/s"),
+    ],
+)
+def test_what_is_known_roughly_has_two_digits(bits_per_second: float, expected: str) -> None:
+    assert about_bandwidth_text(bits_per_second).replace("\N{NO-BREAK SPACE}", " ") == expected
