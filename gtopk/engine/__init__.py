@@ -1,13 +1,13 @@
 """The engine: operations of all ranks, matched by name, run by one thread that owns the transport.
 
-operation.py   something all ranks do together, and its outcome
-engine.py      the thread: when a cycle begins, and what follows from it
-saying.py      what a rank tells the others in a cycle, and how all hear of it
-table.py       who is ready for what, the same on every rank
-execution.py   what is run, and in which order
-stalls.py      what to say while others are not ready
-settings.py    what the environment says
-observer.py    what a timeline hears
+operation.py         something all ranks do together, and its outcome
+engine.py            the thread: when a cycle begins, and what follows from it
+announcement.py      what a rank tells the others in a cycle, and how all get it
+readiness_table.py   who is ready for what, the same on every rank
+execution.py         what is run, and in which order
+stalls.py            what to say while others are not ready
+settings.py          the settings of cycles, the cache, fusion and stalls
+observer.py          what a timeline records
 """
 
 from .engine import Engine

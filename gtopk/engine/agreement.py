@@ -45,11 +45,11 @@ def describe_tangle(waiting: Mapping[int, str]) -> str:
     return f"the ranks disagree about their next operation: {_sides(waiting)}"
 
 
-def _sides(sayings: Mapping[int, str]) -> str:
+def _sides(texts: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, saying in sayings.items():
-        ranks.setdefault(saying, []).append(rank)
-    return "; ".join(f"{name_ranks(those)}: {saying}" for saying, those in ranks.items())
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{name_ranks(those)}: {text}" for text, those in ranks.items())
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -65,9 +65,9 @@ def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) 
     most: how many parameters to name; None: all.
     """
     everywhere = set.intersection(*map(set, missing.values()))
-    sayings = []
+    texts = []
     for name in sorted(set().union(*missing.values()) - everywhere):
         without = [rank for rank, names in missing.items() if name in names]
-        sayings.append(f"'{name}' has none on {name_ranks(without)}")
-    shown = ", ".join(sayings[:most])
-    return shown if most is None or len(sayings) <= most else f"{shown}, ..."
+        texts.append(f"'{name}' has none on {name_ranks(without)}")
+    shown = ", ".join(texts[:most])
+    return shown if most is None or len(texts) <= most else f"{shown}, ..."

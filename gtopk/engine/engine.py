@@ -1,8 +1,8 @@
 """The engine: one thread that owns a transport and runs what all ranks are ready for.
 
-It works in cycles. In a cycle every rank says what became ready there since its last one (Saying),
-and all note it in the same table (Table); what all ranks are ready for is run at once (Execution),
-in an order that is equal on all ranks, whatever the order of submission.
+It works in cycles. In a cycle every rank says what became ready there since its last one
+(Announcement), and all note it in the same ReadinessTable; what all ranks are ready for is run at
+once (Execution), in an order that is equal on all ranks, whatever the order of submission.
 
 A rank takes part in a cycle when it has something to say, after a moment in which more may come
 (a burst is one cycle); when it waits for others; and now and then with nothing at all, so that who
@@ -32,14 +32,14 @@ from collectives.transports.transport import say
 
 from ..errors import HorovodInternalError
 from .agreement import name_ranks
+from .announcement import Announcement, Intention, ReadyName, exchange
 from .execution import Execution, Settled
 from .fusion import Dense, layout_of
 from .observer import Event, Observer
 from .operation import Operation, StandIn, Work
-from .saying import Announcement, Intention, Saying, exchange
+from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
 from .settings import Settings, settings_from
 from .stalls import Stalls
-from .table import PROGRAM_ENDED, Outcome, Ready, Table
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
@@ -80,7 +80,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
-        self._announced: dict[str, Announcement] = {}
+        self._ready_names: dict[str, ReadyName] = {}
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
@@ -90,7 +90,7 @@ class Engine:
         self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
-        self._table = Table(transport.ranks, self.settings.cache_capacity)
+        self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._settle)
         self._stalls = Stalls(self.settings, transport)
         self._said: dict[str, Operation] = {}  # ready here, and told
@@ -146,8 +146,8 @@ class Engine:
         after `close`.
         """
         intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
-        announced = Announcement(name, intention, flags)
-        operation = Operation(announced, self.transport.size, work, fusion, self._hurry, self._at)
+        ready_name = ReadyName(name, intention, flags)
+        operation = Operation(ready_name, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -163,7 +163,7 @@ class Engine:
                 operation.finish(error=self._over)
                 return operation
             self._submitters.add(threading.get_ident())
-            operation.announced = self._recognize(announced)
+            operation.ready_name = self._recognize(ready_name)
             self._pending[name] = operation
             self._submitted.append(operation)
             if len(self._submitted) == 1:
@@ -176,8 +176,8 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Nothing else can
         be submitted until then: ValueError.
         """
-        announced = Announcement("join", Intention((), None, ()), 0)
-        operation = Operation(announced, self.transport.size, _nothing, (), self._hurry, self._at)
+        ready_name = ReadyName("join", Intention((), None, ()), 0)
+        operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -205,15 +205,15 @@ class Engine:
         self._thread.join()
         return self._staying
 
-    def _recognize(self, announced: Announcement) -> Announcement:
+    def _recognize(self, ready_name: ReadyName) -> ReadyName:
         """Return the object of the last announcement that was equal."""
-        before = self._announced.get(announced.name)
-        if before == announced:
+        before = self._ready_names.get(ready_name.name)
+        if before == ready_name:
             return before
-        if len(self._announced) > self._limits[0]:
-            self._announced.clear()  # names that come once would be kept for ever
-        self._announced[announced.name] = announced
-        return announced
+        if len(self._ready_names) > self._limits[0]:
+            self._ready_names.clear()  # names that come once would be kept for ever
+        self._ready_names[ready_name.name] = ready_name
+        return ready_name
 
     def _refuse_when_closed(self, what: str) -> None:
         if self._outlived:
@@ -317,30 +317,32 @@ class Engine:
             self._said[operation.name] = operation
         self._said_joining |= joins
         self._said_leaving |= leaves is not None
-        saying = self._saying(submitted, joins, leaves)
+        announcement = self._announcement(submitted, joins, leaves)
         self._waiting_in = next(iter(self._said), "join" if self._said_joining else "")
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
-                sayings = exchange(self.transport, saying, self._table.slots)
-            self._take(sayings)
+                announcements = exchange(self.transport, announcement, self._table.slots)
+            self._take(announcements)
         except BaseException as error:
             self._give_up(error)
         self.cycles += 1
         self._cycle_ended = time.perf_counter()
         self._waiting_in = ""
 
-    def _saying(self, submitted: Sequence[Operation], joins: bool, leaves: str | None) -> Saying:
-        announced = [operation.announced for operation in submitted]
-        saying = self._table.saying_of(announced, self.transport.rank)
+    def _announcement(
+        self, submitted: Sequence[Operation], joins: bool, leaves: str | None
+    ) -> Announcement:
+        ready_names = [operation.ready_name for operation in submitted]
+        announcement = self._table.announcement_of(ready_names, self.transport.rank)
         # Who leaves waits for the others' end however long that takes.
         expired = (
             {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
         )
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
-            return saying
+            return announcement
         limits = self._limits if self.cycles == 0 else ()
-        return saying._replace(
+        return announcement._replace(
             joins=joins, leaves=leaves, expired=expired, stuck=stuck, limits=limits
         )
 
@@ -355,15 +357,15 @@ class Engine:
         is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
         return operation.name if is_long else None
 
-    def _take(self, sayings: Sequence[Saying]) -> None:
+    def _take(self, announcements: Sequence[Announcement]) -> None:
         """Do what follows from what the ranks say."""
         if self.cycles == 0:
-            self._limits = tuple(map(min, zip(*(s.limits for s in sayings), strict=True)))
+            self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
         now = time.perf_counter()
         if self._observers:
-            self._tell_who_is_ready(sayings, now)
-        outcome = self._table.take(sayings)
+            self._tell_who_is_ready(announcements, now)
+        outcome = self._table.take(announcements)
         grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
         if self._observers:
@@ -462,10 +464,10 @@ class Engine:
         for observer in self._observers:
             observer(event)
 
-    def _tell_who_is_ready(self, sayings: Sequence[Saying], now: float) -> None:
+    def _tell_who_is_ready(self, announcements: Sequence[Announcement], now: float) -> None:
         self._tell(Event("mark", "cycle", "", now))
-        for rank, saying in zip(self.transport.ranks, sayings, strict=True):
-            for name in self._table.names_in(saying):
+        for rank, announcement in zip(self.transport.ranks, announcements, strict=True):
+            for name in self._table.names_in(announcement):
                 if name not in self._negotiating:
                     self._negotiating.add(name)
                     self._tell(Event("begin", "negotiate", name, now))

@@ -21,7 +21,7 @@ from .fusion import Dense, Fuser, Share, bundle, neutral
 from .observer import Event, Phase, What
 from .on_gpu import all_on_gpu
 from .operation import Operation, StandIn, Work
-from .table import Ready
+from .readiness_table import Ready
 
 Notice = Callable[[Event], None]
 Settled = tuple[Operation, Any, BaseException | None]  # its result, its error

@@ -12,8 +12,8 @@ from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Traffic, Transport
 
 from ..errors import HorovodInternalError
+from .announcement import ReadyName
 from .fusion import Dense
-from .saying import Announcement
 
 # What an operation does: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
@@ -34,7 +34,7 @@ class Operation:
 
     def __init__(
         self,
-        announced: Announcement,
+        ready_name: ReadyName,
         ranks: int,
         work: Work,
         fusion: Sequence[Dense],
@@ -45,8 +45,8 @@ class Operation:
 
         where: says at which step this rank is.
         """
-        self.name = announced.name
-        self.announced = announced
+        self.name = ready_name.name
+        self.ready_name = ready_name
         self.ranks = ranks
         self.work = work
         self.fusion = fusion

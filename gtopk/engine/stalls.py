@@ -11,8 +11,8 @@ from collectives.transports.transport import say
 
 from .agreement import name_ranks
 from .operation import Operation
+from .readiness_table import ReadinessTable
 from .settings import Settings
-from .table import Table
 
 _NAMES_SAID = 3
 
@@ -32,7 +32,7 @@ class Stalls:
             self._advice = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job then"
         self._warned: dict[str, float] = {}
 
-    def expired(self, said: Iterable[Operation], table: Table) -> dict[str, str]:
+    def expired(self, said: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
         """Return the operations that have waited too long, and the text about each."""
         now = time.perf_counter()
         return {
@@ -41,7 +41,7 @@ class Stalls:
             if now - operation.said > self._limit_seconds
         }
 
-    def warn(self, said: Iterable[Operation], table: Table) -> None:
+    def warn(self, said: Iterable[Operation], table: ReadinessTable) -> None:
         """Say, now and then, what this rank waits for, and which ranks it waits for."""
         now = time.perf_counter()
         stalled: dict[tuple[int, ...], list[Operation]] = {}
@@ -59,7 +59,7 @@ class Stalls:
             )
             say(f"{self._waits(operations[0], table, now)}{names}; ready: {name_ranks(ready)}")
 
-    def _waits(self, operation: Operation, table: Table, now: float) -> str:
+    def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]
         missing = name_ranks(table.missing(operation.name))
         waited = now - operation.said

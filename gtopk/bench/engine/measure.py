@@ -20,9 +20,9 @@ import numpy as np
 from collectives.transports import Transport
 
 from ...engine import Engine, Operation, Settings
+from ...engine.announcement import Announcement, Intention, ReadyName, exchange
 from ...engine.fusion import Dense, layout_of
-from ...engine.saying import Announcement, Intention, Saying, exchange
-from ...engine.table import Table
+from ...engine.readiness_table import ReadinessTable
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3
@@ -68,17 +68,17 @@ def measure(
 
 def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     """Time cycles in which every rank is ready for all names, each with a slot."""
-    table = Table(transport.ranks, capacity=names)
+    table = ReadinessTable(transport.ranks, capacity=names)
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     intention = Intention(("float32 [1]",), None, (layout,))
-    announced = [Announcement(f"allreduce.{number}", intention, 0) for number in range(names)]
-    table.take(exchange(transport, Saying(fresh=tuple(announced)), table.slots))
+    ready_names = [ReadyName(f"allreduce.{number}", intention, 0) for number in range(names)]
+    table.take(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
 
     def negotiate() -> None:
-        saying = table.saying_of([*announced], transport.rank)
-        outcome = table.take(exchange(transport, saying, table.slots))
+        announcement = table.announcement_of([*ready_names], transport.rank)
+        outcome = table.take(exchange(transport, announcement, table.slots))
         assert len(outcome.ready) == names
 
     def allreduce() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gtopk.engine.announcement import Intention
 from gtopk.engine.execution import steps_of
 from gtopk.engine.fusion import Layout
-from gtopk.engine.saying import Intention
-from gtopk.engine.table import Ready
+from gtopk.engine.readiness_table import Ready
 
 
 def ready(name: str, *lengths: int) -> Ready:

@@ -1,4 +1,4 @@
-"""Saying: what a rank tells the others in a cycle, and how all hear of it.
+"""Announcement: what a rank tells the others in a cycle, and how all hear of it.
 
 Every rank has a block on a board that is gathered on all of them:
 
@@ -44,7 +44,7 @@ class Intention(NamedTuple):
         return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
-class Announcement(NamedTuple):
+class ReadyName(NamedTuple):
     """A name that became ready on a rank; flags: int64 that may differ between ranks."""
 
     name: str
@@ -52,7 +52,7 @@ class Announcement(NamedTuple):
     flags: int
 
 
-class Saying(NamedTuple):
+class Announcement(NamedTuple):
     """What a rank tells in a cycle.
 
     ready:   the cached names that became ready, as bits.
@@ -66,7 +66,7 @@ class Saying(NamedTuple):
     """
 
     ready: int = 0
-    fresh: tuple[Announcement, ...] = ()
+    fresh: tuple[ReadyName, ...] = ()
     all_flags: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
@@ -87,27 +87,29 @@ class Saying(NamedTuple):
         return packed
 
 
-_NOTHING: Final = Saying()
+_NOTHING: Final = Announcement()
 
 
-def exchange(transport: Transport, saying: Saying, names: int) -> list[Saying]:
+def exchange(transport: Transport, announcement: Announcement, names: int) -> list[Announcement]:
     """Return what every rank says, in rank order; all ranks do so together.
 
     names: how many bits there are; equal on all ranks.
-    Raises MessageError for what is no saying.
+    Raises MessageError for what is no announcement.
     """
     if transport.size == 1:
-        return [saying]
-    text = saying.text()
+        return [announcement]
+    text = announcement.text()
     words = -(-names // _WORD_BITS)
-    own = (_PROTOCOL | len(text)).to_bytes(8, "little") + saying.ready.to_bytes(8 * words, "little")
+    own = (_PROTOCOL | len(text)).to_bytes(8, "little") + announcement.ready.to_bytes(
+        8 * words, "little"
+    )
     size, block = transport.size, len(own)
     board = np.empty(size * block, np.uint8)
     board[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
     transport.allgather_into(board, range(0, size * block + 1, block))
     gathered = board.tobytes()
     if not text and gathered == own * size:
-        return [saying] * size
+        return [announcement] * size
     blocks = [gathered[start : start + block] for start in range(0, len(gathered), block)]
     heads = [int.from_bytes(block[:8], "little") for block in blocks]
     for rank, head in zip(transport.ranks, heads, strict=True):
@@ -125,15 +127,15 @@ def exchange(transport: Transport, saying: Saying, names: int) -> list[Saying]:
     ]
 
 
-def _decode(ready: int, text: bytes, rank: int) -> Saying:
+def _decode(ready: int, text: bytes, rank: int) -> Announcement:
     if not text:
-        return Saying(ready)
+        return Announcement(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
         known = tuple(
-            Announcement(name, _intention(*intention), flags) for name, intention, flags in fresh
+            ReadyName(name, _intention(*intention), flags) for name, intention, flags in fresh
         )
-        return Saying(ready, known, *rest)
+        return Announcement(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
             f"the message from rank {rank} is malformed: what it says in a cycle is {text[:50]!r}"

@@ -1,4 +1,4 @@
-"""Table: who is ready for what; every rank keeps the same one, from what all say.
+"""Readiness table: who is ready for what; every rank keeps the same one, from what all say.
 
 A name that was done once has a slot: its number in the bits that ranks say. Any other name is open
 as long as some rank is ready for it and another is not.
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .saying import Announcement, Intention, Saying
+from .announcement import Announcement, Intention, ReadyName
 
 
 class Ready(NamedTuple):
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     news: bool
 
 
-class _Slot(NamedTuple):
+class _CacheSlot(NamedTuple):
     """all_flags: what each rank said last."""
 
     number: int
@@ -70,7 +70,7 @@ class _Open(NamedTuple):
     all_flags: dict[int, int]
 
 
-class Table:
+class ReadinessTable:
     """The names that some ranks are ready for, and those that all were once.
 
     ranks: what errors call the ranks; numbered 0, 1, ... here.
@@ -81,11 +81,11 @@ class Table:
         self.joined: dict[int, None] = {}
         self._ranks = ranks
         self._size = len(ranks)
-        self._slots: list[_Slot | None] = []
-        self._named: OrderedDict[str, _Slot] = OrderedDict()  # the least recently used first
+        self._slots: list[_CacheSlot | None] = []
+        self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
         self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
-        self._said: dict[str, tuple[list[Announcement], Saying]] = {}  # by the first name
+        self._said: dict[str, tuple[list[ReadyName], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # of the slots each rank is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -95,19 +95,19 @@ class Table:
         """How many bits a rank says."""
         return len(self._slots)
 
-    def saying_of(self, announced: list[Announcement], rank: int) -> Saying:
+    def announcement_of(self, ready_names: list[ReadyName], rank: int) -> Announcement:
         """Return what a rank says of names that became ready there, to be taken next.
 
-        Announcements that are the objects of an earlier saying take no time each.
+        Announcements that are the objects of an earlier announcement take no time each.
         """
-        first = announced[0].name if announced else ""
+        first = ready_names[0].name if ready_names else ""
         before, said = self._said.get(first, ([], _NOTHING))
-        if before == announced:
+        if before == ready_names:
             return said
         ready = 0
-        fresh: list[Announcement] = []
+        fresh: list[ReadyName] = []
         all_flags: dict[int, int] = {}
-        for each in announced:
+        for each in ready_names:
             slot = self._named.get(each.name)
             if slot is None or slot.intention != each.intention:
                 fresh.append(each)
@@ -115,17 +115,17 @@ class Table:
             ready |= 1 << slot.number
             if each.flags != slot.all_flags[rank]:
                 all_flags[slot.number] = each.flags
-        saying = Saying(ready, tuple(fresh), all_flags)
+        announcement = Announcement(ready, tuple(fresh), all_flags)
         if all_flags:
             self._said.clear()  # they leave out flags that were the same
         if not all_flags and not fresh:
-            self._said[first] = announced, saying
-        return saying
+            self._said[first] = ready_names, announcement
+        return announcement
 
-    def names_in(self, saying: Saying) -> list[str]:
-        """Return the names that a saying is about; to be asked before it is taken."""
-        cached = [slot.name for slot in self._cached(saying.ready)]
-        return cached + [name for name, _, _ in saying.fresh]
+    def names_in(self, announcement: Announcement) -> list[str]:
+        """Return the names that an announcement is about; to be asked before it is taken."""
+        cached = [slot.name for slot in self._cached(announcement.ready)]
+        return cached + [name for name, _, _ in announcement.fresh]
 
     def waits(self, rank: int) -> bool:
         """Tell whether a rank is ready for something that others are not, or has joined."""
@@ -150,41 +150,47 @@ class Table:
         """Return the ranks that have not joined, by what errors call them."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
 
-    def take(self, sayings: Sequence[Saying]) -> Outcome:
+    def take(self, announcements: Sequence[Announcement]) -> Outcome:
         """Note what the ranks say; return what follows."""
-        first = sayings[0]
-        if not self.joined and not self._leaving and all(saying == first for saying in sayings):
+        first = announcements[0]
+        if (
+            not self.joined
+            and not self._leaving
+            and all(announcement == first for announcement in announcements)
+        ):
             # The usual: all became ready for the same, and were waiting for nothing.
             unusual = first[1:] != _NOTHING[1:] or self._open or any(self._bits)
             if not unusual:
                 return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
-        return self._take_any(sayings)
+        return self._take_any(announcements)
 
-    def _take_any(self, sayings: Sequence[Saying]) -> Outcome:
-        for rank, saying in enumerate(sayings):
-            self._bits[rank] |= saying.ready
-            for number, flags in saying.all_flags.items():
+    def _take_any(self, announcements: Sequence[Announcement]) -> Outcome:
+        for rank, announcement in enumerate(announcements):
+            self._bits[rank] |= announcement.ready
+            for number, flags in announcement.all_flags.items():
                 slot = self._slots[number]
                 assert slot is not None
                 slot.all_flags[rank] = flags
                 self._last = 0, []
-        for rank, saying in enumerate(sayings):
-            for name, intention, flags in saying.fresh:
+        for rank, announcement in enumerate(announcements):
+            for name, intention, flags in announcement.fresh:
                 self._uncache(name)
                 entry = self._open.setdefault(name, _Open({}, {}))
                 entry.intentions[rank] = intention
                 entry.all_flags[rank] = flags
-        joining = [rank for rank, saying in enumerate(sayings) if saying.joins]
+        joining = [rank for rank, announcement in enumerate(announcements) if announcement.joins]
         self.joined |= dict.fromkeys(joining)
-        for rank, saying in enumerate(sayings):
-            if saying.leaves is not None:
-                self._leaving[rank] = saying.leaves
+        for rank, announcement in enumerate(announcements):
+            if announcement.leaves is not None:
+                self._leaving[rank] = announcement.leaves
         ready, refused = self._complete()
-        expired = next((t for s in sayings for n, t in s.expired.items() if self._there(n)), None)
+        expired = next(
+            (t for a in announcements for n, t in a.expired.items() if self._there(n)), None
+        )
         refused += self._without_those_who_leave()
-        news = any(saying.is_news for saying in sayings)
+        news = any(announcement.is_news for announcement in announcements)
         if not news:
-            refused += self._untangle(sayings)
+            refused += self._untangle(announcements)
         return Outcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
 
     def _run_slots(self, bits: int) -> list[Ready]:
@@ -238,7 +244,7 @@ class Table:
                 refused.append((run.name, error))
         return ready, refused
 
-    def _cached(self, bits: int) -> Iterable[_Slot]:
+    def _cached(self, bits: int) -> Iterable[_CacheSlot]:
         for number in _places(bits):
             slot = self._slots[number]
             assert slot is not None
@@ -282,11 +288,11 @@ class Table:
                 refused.append((name, PeerError(why)))
         return refused
 
-    def _untangle(self, sayings: Sequence[Saying]) -> list[tuple[str, CollectiveError]]:
+    def _untangle(self, announcements: Sequence[Announcement]) -> list[tuple[str, CollectiveError]]:
         """Refuse what the ranks wait for where each waits for another thing, and none goes on."""
         waited = {
-            rank: saying.stuck
-            for rank, saying in enumerate(sayings)
+            rank: announcement.stuck
+            for rank, announcement in enumerate(announcements)
             if rank not in self.joined and rank not in self._leaving
         }
         names = {name for name in waited.values() if name is not None and self._there(name)}
@@ -337,7 +343,7 @@ class Table:
                 return
             del self._named[oldest.name]
             number = oldest.number
-        self._slots[number] = self._named[name] = _Slot(number, name, intention, all_flags)
+        self._slots[number] = self._named[name] = _CacheSlot(number, name, intention, all_flags)
 
     def _forget(self) -> None:
         """Remember nothing that was told of slots: they change."""
@@ -361,7 +367,7 @@ class Table:
             )
 
 
-_NOTHING = Saying()
+_NOTHING = Announcement()
 PROGRAM_ENDED: Final = "its program ended"  # why a rank leaves that was done
 
 

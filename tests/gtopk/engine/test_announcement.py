@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from collectives.errors import MessageError
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.engine.announcement import Announcement, Intention, cycle_bytes, exchange
 from gtopk.engine.fusion import Layout
-from gtopk.engine.saying import Intention, Saying, cycle_bytes, exchange
 
 all_flags = st.integers(-(1 << 63), (1 << 63) - 1)
 layouts = st.builds(
@@ -22,8 +22,8 @@ intentions = st.builds(
     st.none() | st.binary(max_size=5),
     st.lists(layouts, max_size=2).map(tuple),
 )
-sayings = st.builds(
-    Saying,
+announcements = st.builds(
+    Announcement,
     ready=st.integers(0, (1 << 70) - 1),
     fresh=st.lists(st.tuples(st.text(max_size=5), intentions, all_flags), max_size=3).map(tuple),
     all_flags=st.dictionaries(st.integers(0, 69), all_flags, max_size=3),
@@ -36,9 +36,9 @@ sayings = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(sayings, min_size=1, max_size=4))
-def test_all_hear_what_each_says(said: list[Saying]) -> None:
-    def program(transport: LocalTransport) -> list[Saying]:
+@given(st.lists(announcements, min_size=1, max_size=4))
+def test_all_hear_what_each_says(said: list[Announcement]) -> None:
+    def program(transport: LocalTransport) -> list[Announcement]:
         return exchange(transport, said[transport.rank], 70)
 
     for heard in run_ranks(local_world(len(said), 20), program):
@@ -51,7 +51,7 @@ def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, nam
     def program(transport: LocalTransport) -> tuple[int, int]:
         transport.traffic.take()
         ready = (1 << names) - 1 >> transport.rank  # not the same on all ranks
-        exchange(transport, Saying(ready), names)
+        exchange(transport, Announcement(ready), names)
         taken = transport.traffic.take()
         return taken.sent_bytes, taken.sent_messages
 
@@ -59,12 +59,12 @@ def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, nam
     assert threads(ranks, program) == [expected] * ranks
 
 
-def test_what_is_no_saying_names_its_sender(threads):
+def test_what_is_no_announcement_names_its_sender(threads):
     def program(transport: LocalTransport) -> None:
         if transport.rank == 1:
             transport.allgather_into(np.full(24, 7, np.uint8), range(0, 25, 8))
             return
         with pytest.raises(MessageError, match="the message from rank 1 is malformed"):
-            exchange(transport, Saying(), 0)
+            exchange(transport, Announcement(), 0)
 
     threads(3, program)
