@@ -295,6 +295,25 @@ class AdamSteps:
             self._set_steps(steps)
             self._before = None
 
+    def leave(self, numbers: Sequence[int]) -> None:
+        """Make what the ranks share of some parameters what it was before `make`; all ranks alike.
+
+        numbers: of parameters that no rank had a gradient of: plain AdamW passes over them, too.
+        """
+        if self._before is None:
+            return
+        places, shared, rows, steps = self._before
+        ends = [*itertools.accumulate(self._bucket.sizes, initial=0)]
+        row_ends = [*itertools.accumulate(self.rows, initial=0)]
+        now = list(self._steps)
+        for number in numbers:
+            mine = (places >= ends[number]) & (places < ends[number + 1])
+            self._shared[places[mine]] = shared[mine]
+            where = slice(*row_ends[number : number + 2])
+            self._shared_rows[where] = rows[where]
+            now[number] = steps[number]
+        self._set_steps(now)
+
     def forget(self) -> None:
         """Let `undo` change nothing from now on."""
         self._before = None

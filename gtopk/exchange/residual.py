@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -111,6 +112,7 @@ class Residual:
         # What was remembered besides memory: holds_nothing, steps that drained, astray.
         self._remembered: tuple[bool, int, bool] | None = None
         self._aside: list[tuple[int, slice, torch.Tensor]] = []  # of which memory, where, what
+        self._places_aside: list[int] = []
         self._astray_aside = False
         self._step: Step | None = None  # on a GPU
         self._steps: AdamSteps | None = None
@@ -282,6 +284,7 @@ class Residual:
             self._steps.undo()
         self.holds_nothing, self._drained_steps, self.astray = self._remembered
         self._aside.clear()
+        self._places_aside = []
         self.forget()
 
     def forget(self) -> None:
@@ -297,27 +300,36 @@ class Residual:
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
         self._astray_aside = self.astray and bool(parts)
+        self._places_aside = [*parts]
+        row_ends = [*itertools.accumulate(self.rows, initial=0)]
         for number, name in enumerate(self._names):
             if not parts or (number == 0 and self.holds_nothing):
                 continue
             tensor = self._writable(number).tensor
             for place, part in parts.items():
-                where = slice(place, place + 1) if name == AGE else part
+                where = part
+                if name == AGE:
+                    where = slice(place, place + 1)
+                elif name == ROWS:
+                    where = slice(*row_ends[place : place + 2])
                 self._aside.append((number, where, tensor[where].clone()))
-                if name != AGE:
+                if name not in (AGE, ROWS):
                     tensor[where] = 0
 
     def bring_back(self) -> None:
         """Have again what was set aside, once the update is applied."""
         for number, where, values in self._aside:
             here = self._writable(number).tensor[where]
-            if self._names[number] == AGE:
+            if self._names[number] in (AGE, ROWS):
                 here.copy_(values)  # the step counts for others
             else:
                 here.add_(values)  # beside what may have returned from the reduction
             self.holds_nothing &= number != 0
+        if self._steps is not None and self._places_aside:
+            self._steps.leave(self._places_aside)
         self.astray |= self._astray_aside  # it was not there to be brought home
         self._aside.clear()
+        self._places_aside = []
         self._astray_aside = False
 
     @property

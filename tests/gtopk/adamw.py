@@ -99,13 +99,13 @@ class OneRank:
         """Return R of each parameter, by the rows of its bucket."""
         held = optimizer._reducer.take_state_out()[0]
         found = {}
-        for lane in optimizer._reducer.planned.lanes:
-            mean = [optimizer.state[p]["shared_row_squares"].numpy() for p in lane.parameters]
-            own = [held[name]["row_squares"].numpy() * self.ranks for name in lane.names]
+        for bucket in optimizer._reducer.planned.bucket_exchanges:
+            mean = [optimizer.state[p]["shared_row_squares"].numpy() for p in bucket.parameters]
+            own = [held[name]["row_squares"].numpy() * self.ranks for name in bucket.names]
             all_own = np.concatenate(own)
             ratio = np.concatenate(mean).sum() / max(all_own.sum(), 1e-30)
             more = all_own.mean() * 0.02
-            for parameter, a, b in zip(lane.parameters, mean, own, strict=True):
+            for parameter, a, b in zip(bucket.parameters, mean, own, strict=True):
                 ratios = (a + ratio * more) / (b + more + 1e-30)
                 found[parameter] = np.clip(ratios, 0.25 / self.ranks, 1)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -192,6 +193,7 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
             take_steps(model, optimizer, transport.rank, range(4))
             before = [weight.detach().clone() for weight in model.parameters()]
             kept = {what: t.clone() for what, t in everything_held_of(optimizer).items()}
+            state = copy.deepcopy(optimizer.state[model[2].weight])
             branch = torch.nn.Sequential(model[0], model[1], model[3])
             for step in range(4, 10):
                 take_steps(branch, optimizer, transport.rank, [step])
@@ -201,6 +203,8 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
             now = everything_held_of(optimizer)
             assert now.keys() == kept.keys()
             assert all(torch.equal(now[what], tensor) for what, tensor in kept.items())
+            for what, tensor in state.items():
+                assert torch.equal(optimizer.state[model[2].weight][what], tensor), what
             take_steps(model, optimizer, transport.rank, range(10, 14))
             assert not torch.equal(model[2].weight, before[2])
         return flat(model)

@@ -401,7 +401,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_passed_over(threads):
         assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
 
 
-def test_what_a_residual_holds_of_a_parameter_is_applied_where_its_gradient_is_missing():
+def test_the_residual_of_a_parameter_waits_while_its_gradient_is_missing():
     first, second = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in "ab")
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
@@ -412,7 +412,10 @@ def test_what_a_residual_holds_of_a_parameter_is_applied_where_its_gradient_is_m
         optimizer.zero_grad()
         first.grad = torch.full_like(first, 1.0)
         optimizer.step()
-    assert (first.item(), second.item()) == (-5.0, -3.0)
+        assert (first.item(), second.item()) == (-6.0, 0.0)
+        first.grad, second.grad = torch.full_like(first, 1.0), torch.zeros_like(second)
+        optimizer.step()
+    assert (first.item(), second.item()) == (-6.0, -3.0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import gtopk
 from collectives.errors import PeerError
 from collectives.transports.departure import DepartureNotice
+from gtopk import settings
 from gtopk.errors import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
 from gtopk.world import failure_file, guard, world
@@ -158,7 +159,7 @@ def test_a_rank_that_cannot_join_writes_one_as_its_launcher_may_be_gone(
     monkeypatch.setattr(world, "join", join)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(failure_file.VARIABLE, str(tmp_path) if folder_is_named else "")
+    monkeypatch.setenv(settings.FAILURE_DIR.name, str(tmp_path) if folder_is_named else "")
     (tmp_path / "failure_rank1.json").write_text("earlier")
     with pytest.raises(PeerError, match="is gone"):
         world.init()
