@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Final, NamedTuple
 
 ERROR: Final = 0.2  # of a modelled time, beyond which a forecast counts as wrong
@@ -71,7 +72,7 @@ def break_even_bits_per_second(
         return None
     if gain(high) > 0:
         return math.inf
-    while high / low > 1 + 1e-9:
+    while high / low > 1 + 1e-6:
         middle = math.sqrt(low * high)
         if gain(middle) > 0:
             low = middle
@@ -110,6 +111,7 @@ def break_even(
     dense: Callable[[Link], float], sparse: Callable[[Link], float], latency_seconds: float
 ) -> BreakEven:
     """Return the bandwidth at which `sparse` takes as much time as `dense`, and its margin."""
+    dense, sparse = cache(dense), cache(sparse)  # searched three times over, from the same ends
     slow, fast = (Link.of(bits, latency_seconds) for bits in (SLOWEST, FASTEST))
     # Whether dense over sparse grows with the bandwidth, by more than rounding.
     above = (1 + 1e-9) * dense(slow) * sparse(fast) < dense(fast) * sparse(slow)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..algorithms.growth import USUAL_GROWTH
@@ -150,8 +151,7 @@ def predict(
     rounds = 0
     bucket = Bucket(network.between.burst_bytes)
 
-    for step in schedule(candidate.algorithm, order):
-        each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
+    for step, each in _messages(candidate, order):
         times = step.times
         held_up = network.turns(step.senders)
         coded = 0.0
@@ -199,36 +199,58 @@ def predict(
 
 def most_bytes(candidate: Candidate, length: int, network: Network, value_bytes: int = 4) -> float:
     """Return what no rank sends more than, wherever the picks lie (see `most_message_bytes`)."""
-    order = _order(candidate, length, network, value_bytes)._replace(uneven=True)
+    return _most_bytes(candidate, _order(candidate, length, network, value_bytes))
+
+
+@lru_cache(1024)
+def _most_bytes(candidate: Candidate, order: Order) -> float:
     return sum(
-        step.times * _bytes_of(step, candidate, length, value_bytes, most_message_bytes)
-        for step in schedule(candidate.algorithm, order)
+        step.times * _bytes_of(step, candidate, order, most_message_bytes)
+        for step in schedule(candidate.algorithm, order._replace(uneven=True))
     )
+
+
+@lru_cache(1024)
+def _messages(candidate: Candidate, order: Order) -> list[tuple[Round, float]]:
+    """Return the rounds, each with the bytes of its largest message: at any speed of the links.
+
+    The search for a break-even asks for the same ones at a hundred bandwidths.
+    """
+    return [
+        (step, _bytes_of(step, candidate, order, message_bytes))
+        for step in schedule(candidate.algorithm, order)
+    ]
 
 
 def _order(candidate: Candidate, length: int, network: Network, value_bytes: int) -> Order:
     k = length if candidate.algorithm == "dense" else candidate.selected(length)
-    ranks, ranks_per_node = network.ranks, network.ranks_per_node
-    order = Order(length, k, ranks, ranks_per_node, value_bytes, candidate.widening)
     native_bytes = sys.maxsize if network.native_bytes is None else network.native_bytes
-    return order._replace(native_bytes=native_bytes)
+    return Order(
+        length,
+        k,
+        network.ranks,
+        network.ranks_per_node,
+        value_bytes,
+        candidate.widening,
+        native_bytes=native_bytes,
+    )
 
 
 def _bytes_of(
     step: Round,
     candidate: Candidate,
-    length: int,
-    value_bytes: int,
+    order: Order,
     size: Callable[[int, int, Format, int, int], float],
 ) -> float:
     """Return the bytes of the largest message of a round, by the size of one with a list."""
     if not step.lists:
         return step.plain_bytes
     format = step.format(candidate.format)
-    each = size(step.entries, length, format, value_bytes, step.parts)
+    each = size(step.entries, order.length, format, order.value_bytes, step.parts)
     return step.plain_bytes + step.lists * each
 
 
+@lru_cache(1024)
 def updated(algorithm: str, order: Order) -> float:
     """Return how many coordinates an update holds, for picks that are independent by rank."""
     if algorithm == "dense":

@@ -167,7 +167,7 @@ def test_a_wait_inside_the_group_has_an_end_and_breaks_it() -> None:
         assert isinstance(collectives, torch_collectives.TorchCollectives)
         if transport.rank == 0:
             collectives.set_timeout(0.3)
-            with pytest.raises(PeerTimeoutError, match="rank 0 has waited 0 s for its peers"):
+            with pytest.raises(PeerTimeoutError, match=r"rank 0 has waited \d+ s for its peers"):
                 collectives.allreduce(torch.ones(2), "sum")
             with pytest.raises(PeerError, match="has waited"):
                 transport._collectives.allreduce(torch.ones(2), "sum")
