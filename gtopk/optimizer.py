@@ -351,6 +351,8 @@ class _DistributedOptimizer(Readings):
             keep_precision(self._wrapped, state_dict)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
+            if self._local is not None:
+                self._local.look_for_models()
 
     def forget_steps(self) -> None:
         """Hold back nothing, as before the first step: a state from then does not say so itself."""

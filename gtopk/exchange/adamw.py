@@ -9,8 +9,8 @@
 
 The sum of w u over ranks is AdamW's step of the mean gradient, as far as V is that of the mean
 gradient. With v / w in its place every rank would divide by the size of its own gradient, which is
-larger, and unlike other ranks'. What is selected, exchanged and held back are steps of the
-parameters, the rate included: what is sent late is sent at the rate of its own time.
+larger, and unlike other ranks'. The residual holds steps of the parameters, the rate included: a
+step that is sent late is sent at the rate of its own time.
 
 The sample is one coordinate of SWEEP (`sampling`): its sum travels as bfloat16, in an allreduce
 within the bucket's own operation. What the ranks share is kept in the optimizer's `state`, as all
@@ -34,8 +34,8 @@ from ..buckets.arrays import from_array, to_array, zeros
 from ..buckets.buckets import Bucket
 from .sampling import SWEEP, Sampling, times_sampled
 
-# Of the optimizer's state of a parameter: how many steps were sampled; s, and -1 where there is no
-# sample yet; sums of the mean gradient's squares by rows.
+# Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is
+# -1 where there is no sample yet; sums of the mean gradient's squares by rows.
 STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
 UNKNOWN: Final = -1.0
 
@@ -92,7 +92,7 @@ def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> boo
 
 @dataclass
 class OwnMoments:
-    """What belongs to one rank, changed in place.
+    """The moments of one rank, changed in place.
 
     first, second: m and v, [n]; ages: steps of this rank, int64 [p]; rows: row sums of w g^2,
     [all rows]. The last two are on the host.
@@ -105,7 +105,7 @@ class OwnMoments:
 
 
 class _Before(NamedTuple):
-    """What a step has changed of what the ranks share."""
+    """The shared state before a step, at the coordinates that it samples."""
 
     places: torch.Tensor
     shared: torch.Tensor

@@ -1,14 +1,14 @@
 """LocalResidual: forward and backward see the model with this rank's own unsent steps.
 
     step()      parameters hold the centre c, to the bit the same on all ranks
-    forward     of a model in training: they become c - a, a: what this rank has not sent yet
+    forward     of a model in training: they become c - a, where a are this rank's unsent steps
     backward    this rank's gradient at c - a
     step()      c moves by what the ranks agreed on
 
 Without it a rank computes gradients as if its unsent steps had never been made, and makes them
 again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
-costs most of what compression loses. Whoever looks at parameters between a step and the next
-forward pass sees the centre: evaluation, checkpoints, the replica check, broadcasts.
+costs most of the accuracy that compression loses. Between a step and the next forward pass
+parameters are the centre: evaluation, checkpoints, the replica check and broadcasts see that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _log = logging.getLogger("gtopk")
 class LocalResidual:
     """Swaps the parameters of one optimizer between the centre and c - a.
 
-    The models are found by their first forward pass: those called first that have one of the
-    parameters. Where none was found by the end of the first step, as of models that are no
-    torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is the caller's.
+    The models are found by the first forward pass after there is something to apply: those called
+    first that have one of the parameters. Where none is found by the end of that step, as of models
+    that are no torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is
+    the caller's.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -39,8 +40,18 @@ class LocalResidual:
         self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._looked_at = weakref.WeakSet[torch.nn.Module]()
+        self._finding: Any = None  # the hook that all modules call
         self._is_at_rest = False  # by `eval`, until `train`
-        self._has_warned = False
+        self._has_given_up = False
+
+    def look_for_models(self) -> None:
+        """Find the models in the next forward pass; nothing where some are known.
+
+        A module that torch.compile made warns then, once, that there is a hook of all modules. It
+        is gone before anything inside that one is called.
+        """
+        if self._roots or self._finding is not None or self._has_given_up:
+            return
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
@@ -49,14 +60,11 @@ class LocalResidual:
             else:
                 own._find(module)
 
-        handle = register_module_forward_pre_hook(find)
-        self._finding: Any = handle
+        handle = self._finding = register_module_forward_pre_hook(find)
 
     def _find(self, module: torch.nn.Module) -> None:
         """Note a model that has one of the parameters, and is in none that was noted before."""
-        if self._reducer.aside_for:
-            self._finding.remove()
-        if self._reducer.aside_for or module in self._looked_at:
+        if module in self._looked_at:
             return
         self._looked_at.add(module)
         if any(parameter in self._reducer.names for parameter in module.parameters()):
@@ -66,6 +74,14 @@ class LocalResidual:
             module.register_forward_pre_hook(hook.before_forward)
             module.register_state_dict_pre_hook(hook.before_state_dict)
             hook.before_forward(module, ())  # the call that goes on has no such hook yet
+            found = {parameter for root in self._roots for parameter in root.parameters()}
+            if found.issuperset(self._reducer.names):
+                self._stop_finding()  # before torch.compile traces what is called inside
+
+    def _stop_finding(self) -> None:
+        if self._finding is not None:
+            self._finding.remove()
+            self._finding = None
 
     @property
     def is_applied(self) -> bool:
@@ -113,19 +129,22 @@ class LocalResidual:
     def end_step(self) -> None:
         """Make sure that the next forward pass sees c - a, where no model will tell of it."""
         if self._reducer.peers.size == 1:
-            return  # where more ranks come, models may still be found
-        self._finding.remove()
+            return  # nothing is held back
         if self._roots:
-            return
-        if not self._has_warned and self._reducer.peers.rank == 0:
-            _log.warning(
-                "no torch.nn.Module with the optimizer's parameters was called before its first "
-                "step: between steps they hold steps that rank %d has not sent yet. Evaluate and "
-                "save within `with optimizer.evaluating():`, or give local_residual=False",
-                self._reducer.peers.world.rank,
-            )
-        self._has_warned = True
-        self.apply()
+            self._stop_finding()
+        elif self._finding is None and not self._has_given_up:
+            self.look_for_models()
+        else:
+            if not self._has_given_up and self._reducer.peers.rank == 0:
+                _log.warning(
+                    "no torch.nn.Module with the optimizer's parameters was called in a step: "
+                    "between steps they hold steps that rank %d has not sent yet. Evaluate and "
+                    "save within `with optimizer.evaluating():`, or give local_residual=False",
+                    self._reducer.peers.world.rank,
+                )
+            self._has_given_up = True
+            self._stop_finding()
+            self.apply()
 
     def eval(self) -> None:
         """Keep the parameters at the centre until `train`."""
@@ -135,7 +154,7 @@ class LocalResidual:
     def train(self) -> None:
         """Let the parameters be c - a in forward passes again."""
         self._is_at_rest = False
-        if not self._roots:
+        if self._has_given_up:
             self.apply()
 
 

@@ -243,19 +243,37 @@ def test_a_model_of_several_modules_sees_it_in_each(threads):
     threads(2, program)
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_sees_it_too(threads, in_place):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            if in_place:
+                model.compile(backend="eager")
+            called = model if in_place else torch.compile(model, backend="eager")
+            train(optimizer, called, transport.rank, range(3))
+            common = flat(model.parameters())
+            value(called, transport.rank, 3)
+            unsent = transport.size * held(optimizer)
+            np.testing.assert_array_equal(flat(model.parameters()), common - unsent)
+            assert unsent.any()
+
+    threads(2, program)
+
+
 def test_where_no_module_is_called_parameters_hold_it_between_steps_with_a_warning(threads, caplog):
     def program(transport: LocalTransport) -> np.ndarray:
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(50, dtype=torch.float64))
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
         with world.entered(transport):
             inner = torch.optim.AdamW([weight], lr=0.1)
             optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
             for step in range(3):
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(10 * step + transport.rank)
-                (
-                    weight * torch.randn(50, generator=generator, dtype=torch.float64)
-                ).sum().backward()
+                slope = torch.randn(50, generator=generator, dtype=torch.float64)
+                (weight * slope).sum().backward()
                 optimizer.step()
             with optimizer.evaluating():
                 common = weight.detach().numpy().copy()
