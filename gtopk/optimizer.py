@@ -14,6 +14,7 @@ import torch
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression, check_choice
+from .lanes.held import state_before
 from .logs import EVERYWHERE
 from .recording import looks
 from .reduce_ops import Adasum, Average
@@ -326,7 +327,17 @@ class _DistributedOptimizer(Readings):
         Before the first step there is nothing of the latter.
         """
         own = optimizer_checkpoint.save(self._reducer)
-        return {**super().state_dict(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
+        return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
+
+    def _state(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's, without a step that nobody has taken yet."""
+        whole = super().state_dict()
+        before = state_before(self._reducer.planned.lanes)
+        numbers = enumerate(p for group in self.param_groups for p in group["params"])
+        for number, parameter in numbers:
+            if parameter in before:
+                whole["state"][number] = {**whole["state"][number], **before[parameter]}
+        return whole
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with the residuals of all ranks, on the root; None on the others.
@@ -334,7 +345,7 @@ class _DistributedOptimizer(Readings):
         All ranks call it together. Any number of ranks can load it: no residual is lost.
         """
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
-        return None if parts is None else {**super().state_dict(), optimizer_checkpoint.KEY: parts}
+        return None if parts is None else {**self._state(), optimizer_checkpoint.KEY: parts}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.

@@ -286,6 +286,25 @@ class AdamSteps:
                 g.sqrt_().add_(hyper.eps)
                 torch.div(m, g, out=g).mul_(hyper.lr / bias1)
 
+    def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return copies of what `undo` would leave in the optimizer's state; empty: as it is."""
+        if self._before is None:
+            return {}
+        places, values, rows, steps = self._before
+        shared = self._shared.clone()
+        shared[places] = values
+        views = zip(self._bucket.split(shared), rows.split(self.rows), steps, strict=True)
+        return {
+            parameter: {
+                STEP: torch.tensor(float(many), device="cpu"),
+                SHARED: of_shared,
+                SHARED_ROWS: of_rows.clone(),
+            }
+            for parameter, (of_shared, of_rows, many) in zip(
+                self._bucket.parameters, views, strict=True
+            )
+        }
+
     def undo(self) -> None:
         """Make what the ranks share what it was before `make`."""
         if self._before is not None:

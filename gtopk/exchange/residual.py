@@ -166,6 +166,10 @@ class Residual:
         """Tell whether the ranks share a second moment, for which they exchange a sample."""
         return self._steps is not None and self._steps.share < 1.0
 
+    def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the optimizer's state of parameters without a step that may be undone yet."""
+        return {} if self._steps is None else self._steps.state_before()
+
     def row_sums(self) -> tuple[float, float]:
         """Return sampled squares of the mean gradient, and of this rank's; where it learns."""
         assert self._steps is not None

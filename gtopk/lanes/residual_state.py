@@ -122,6 +122,17 @@ def residuals_of(
         )
 
 
+def state_before(
+    bucket_exchanges: Sequence[Any],
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the optimizer's state of parameters as it was before a step that may be undone yet."""
+    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for bucket_exchange in bucket_exchanges:
+        if (residual := _residual(bucket_exchange)) is not None:
+            found.update(residual.state_before())
+    return found
+
+
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
     """Return the squares of the mean gradient over those of this rank's, as sampled lately.
 

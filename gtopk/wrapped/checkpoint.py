@@ -6,7 +6,8 @@
         "steps":   taken; where the density is on its warm-up,
         "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
         "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters;
-                   with adam_correction "first_moment", "second_moment", and "age", a number
+                   with adam_correction "first_moment", "second_moment", and "age", a number;
+                   of AdamW whose steps are made before the exchange "row_squares" besides, by rows
         "of":      only in a sum of parts: of which ranks, of how many, it is
         "holds":   "gradients", or "changes" of the model, as LocalSGD; older ones do not say
     }

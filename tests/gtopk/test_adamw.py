@@ -664,8 +664,12 @@ def test_the_gradients_of_a_step_that_nobody_took_are_forgotten(threads):
             optimizer.zero_grad()
             value(model, transport.rank, 3).backward()
             optimizer.synchronize()
+            between = optimizer.state_dict()
             optimizer.zero_grad()
             np.testing.assert_array_equal(held(optimizer), left)
+            for number, state in between["state"].items():
+                for name, tensor in state.items():
+                    assert torch.equal(tensor, before["state"][number][name])
             for number, state in optimizer.state_dict()["state"].items():
                 for name, tensor in state.items():
                     assert torch.equal(tensor, before["state"][number][name])
