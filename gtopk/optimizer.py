@@ -14,7 +14,7 @@ import torch
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression, check_choice
-from .lanes.held import state_before
+from .lanes.residual_state import state_before
 from .logs import EVERYWHERE
 from .recording import looks
 from .reduce_ops import Adasum, Average
@@ -332,7 +332,7 @@ class _DistributedOptimizer(Readings):
     def _state(self) -> dict[str, Any]:
         """Return the wrapped optimizer's, without a step that nobody has taken yet."""
         whole = super().state_dict()
-        before = state_before(self._reducer.planned.lanes)
+        before = state_before(self._reducer.planned.bucket_exchanges)
         numbers = enumerate(p for group in self.param_groups for p in group["params"])
         for number, parameter in numbers:
             if parameter in before:
