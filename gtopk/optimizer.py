@@ -13,7 +13,7 @@ import torch
 
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
-from .compression import Compression, check_choice
+from .compression import Compression
 from .lanes.residual_state import state_before
 from .logs import EVERYWHERE
 from .recording import looks
@@ -38,7 +38,7 @@ from .timeline.timeline import Span, Step
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
 from .wrapped import checkpoint as optimizer_checkpoint
-from .wrapped.adam_step import AgreedSteps, adam_before, keep_precision
+from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam
 from .wrapped.adam_step import step as step_with_adam
 from .wrapped.local_residual import LocalResidual
 from .wrapped.readings import Readings
@@ -476,7 +476,7 @@ def DistributedOptimizer(
         check_every=check_every,
         on_divergence=on_divergence,
         max_skipped_steps=max_skipped_steps,
-        **_options_of_adam(optimizer, compression, adam_steps, local_residual, op),
+        **options_of_adam(optimizer, compression, adam_steps, local_residual, op),
     )
     if op == Adasum:
         if process_set is not global_process_set:
@@ -488,21 +488,3 @@ def DistributedOptimizer(
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
-
-
-def _options_of_adam(
-    optimizer: torch.optim.Optimizer,
-    compression: object,
-    adam_steps: str,
-    local_residual: bool | None,
-    op: int,
-) -> dict[str, Any]:
-    check_choice("adam_steps", adam_steps, ("before", "after"))
-    before = adam_steps == "before" and op != Adasum
-    adam = adam_before(optimizer, compression) if before else None
-    if local_residual and adam is None:
-        raise ValueError(
-            "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
-            "what other optimizers hold back are gradients, and no steps of parameters"
-        )
-    return {"adam": adam, "local_residual": adam is not None and local_residual is not False}

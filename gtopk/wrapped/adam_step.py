@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..compression import ErrorFeedback, Hierarchical
+from ..compression import ErrorFeedback, Hierarchical, check_choice
 from ..exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled
+from ..reduce_ops import Adasum
 from .local_residual import LocalResidual
 
 
@@ -97,3 +98,22 @@ class AgreedSteps:
                 "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
                 "local_clip_norm; adam_steps='after' steps with agreed gradients"
             )
+
+
+def options_of_adam(
+    optimizer: torch.optim.Optimizer,
+    compression: object,
+    adam_steps: str,
+    local_residual: bool | None,
+    op: int,
+) -> dict[str, Any]:
+    """Return what `Options` has of Adam; raise ValueError for what does not go together."""
+    check_choice("adam_steps", adam_steps, ("before", "after"))
+    before = adam_steps == "before" and op != Adasum
+    adam = adam_before(optimizer, compression) if before else None
+    if local_residual and adam is None:
+        raise ValueError(
+            "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
+            "what other optimizers hold back are gradients, and no steps of parameters"
+        )
+    return {"adam": adam, "local_residual": adam is not None and local_residual is not False}
