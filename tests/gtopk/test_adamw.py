@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gtopk.reductions import Sum
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.adaptive.adapt import adapt
@@ -20,6 +19,7 @@ from gtopk.compression import Compression
 from gtopk.exchange.sampling import SWEEP
 from gtopk.lanes.residual_state import mean_square_ratio
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.reduce_ops import Sum
 from gtopk.step.weights import LocalClip
 from gtopk.torch import add_process_set, broadcast_optimizer_state, join
 from gtopk.world import world
