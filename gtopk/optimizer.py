@@ -271,7 +271,7 @@ class _DistributedOptimizer(Readings):
             if self._agreed is not None:
                 self._agreed.require_unchanged()
                 self._agreed = None
-            self._take_agreed_step(lambda own: step_with_adam(own, self._local))
+            self._take_agreed_step(step_with_adam)
         else:
             super()._step_wrapped()
 

@@ -71,6 +71,7 @@ class AdamGroups:
         """Return the options of these parameters, as they are now."""
         of: dict[torch.Tensor, Hyper] = {}
         for group in self._optimizer.param_groups:
+            refuse_amsgrad(group)
             beta1, beta2 = map(float, group["betas"])
             l2 = 0.0 if is_decoupled(group, self._optimizer) else float(group["weight_decay"])
             one = Hyper(
@@ -83,6 +84,16 @@ class AdamGroups:
         """Return the optimizer's own state of a parameter, to be changed in place."""
         state: dict[str, Any] = self._optimizer.state[parameter]
         return state
+
+
+def refuse_amsgrad(group: dict[str, Any]) -> None:
+    """Raise ValueError for a parameter group with amsgrad=True."""
+    if group["amsgrad"]:
+        raise ValueError(
+            "amsgrad=True needs the largest second moment of the mean gradient, and no rank knows "
+            "that of every coordinate in every step: use amsgrad=False, or adam_steps='after', "
+            "which steps with the agreed update and loses accuracy"
+        )
 
 
 def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
@@ -143,6 +154,8 @@ class AdamSteps:
         for number, parameter in enumerate(self._bucket.parameters):
             state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
             if state.get(SHARED) is not shared:
+                if SHARED not in state:  # nobody's yet, or a plain AdamW's
+                    self._begin_anew(number, own)
                 if SHARED in state:
                     shared.copy_(state[SHARED])
                     rows.copy_(state[SHARED_ROWS])
@@ -155,6 +168,16 @@ class AdamSteps:
     def is_as_read(self) -> bool:
         """Tell whether the options are those that were read."""
         return self._hypers == self._groups.read(self._bucket.parameters)
+
+    def _begin_anew(self, number: int, own: OwnMoments) -> None:
+        """Forget the moments of a parameter, its own and what the ranks share."""
+        shared, rows = self._in_state[number]
+        shared.fill_(UNKNOWN)
+        rows.zero_()
+        for moments in (own.first, own.second):
+            self._bucket.split(moments)[number].zero_()
+        own.rows.split(self.rows)[number].zero_()
+        own.ages[number] = 0
 
     def _begin_with(
         self, number: int, state: dict[str, Any], shared: torch.Tensor, own: OwnMoments

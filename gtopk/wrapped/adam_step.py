@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..compression import ErrorFeedback, Hierarchical, check_choice
-from ..exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled
+from ..exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ..reduce_ops import Adasum
-from .local_residual import LocalResidual
+from .local_residual import take_centre
 
 
 def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
@@ -32,17 +32,13 @@ def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGr
     stepping = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
         return None
-    if any(group["amsgrad"] for group in optimizer.param_groups):
-        raise ValueError(
-            "amsgrad=True needs the largest second moment of the mean gradient, and no rank knows "
-            "that of every coordinate in every step: use amsgrad=False, or adam_steps='after', "
-            "which steps with the agreed update and loses accuracy"
-        )
+    for group in optimizer.param_groups:
+        refuse_amsgrad(group)
     return AdamGroups(optimizer)
 
 
 @torch.no_grad()
-def step(optimizer: Any, local: LocalResidual | None) -> None:
+def step(optimizer: Any) -> None:
     """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
 
     The parameters are then the centre, also those that had something unsent applied.
@@ -53,7 +49,7 @@ def step(optimizer: Any, local: LocalResidual | None) -> None:
         if is_decoupled(group, optimizer):
             keep -= float(group["lr"]) * float(group["weight_decay"])
         for parameter in group["params"]:
-            centre = None if local is None else local.take_centre(parameter)
+            centre = take_centre(parameter)
             update = parameter.grad
             if update is None:
                 if centre is not None:

@@ -9,20 +9,39 @@ Without it a rank computes gradients as if its unsent steps had never been made,
 again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
 costs most of the accuracy that compression loses. Between a step and the next forward pass
 parameters are the centre: evaluation, checkpoints, the replica check and broadcasts see that.
+
+Where parameters are c - a, nobody but this may change them: no rank could tell the new centre from
+its own unsent steps. A model's load_state_dict(), which replaces the centre, is no such change.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..step.reducer import Reducer
 
 _log = logging.getLogger("gtopk")
+
+# Whose unsent steps a parameter holds now: of several optimizers, those of the one made last.
+_holders: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
+_numbers = itertools.count()
+
+
+def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return the centre of a parameter that is c - a, and is the caller's to write back.
+
+    None: it is the centre itself. Raises RuntimeError where it was changed while it was c - a.
+    """
+    holder = _holders.get(parameter)
+    return None if holder is None else holder._take_centre(parameter)
 
 
 class LocalResidual:
@@ -41,6 +60,7 @@ class LocalResidual:
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._looked_at = weakref.WeakSet[torch.nn.Module]()
         self._finding: Any = None  # the hook that all modules call
+        self._number = next(_numbers)
         self._is_at_rest = False  # by `eval`, until `train`
         self._has_given_up = False
 
@@ -73,6 +93,7 @@ class LocalResidual:
             hook = _Hook(self)
             module.register_forward_pre_hook(hook.before_forward)
             module.register_state_dict_pre_hook(hook.before_state_dict)
+            module.register_load_state_dict_pre_hook(hook.before_load_state_dict)
             hook.before_forward(module, ())  # the call that goes on has no such hook yet
             found = {parameter for root in self._roots for parameter in root.parameters()}
             if found.issuperset(self._reducer.names):
@@ -97,6 +118,10 @@ class LocalResidual:
         for parameter, residual in self._reducer.planned.residuals():
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values: what is unsent of it waits
+            if (other := _holders.get(parameter)) is not None:
+                if other._number > self._number:
+                    continue
+                other._restore(parameter)
             centre = self._centre.get(parameter)
             if centre is None or (centre.shape, centre.dtype, centre.device) != (
                 parameter.shape,
@@ -108,23 +133,42 @@ class LocalResidual:
             # A residual has the weight of a rank in the sum; by itself it would move all of it.
             parameter.sub_(residual.to(parameter.device), alpha=ranks)
             self._versions[parameter] = parameter._version
+            _holders[parameter] = self
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the parameters the centre; what was written into them since is the new centre."""
+        """Make the parameters the centre; raise RuntimeError where one was changed meanwhile."""
         for parameter in [*self._versions]:
-            if (centre := self.take_centre(parameter)) is not None:
-                parameter.copy_(centre)
+            self._restore(parameter)
 
-    def take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the centre of a parameter that is c - a, and is the caller's to write back.
+    @torch.no_grad()
+    def _restore(self, parameter: torch.nn.Parameter) -> None:
+        if (centre := self._take_centre(parameter)) is not None:
+            parameter.copy_(centre)
 
-        None: it is the centre itself.
-        """
+    def _take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         version = self._versions.pop(parameter, None)
-        if version is None or version != parameter._version:
+        if version is None:
             return None
+        _holders.pop(parameter, None)
+        if version != parameter._version and not self._is_as_applied(parameter):
+            raise RuntimeError(
+                f"rank {self._reducer.peers.world.rank}: parameter "
+                f"'{self._reducer.names.get(parameter, '?')}' was changed between a forward pass "
+                "and step(), where it holds steps that this rank has not sent yet: the replicas "
+                "would part. Change it after step(), or within `with optimizer.evaluating():`, or "
+                "give local_residual=False"
+            )
         return self._centre[parameter]
+
+    def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether it has the values that `apply` gave it: SAM puts them back."""
+        ranks, centre = self._reducer.peers.size, self._centre[parameter]
+        for other, residual in self._reducer.planned.residuals():
+            if other is parameter:
+                applied = centre.sub(residual.to(centre.device), alpha=ranks)
+                return torch.equal(applied, parameter)
+        return False
 
     def end_step(self) -> None:
         """Make sure that the next forward pass sees c - a, where no model will tell of it."""
@@ -176,5 +220,9 @@ class _Hook:
             residual.apply()
 
     def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (residual := self._of()) is not None:
+            residual.restore()
+
+    def before_load_state_dict(self, *call: Any) -> None:
         if (residual := self._of()) is not None:
             residual.restore()

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import re
+import threading
 from functools import partial
 from typing import Any
 
@@ -246,6 +247,8 @@ def test_a_model_of_several_modules_sees_it_in_each(threads):
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_sees_it_too(threads, in_place):
+    compiling = threading.Lock()  # torch.compile is not for several threads at a time
+
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -253,9 +256,15 @@ def test_a_compiled_model_sees_it_too(threads, in_place):
             if in_place:
                 model.compile(backend="eager")
             called = model if in_place else torch.compile(model, backend="eager")
-            train(optimizer, called, transport.rank, range(3))
+            for step in range(3):
+                optimizer.zero_grad()
+                with compiling:
+                    loss = value(called, transport.rank, step)
+                loss.backward()
+                optimizer.step()
             common = flat(model.parameters())
-            value(called, transport.rank, 3)
+            with compiling:
+                value(called, transport.rank, 3)
             unsent = transport.size * held(optimizer)
             np.testing.assert_array_equal(flat(model.parameters()), common - unsent)
             assert unsent.any()
@@ -313,6 +322,98 @@ def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_centre(threa
                 np.testing.assert_array_equal(flat(model.parameters()), flat(other.parameters()))
 
     threads(2, program)
+
+
+def test_what_puts_a_models_values_back_before_the_step_changes_nothing(threads):
+    """As SAM does, whose second backward pass is at other values."""
+
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            for step in range(4):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                with torch.no_grad():
+                    before = [parameter.clone() for parameter in model.parameters()]
+                    for parameter in model.parameters():
+                        parameter.add_(0.05 * parameter.grad.sign())
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                with torch.no_grad():
+                    for parameter, earlier in zip(model.parameters(), before, strict=True):
+                        parameter.copy_(earlier)
+                optimizer.step()
+        return flat(model.parameters())
+
+    np.testing.assert_array_equal(*threads(2, program))
+
+
+def test_who_changes_a_parameter_that_holds_unsent_steps_gets_an_error_that_names_it(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(3))
+            optimizer.zero_grad()
+            value(model, transport.rank, 3).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+            said = rf"rank {transport.rank}: parameter '.*' was changed between a forward pass and"
+            with pytest.raises(RuntimeError, match=said):
+                optimizer.step()
+
+    threads(2, program)
+
+
+def test_of_two_optimizers_of_one_model_the_replicas_stay_equal(threads):
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            both = [distribute(model, Compression.gtopk(0.1)) for _ in range(2)]
+            for step in range(6):
+                for optimizer in both:
+                    optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                both[step % 2].step()
+            with both[0].evaluating(), both[1].evaluating():
+                return flat(model.parameters())
+
+    np.testing.assert_array_equal(*threads(2, program))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_plain_adamws_state_that_is_loaded_after_steps_is_gone_on_from(steps):
+    """Also one without a step, as of a run that begins anew."""
+    one, other = network(), network()
+    with world.entered(local_world(1)[0]):
+        optimizer = distribute(one, Compression.gtopk(0.1))
+        plain = distribute(other, Compression.none)._wrapped
+        for step in range(steps):
+            plain.zero_grad()
+            value(other, 0, step).backward()
+            plain.step()
+        train(optimizer, one, 0, range(3))
+        one.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        train(optimizer, one, 0, range(10, 14))
+        for step in range(10, 14):
+            plain.zero_grad()
+            value(other, 0, step).backward()
+            plain.step()
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+    )
+
+
+def test_a_group_with_amsgrad_that_comes_later_is_refused():
+    model, late = network(), torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    with world.entered(local_world(1)[0]):
+        optimizer = distribute(model, Compression.gtopk(0.1))
+        optimizer.add_param_group({"params": [late], "amsgrad": True})
+        with pytest.raises(ValueError, match="amsgrad=True needs"):
+            train(optimizer, model, 0, range(1))
 
 
 def test_a_copied_and_a_pickled_model_know_nothing_of_the_optimizer(threads):
