@@ -114,12 +114,15 @@ class _DistributedOptimizer(Readings):
             samples = 0
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
-    def _tell_of_compression(self) -> None:
-        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged."""
+    def _tell_of_compression(self, *, by_mode: bool = False) -> None:
+        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged.
+
+        by_mode: a mode of `adapt` has the wrapped optimizer step, with what was exchanged.
+        """
         if self._world.rank == 0 and not self._has_told:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
             warn_of_few_entries(self._options, elements)
-            if not self._makes_adam_steps:
+            if by_mode or not self._makes_adam_steps:
                 tell_of_optimizer(self._wrapped, self._options.compression)
         self._has_told = True
 

@@ -20,6 +20,7 @@ import threading
 
 import numpy as np
 
+from collectives.transports import Transport
 from gtopk.heartbeat.heartbeat import Heartbeat, Lost
 
 size, timeout_seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -29,7 +30,7 @@ class Table:
     """As much of a transport as a heartbeat needs: rank 0 hands round what all say."""
 
     def __init__(self, rank: int, ends: list[tuple[socket.socket, socket.socket]]) -> None:
-        self.rank, self.size, self._ends = rank, size, ends
+        self.rank, self.size, self.ranks, self._ends = rank, size, range(size), ends
 
     def neighbours(self) -> list[int]:
         return list(range(size))
@@ -45,6 +46,8 @@ class Table:
                 for each in said:
                     root.send(each)
         return [np.frombuffer(each, np.uint8) for each in said]
+
+    gather_object = Transport.gather_object
 
 
 def say(text: str) -> None:

@@ -78,6 +78,7 @@ def train(case: Case, compression: Any, **options: Any) -> list[torch.Tensor]:
         model.named_parameters(),
         compression,
         case.passes,
+        adam_steps="after",  # of the agreed gradients, as DDP's; before, ranks' own moments count
         **options,
     )
     for step in range(STEPS):

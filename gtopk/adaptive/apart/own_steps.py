@@ -40,7 +40,7 @@ class OwnSteps:
 
         name: of what concerns it, equal on all ranks.
         """
-        self._optimizer._tell_of_compression()
+        self._optimizer._tell_of_compression(by_mode=True)
         here, compression = self._world, self._optimizer._compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)

@@ -172,7 +172,7 @@ def join_node(
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:
-        job.optimizer._tell_of_compression()
+        job.optimizer._tell_of_compression(by_mode=True)
     node.merging.open(world, job.optimizer._compression, steps, advises)
     if advises and len(hosts) == 1 < world.size:
         values = sum(parameter.numel() for parameter in parameters)

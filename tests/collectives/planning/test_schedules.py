@@ -423,7 +423,7 @@ def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_co
 
 
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (3, 2), (4, 2), (6, 3), (8, 4)])
-def test_ranks_that_share_cores_code_in_turns(ranks, go_aheads):
+def test_ranks_that_share_cores_code_in_turns(ranks, turns):
     coding = Rates(0.0, 1.0, {EXACT: CodingRate(1.0, 1.0)}, sum_seconds=1.0)
 
     def seconds(cores: float) -> float:
@@ -432,7 +432,7 @@ def test_ranks_that_share_cores_code_in_turns(ranks, go_aheads):
         found = predict(candidate, 10**5, network, coding)
         return found.code_seconds + found.merge_seconds
 
-    assert seconds(2) == pytest.approx(go_aheads * seconds(math.inf))
+    assert seconds(2) == pytest.approx(turns * seconds(math.inf))
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk"])

@@ -465,7 +465,7 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
     [
         ({"inner_steps": 0}, "inner_steps must be at least 1, or None"),
         ({"inner_steps": 2.5}, "inner_steps must be an integer"),
-        ({"compression": hvd.Compression.gtopk(dense_vectors=True)}, "dense parameters"),
+        ({"compression": hvd.Compression.gtopk(dense_vectors=True)}, "per-parameter dense rules"),
         ({"compression": hvd.Compression.auto(hide_behind_backward=True)}, "bytes_per_step="),
         ({"compression": "gtopk"}, "compression must be"),
         (

@@ -108,7 +108,7 @@ def test_a_missing_barrier_gives_another_result_in_another_order(small: Any) -> 
     [
         ("meet_at_two_barriers", "threads of a block wait at two barriers, in lines"),
         ("flags_alone", "deadlock: every thread of a block waits, or has ended"),
-        ("flags_in_part", "flags or shuffle is not of the whole warp"),
+        ("flags_in_part", "a vote or shuffle is not of the whole warp"),
         ("missing", "there is no such kernel"),
     ],
 )
