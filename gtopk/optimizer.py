@@ -336,10 +336,14 @@ class _DistributedOptimizer(Readings):
         """Return the wrapped optimizer's, without a step that nobody has taken yet."""
         whole = super().state_dict()
         before = state_before(self._reducer.planned.bucket_exchanges)
+        state = whole["state"]
         numbers = enumerate(p for group in self.param_groups for p in group["params"])
-        for number, parameter in numbers:
-            if parameter in before:
-                whole["state"][number] = {**whole["state"][number], **before[parameter]}
+        ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
+            number: {**state.pop(number), **before.get(parameter, {})}
+            for number, parameter in numbers
+            if number in state
+        }
+        whole["state"] = {**ordered, **state}
         return whole
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:

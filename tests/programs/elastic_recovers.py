@@ -48,7 +48,6 @@ def make_state(**objects: Any) -> hvd.elastic.TorchState:
         model.named_parameters(),
         hvd.Compression.gtopk(density=0.3),
         groups=2,
-        adam_steps="after",
     )
     return hvd.elastic.TorchState(model, optimizer, **objects)
 
