@@ -19,8 +19,8 @@ ResidualState = dict[str, torch.Tensor]
 
 def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     """Tell whether a part of the residual of a parameter of this shape may be one."""
-    if what == ROWS:
-        return tensor.dim() == 1
+    if what == ROWS:  # one by one in memory, or all as one
+        return list(tensor.shape) in ([1], [*shape][:1])
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 

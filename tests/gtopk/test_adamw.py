@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
 from gtopk.exchange.sampling import SWEEP
@@ -486,6 +487,37 @@ def test_a_run_resumes_to_the_bit(threads):
         for number, state in optimizer["state"].items():
             for name, tensor in state.items():
                 assert torch.equal(tensor, its["state"][number][name])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)])
+def test_a_checkpoint_in_a_folder_is_gone_on_from(threads, tmp_path, saved, loaded):
+    """To the bit on as many ranks; on others nothing that was not sent is lost."""
+
+    def run(transport: LocalTransport, save_at: int | None) -> tuple[np.ndarray, np.ndarray]:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            begin = 0
+            if save_at is None:
+                begin = load_latest(tmp_path, model, optimizer).step
+            unsent = held(optimizer) if begin else np.zeros(0)
+            for step in range(begin, 8):
+                train(optimizer, model, transport.rank, range(step, step + 1))
+                if step + 1 == save_at:
+                    save_checkpoint(tmp_path, model, optimizer, step=step + 1)
+                    unsent = held(optimizer)
+        return flat(model.parameters()), unsent
+
+    whole = threads(saved, lambda transport: run(transport, 5))
+    resumed = threads(loaded, lambda transport: run(transport, None))
+    np.testing.assert_allclose(
+        sum(unsent for _, unsent in resumed), sum(unsent for _, unsent in whole), atol=1e-15
+    )
+    assert saved == 1 or sum(abs(unsent).sum() for _, unsent in whole) > 0
+    for weights, _ in resumed:
+        np.testing.assert_array_equal(weights, resumed[0][0])
+        if saved == loaded:
+            np.testing.assert_array_equal(weights, whole[0][0])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (2, 3), (3, 1)])

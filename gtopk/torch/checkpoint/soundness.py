@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError
-from ...exchange.residual import AGE
+from ...lanes.residual_state import fits
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:
@@ -60,16 +60,16 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
 
 
 def check_held(held: Any) -> None:
-    """Raise DamagedError for what no rank holds back: by parameter, of which the residual is one.
+    """Raise DamagedError for what no rank has as its residual state, by parameter.
 
     A loss of a part would be one of gradients, unseen.
     """
     for name, tensors in held.items():
         if "residual" not in tensors:
-            raise DamagedError(f"what was held back of '{name}' lacks its residual")
+            raise DamagedError(f"the residual state of '{name}' lacks its residual")
         shape = tensors["residual"].shape
         for what, tensor in tensors.items():
-            if tensor.shape != (() if what == AGE else shape):
+            if not fits(what, tensor, shape):
                 raise DamagedError(
                     f"the {what} of '{name}' has the shape {list(tensor.shape)}, its residual "
                     f"{list(shape)}"
@@ -79,7 +79,7 @@ def check_held(held: Any) -> None:
 def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
     """Raise DamagedError where a residual has another shape than its parameter was saved in.
 
-    part: what a rank held back, or None; parameters go by the same names mostly.
+    part: a rank's residual state, or None; parameters go by the same names mostly.
     """
     for held in part["held"].values() if part else ():
         for name, tensors in held.items():
