@@ -27,7 +27,7 @@ from ..errors import PeerError
 from .gpu import is_tensor
 from .polling import wait_for_call, wait_until
 from .reductions import parts_of
-from .torch_distributed import connect, import_torch
+from .rendezvous import connect, import_torch
 from .transport import Transport
 
 _GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way

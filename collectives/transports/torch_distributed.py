@@ -21,9 +21,7 @@ by the staged transport.
 
 from __future__ import annotations
 
-import errno
 import itertools
-import math
 import os
 import socket
 import struct
@@ -44,14 +42,14 @@ from ..vector import Array
 from .carrier import Carrier
 from .departure import DepartureNotice
 from .mailbox import Mailbox
-from .polling import wait_until
 from .reductions import loses_nan
+from .rendezvous import StoreCounter, connect, import_torch, within
 from .roll_call import call_roll, not_all_here, unanswered
 from .transport import Transport, say
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch._C._distributed_c10d import Store, TCPStore, Work
+    from torch._C._distributed_c10d import Store, Work
 
 T = TypeVar("T")
 
@@ -65,15 +63,7 @@ _POSTED: Final = 4  # buffers for each peer
 _DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
 _GRACE_SECONDS: Final = 1.0  # what a last word gets to go out
-_CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
-# After which a launcher that refuses all calls there, or a store whose rank is lost, is given up.
-_GONE_SECONDS: Final = 3.0
 _NOTHING: Final = np.empty(0, np.uint8)
-_BACKLOG: Final = 4096  # ranks that call at once
-
-# What this process serves, by where it was asked to. Ranks that meet again meet at the same place:
-# what listens there has threads of the last world's, which hold it for as long as they live.
-_served: dict[tuple[str, int], TCPStore] = {}
 
 
 class TorchDistributedTransport(Carrier):
@@ -311,69 +301,6 @@ class TorchDistributedTransport(Carrier):
         return f"gloo of torch {self._torch.__version__}"
 
 
-class StoreCounter:
-    """A number of the store where the ranks have met."""
-
-    def __init__(self, store: Store, name: str, stream: Transport) -> None:
-        self._store = store
-        self._name = name
-        self._stream = stream
-
-    def add(self, amount: int) -> int:
-        """Add, and return what the number was before.
-
-        Raises PeerError, or PeerTimeoutError, when the store is gone, or rank 0, which serves it
-        where no launcher does, and it does not answer.
-        """
-        answers: list[int | RuntimeError] = []
-
-        def ask() -> None:
-            try:
-                answers.append(self._store.add(self._name, amount) - amount)
-            except RuntimeError as error:
-                answers.append(error)
-
-        # Who asks a store that is frozen, or whose host is gone, waits for ever.
-        threading.Thread(target=ask, name="gtopk-counter", daemon=True).start()
-        stream = self._stream
-        who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"
-        begun = time.monotonic()
-        try:
-            answer = wait_until(
-                lambda: answers[0] if answers else None,
-                stream,
-                [0],
-                stream.timeout_seconds,
-                grace_seconds=_GONE_SECONDS,
-            )
-        except PeerTimeoutError:
-            raise PeerTimeoutError(
-                f"{who} has waited {time.monotonic() - begun:.0f} s for {store}, which counts for "
-                "them and does not answer"
-            ) from None
-        if isinstance(answer, int):
-            return answer
-        raise PeerError(
-            f"{who} cannot reach {store}, which counts for them: {str(answer).splitlines()[0]}"
-        )
-
-
-def import_torch() -> Any:
-    """Return torch; raise ImportError when it, or its gloo, is not there."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
-            f"transport 'torch.distributed' needs torch ({error}): pip install torch"
-        ) from error
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        raise ImportError(
-            f"transport 'torch.distributed' needs gloo, and torch {torch.__version__} was built "
-            "without it: install one of pytorch.org's builds"
-        )
-    return torch
-
-
 def open_torch_distributed(
     timeout_seconds: float, start_timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> TorchDistributedTransport:
@@ -433,125 +360,14 @@ def join_at(
 
     try:
         # Who asks a store that is frozen, or whose host is gone, waits for ever.
-        word = _within(
+        word = within(
             start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
         # Which tells the hosts, and has gloo connect all: each has that long.
-        return _within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
+        return within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None
-
-
-def connect(
-    host: str, port: int, rank: int, start_timeout_seconds: float, *, hosted: bool = False
-) -> TCPStore:
-    """Return the store where the ranks meet.
-
-    hosted: by the launcher, before it starts ranks; otherwise rank 0 serves it, on this port (0:
-    any that is free).
-    Raises PeerError when nobody serves it, RuntimeError when rank 0 cannot.
-    """
-    make = import_torch().distributed.TCPStore
-    timeout = timedelta(seconds=start_timeout_seconds)
-    if rank == 0 and not hosted:
-        if (host, port) in _served:
-            return _served[host, port]
-        try:
-            listener = listen(host, port)
-            served: TCPStore = make(
-                *(host, listener.getsockname()[1]),
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=listener.detach(),
-            )
-        except (RuntimeError, OSError) as error:
-            raise RuntimeError(
-                f"rank 0 must serve port {port} for the ranks to meet, and cannot: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        _served[host, port] = served
-        return served
-    begun = time.monotonic()
-    try:
-        # TCPStore, where nobody listens, takes its timeout two times and more; where somebody
-        # listens and does not answer, for ever.
-        _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
-        reached: TCPStore = _within(
-            max(_GRACE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
-            lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-        )
-        return reached
-    except (RuntimeError, OSError) as error:
-        waited = time.monotonic() - begun
-        why = (
-            f"rank {rank} could not reach {host}:{port}, where the ranks meet, in {waited:.3g} s: "
-            f"{str(error).splitlines()[0]}"
-        )
-        if hosted and waited < start_timeout_seconds:
-            raise PeerError(f"{why}; is the launcher, which serves it, gone?") from error
-        raise PeerTimeoutError(f"{why}; is rank 0, which serves it, there?") from error
-
-
-def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:
-    """Return when somebody takes a call there; raise OSError when nobody has for so long.
-
-    refused_seconds: after which it is believed that nobody is there.
-    """
-    begun = since = time.monotonic()  # since when all calls were refused
-    pause = 0.05
-    while True:
-        remaining = begun + seconds - time.monotonic()
-        try:
-            socket.create_connection(
-                (host, port), min(_CALL_SECONDS, max(0.001, remaining))
-            ).close()
-            return
-        except OSError as error:
-            now = time.monotonic()
-            if not isinstance(error, ConnectionRefusedError):
-                since = now
-            if now - begun >= seconds or now - since >= refused_seconds:
-                raise
-        time.sleep(min(pause, max(0.0, begun + seconds - time.monotonic())))
-        pause = min(2 * pause, _CALL_SECONDS / 2)
-
-
-def _within(seconds: float, make: Callable[[], T]) -> T:
-    """Return what `make` does; raise TimeoutError, and leave it alone, when it takes longer."""
-    made: list[T | Exception] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:
-            made.append(error)
-
-    thread = threading.Thread(target=run, name="gtopk-meet", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    result = made[0] if made else TimeoutError("somebody listens there, and does not answer")
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens where the other ranks are told to call, and nowhere else.
-
-    Where no interface of this host has that address (a service in front of a container), or only
-    the loopback (the name that many hosts have for themselves), all of them listen.
-    """
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    where = str(address[0])
-    if not where.startswith("127.") or host == "localhost" or host.startswith("127."):
-        try:
-            return socket.create_server((where, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:

@@ -222,7 +222,7 @@ def _join_torch(
 
 def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
     """Return the store where the ranks meet; rank 0 serves it."""
-    from collectives.transports.torch_distributed import connect
+    from collectives.transports.rendezvous import connect
 
     address = master(os.environ)
     server = horovodrun_server(os.environ)

@@ -19,7 +19,8 @@ import torch
 
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Transport, local_world
-from collectives.transports.torch_distributed import StoreCounter, connect, join_at, listen
+from collectives.transports.rendezvous import StoreCounter, connect, listen
+from collectives.transports.torch_distributed import join_at
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_store_that_comes_late_is_found() -> None:
 
 
 def test_a_launcher_that_serves_the_store_no_more_is_missed_soon(monkeypatch) -> None:
-    monkeypatch.setattr("collectives.transports.torch_distributed._GONE_SECONDS", 0.2)
+    monkeypatch.setattr("collectives.transports.rendezvous._GONE_SECONDS", 0.2)
     with pytest.raises(PeerError, match=r"refused; is the launcher, which serves it, gone\?$"):
         connect("127.0.0.1", closed_port(), 1, 600, hosted=True)
 
@@ -128,7 +129,7 @@ def test_nor_does_who_counts_there(frozen_store, monkeypatch) -> None:
     counter = StoreCounter(frozen_store, "number", stream)
     with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited \d+ s for the store where"):
         counter.add(1)
-    monkeypatch.setattr("collectives.transports.torch_distributed._GONE_SECONDS", 0.1)
+    monkeypatch.setattr("collectives.transports.rendezvous._GONE_SECONDS", 0.1)
     stream.lose(0, "it is silent")
     with pytest.raises(PeerError, match=r"rank 0 is lost \(it is silent\) while rank 1 waited"):
         counter.add(1)
