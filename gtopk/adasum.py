@@ -34,7 +34,7 @@ from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
 from .telemetry import StepReport
 from .world import world
-from .world.world import World
+from .world.state import World
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..world.world import World
+from ..world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
 from .speeds.policies import POLICIES

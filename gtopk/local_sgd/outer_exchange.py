@@ -30,7 +30,7 @@ from ..step.expected_step import ExpectedStep
 from ..step.options import signature_of
 from ..step.peers import Peers
 from ..world.process_sets import ProcessSet
-from ..world.world import World
+from ..world.state import World
 from ..wrapped.checkpoint import CHANGES
 
 # Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its

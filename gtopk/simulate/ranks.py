@@ -22,6 +22,7 @@ from collectives.transports import LocalTransport, Transport, local_world, run_r
 from .. import settings
 from ..launch import launched_by
 from ..world import world
+from ..world.state import World
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
@@ -77,7 +78,7 @@ def _threads(size: int) -> list[LocalTransport]:
 class Processes:
     """One rank in each process of this world; they meet beside its own operations."""
 
-    def __init__(self, here: world.World) -> None:
+    def __init__(self, here: World) -> None:
         self.here: Sequence[int] = [here.rank]
         self.size = here.size
         self._transport = here.transport.channel(_CHANNEL)

@@ -24,7 +24,7 @@ from ..units import (
     digits,
     seconds_text,
 )
-from ..world.world import World
+from ..world.state import World
 from .expectation import expected
 
 _log = logging.getLogger("gtopk")

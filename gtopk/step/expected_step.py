@@ -16,7 +16,7 @@ from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..lanes.bucket_exchange import BucketExchange
 from ..telemetry import Sized
-from ..world.world import World
+from ..world.state import World
 from . import advice
 from .bucket_plan import buckets_by
 from .expectation import expected_seconds, in_question

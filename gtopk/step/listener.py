@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..world.world import World
+from ..world.state import World
 
 
 class Listener:

@@ -10,7 +10,7 @@ from collectives.transports import Transport
 
 from ..engine import Engine, Work
 from ..world.process_sets import ProcessSet
-from ..world.world import World
+from ..world.state import World
 from .join_shadow import LEFT_OUT
 
 

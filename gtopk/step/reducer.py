@@ -26,8 +26,8 @@ from ..lanes.residual_state import ResidualState, mean_square_ratio
 from ..logs import EVERYWHERE
 from ..reduce_ops import Average
 from ..world import world
+from ..world.state import World
 from ..world.stragglers import Stragglers
-from ..world.world import World
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks

@@ -21,6 +21,7 @@ from typing import Any, Final
 from ..engine.agreement import name_ranks
 from . import world
 from .guard import Guard
+from .state import World
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 
@@ -119,7 +120,7 @@ class Termination:
             "steps; a second one ends this rank at once"
         )
 
-    def _here(self) -> world.World:
+    def _here(self) -> World:
         """Return the world, or the last one after `shutdown`."""
         if world.is_initialized():
             self._world = world.current()

@@ -26,7 +26,7 @@ from collectives.transports import Transport
 
 if TYPE_CHECKING:
     from ..engine import Engine, Operation
-    from .world import World
+    from .state import World
 
 _log = logging.getLogger("gtopk")
 _EVERY: Final = 6  # steps: no two windows share one

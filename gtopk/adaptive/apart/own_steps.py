@@ -15,7 +15,7 @@ from ...step.expected_step import ExpectedStep
 from ...step.peers import Peers
 from ...telemetry import Seen, StepReport, report
 from ...timeline.timeline import Span, Step
-from ...world.world import World
+from ...world.state import World
 from .round_exchange import RoundExchange
 from .spent import Bounds, Spent
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...step.listener import Listener
 from ...step.samples import Samples
-from ...world.world import World
+from ...world.state import World
 
 
 class InHand(Listener):

@@ -7,7 +7,7 @@ The other modes' gradients, replicas and shared models end with the world.
 from __future__ import annotations
 
 from ...world import world
-from ...world.world import World
+from ...world.state import World
 
 
 def entered(here: World) -> World | None:

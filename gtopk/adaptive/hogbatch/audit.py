@@ -14,7 +14,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...world.world import World
+from ...world.state import World
 from .shared_model import SharedModel
 
 

@@ -27,7 +27,7 @@ from collectives.transports.node_memory import NodeMemory
 from ...engine import Engine, Operation
 from ...step.expected_step import ExpectedStep
 from ...step.peers import Peers
-from ...world.world import World
+from ...world.state import World
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
 from .board import Board

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from ...world.world import World
+from ...world.state import World
 from ..apart.own_steps import OwnSteps
 from .board import Board, now_nanoseconds
 

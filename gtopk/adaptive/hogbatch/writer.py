@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...world.world import World
+from ...world.state import World
 from .audit import Audit
 from .board import Board
 from .device_copy import DeviceCopy

@@ -18,6 +18,7 @@ from ...engine.operation import Operation
 from ...errors import CheckpointError, DamagedError, HorovodInternalError
 from ...logs import EVERYWHERE
 from ...world import world
+from ...world.state import World
 from ..functions import allgather_object
 from .archive import Archive, Found, Writing, on_all, tell_outcomes
 from .files import whole_number
@@ -136,7 +137,7 @@ def _raise_all(failures: Iterable[str]) -> None:
         raise CheckpointError(text)
 
 
-_opened: WeakKeyDictionary[world.World, _Folders] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
 class _Put(NamedTuple):

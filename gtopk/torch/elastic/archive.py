@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ... import settings
 from ...world import world
+from ...world.state import World
 from ..checkpoint.archive import Archive, Snapshot, on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
@@ -55,7 +56,7 @@ def advice_of(archive: Archive) -> str:
 
 
 # In use by a state of this rank.
-_open: weakref.WeakKeyDictionary[world.World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
 
 
 def open_archive() -> Archive | None:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.world import world
-from gtopk.world.world import World
+from gtopk.world.state import World
 
 FEATURES = 5
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.adaptive.indices import Indices, indices_of
 from tests.gtopk.adaptive.modelled_ranks import (
     Modelled,

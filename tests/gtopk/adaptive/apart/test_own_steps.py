@@ -23,7 +23,7 @@ from gtopk.timeline import timeline
 from gtopk.top.show import as_lines
 from gtopk.top.status import status_of
 from gtopk.world import world
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.traces_read import records_in
 
 RANKS, LENGTH = 2, 96

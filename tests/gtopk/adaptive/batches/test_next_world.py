@@ -15,7 +15,7 @@ import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.world import world
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import Modelled
 

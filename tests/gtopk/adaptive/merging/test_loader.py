@@ -12,7 +12,7 @@ import gtopk.torch as hvd
 from gtopk.adaptive.merging.strategies import STRATEGIES
 from gtopk.adaptive.shares.cursor import by_speed
 from gtopk.replicas.replicas import BUFFERS_STAY
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run, data
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

@@ -27,7 +27,7 @@ from gtopk.adaptive.speeds.goodput import (
     next_total,
 )
 from gtopk.adaptive.speeds.speed import Cost
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,
     Modelled,

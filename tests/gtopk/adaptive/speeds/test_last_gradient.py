@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import gtopk.torch as hvd
 from gtopk.adaptive.speeds import timing
-from gtopk.world.world import World
+from gtopk.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
 
 

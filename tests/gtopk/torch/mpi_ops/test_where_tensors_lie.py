@@ -204,7 +204,7 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
     threads, monkeypatch
 ) -> None:
     def messages(in_sight: int) -> list[int]:
-        monkeypatch.setattr(world, "gpus_in_sight", lambda: in_sight)
+        monkeypatch.setattr("gtopk.world.state.gpus_in_sight", lambda: in_sight)
 
         def program(transport: LocalTransport) -> int:
             with world.entered(transport) as here:
