@@ -40,7 +40,7 @@ from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
 from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from .lanes.residual_names import plain_name, strangers, under_known_names
+from .lanes.residual_names import plain_name, under_known_names, unmatched
 from .lanes.residual_state import ResidualState, fits
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
@@ -106,7 +106,9 @@ class GTopKState:
         self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
         self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
         look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
-        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
+        self._unmatched: dict[
+            str, ResidualState
+        ] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
@@ -262,7 +264,7 @@ class GTopKState:
         parts = {
             name: self._bucket_exchanges.residual_of(parameter) for name, parameter in _named(model)
         }
-        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
         return {
             "format": FORMAT,
             "ranks": len(self._members.ranks),
@@ -321,7 +323,7 @@ class GTopKState:
                         f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
                         f"parameter has {list(parameter.shape)}"
                     )
-        self._strange = strangers(
+        self._unmatched = unmatched(
             residuals,
             known,
             self._world.rank,

@@ -52,7 +52,7 @@ from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import OneStep, flags_of
 from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from .lanes.residual_names import plain_name, strangers
+from .lanes.residual_names import plain_name, unmatched
 from .lanes.residual_state import ResidualState
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
@@ -238,7 +238,9 @@ class ReplicaState:
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
+        self._unmatched: dict[
+            str, ResidualState
+        ] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -412,7 +414,7 @@ class ReplicaState:
             for unit, bucket_exchanges in self._bucket_exchanges.items()
             for name, shard in unit.stand_ins.items()
         }
-        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
         mine = {f"{self._place.shard}/{name}": part for name, part in residuals.items()}
         return {
             "format": FORMAT,
@@ -452,7 +454,7 @@ class ReplicaState:
         self._step.close()  # of a pass that was broken off
         for unit in self._bucket_exchanges:
             unit.accumulated.clear()
-        self._strange = strangers(
+        self._unmatched = unmatched(
             residuals,
             {name for unit in self._bucket_exchanges for name in unit.stand_ins},
             self._world.rank,

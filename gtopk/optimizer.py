@@ -429,7 +429,7 @@ def DistributedOptimizer(
     process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: on the
         others it counts as zeros, and rank 0 says so once; or it is an error on all of them. One
-        that has none on any rank is passed over, as without gtopk; what is held back of it waits.
+        that has none on any rank is passed over, as without gtopk; its residual waits.
     overlap: exchange buckets while backward goes on; what counts is the same.
     bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
     scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale

@@ -157,7 +157,7 @@ class BucketExchange:
                 self.exchange.residual.remember()
 
     def set_aside(self, missing_everywhere: Collection[str]) -> None:
-        """Leave what is held back of these parameters where it is in this step; after `remember`.
+        """Keep the residual of these parameters out of this step; call it after `remember`.
 
         An optimizer passes over a parameter without a gradient, and so it would not over one whose
         residual is the update.

@@ -39,7 +39,7 @@ def under_known_names(
     return {here[name]: parts for name, parts in residuals.items()}
 
 
-def strangers(
+def unmatched(
     residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
 ) -> dict[str, ResidualState]:
     """Return the residual of names that nobody has, and warn of it; it is to be saved again.

@@ -118,7 +118,7 @@ class SparseGradientExchange:
         """Do nothing: an exchange changes nothing that `undo` would have to take back."""
 
     def set_aside(self, missing_everywhere: Collection[str]) -> None:
-        """Do nothing: what was held back while gradients were dense leaves in the next step."""
+        """Do nothing: the residual of dense gradients is sent in the next step."""
 
     def undo(self) -> None:
         """Have unsent what `apply` took for sent."""

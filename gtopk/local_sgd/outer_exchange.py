@@ -23,7 +23,7 @@ from ..engine import Operation
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
 from ..lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from ..lanes.residual_names import strangers
+from ..lanes.residual_names import unmatched
 from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
 from ..step.expected_step import ExpectedStep
@@ -92,7 +92,9 @@ class OuterExchange:
         self._process_set = process_set
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
+        self._unmatched: dict[
+            str, ResidualState
+        ] = {}  # of names that no parameter has; saved again
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
@@ -254,7 +256,7 @@ class OuterExchange:
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter, and the bucket's record."""
-        return {**self._strange, **self._take_out()}, [self._bucket_exchange.record()]
+        return {**self._unmatched, **self._take_out()}, [self._bucket_exchange.record()]
 
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
@@ -262,7 +264,7 @@ class OuterExchange:
         """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
-        self._strange = strangers(
+        self._unmatched = unmatched(
             residuals,
             known,
             self.ranks[self.rank],

@@ -20,7 +20,7 @@ from collectives.transports import Transport
 from ..buckets.parameters import ParameterNames
 from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
-from ..lanes.residual_names import strangers
+from ..lanes.residual_names import unmatched
 from ..lanes.residual_state import ResidualState, put_in, residuals_of, take_out, unsent
 from ..lanes.sparse_gradients import SparseGradientExchange
 from .bucket_layout import Agreed, Plan
@@ -48,7 +48,7 @@ class PlannedBuckets:
         self._index: dict[torch.nn.Parameter, int] = {}  # of the bucket that a parameter is in
         self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
         self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
-        self._strangers: set[str] = set()  # names that no parameter has, and were warned of
+        self._unmatched: set[str] = set()  # names that no parameter has, and were warned of
         self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
         self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
@@ -112,7 +112,7 @@ class PlannedBuckets:
                 bucket_exchange.resume(records[tuple(bucket_exchange.names)])
         self._wanted, self._loaded_steps = [], None
         self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
-        self._warn_of_strangers(peers.world.rank)
+        self._warn_of_unmatched(peers.world.rank)
         if peers.rank == 0:
             self._warn_of_lost_momentum()
         self._sparse = {
@@ -178,12 +178,12 @@ class PlannedBuckets:
             or parameter in self._sparse
         ]
 
-    def _warn_of_strangers(self, rank: int) -> None:
+    def _warn_of_unmatched(self, rank: int) -> None:
         """Warn of the residual of names that no parameter has; it stays, and is saved."""
         news = {
-            name: parts for name, parts in self._residuals.items() if name not in self._strangers
+            name: parts for name, parts in self._residuals.items() if name not in self._unmatched
         }
-        self._strangers |= strangers(
+        self._unmatched |= unmatched(
             news,
             self._names.known(),
             rank,

@@ -110,6 +110,6 @@ def options_of_adam(
     if local_residual and adam is None:
         raise ValueError(
             "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
-            "what other optimizers hold back are gradients, and no steps of parameters"
+            "the residual of other optimizers is of gradients, not of steps"
         )
     return {"adam": adam, "local_residual": adam is not None and local_residual is not False}

@@ -173,7 +173,7 @@ class LocalResidual:
     def end_step(self) -> None:
         """Make sure that the next forward pass sees c - a, where no model will tell of it."""
         if self._reducer.peers.size == 1:
-            return  # nothing is held back
+            return  # there is no residual
         if self._roots:
             self._stop_finding()
         elif self._finding is None and not self._has_given_up:

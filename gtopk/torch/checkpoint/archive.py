@@ -12,26 +12,24 @@ import contextlib
 import json
 import logging
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from collectives.transports import Transport
 
-from ...buckets.arrays import as_bytes
 from ...engine import Engine
-from ...engine.agreement import name_ranks
 from ...engine.operation import Operation
 from ...errors import CheckpointError, DamagedError, FormatError
 from ...logs import say
 from ...world import world
-from ..functions import allgather_object, broadcast_object, broadcast_parameters
+from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
+from .agreement import as_told, by_rank, on_all, spread, take_on_all
 from .files import (
     ALL,
     LAST_NUMBER,
@@ -264,8 +262,8 @@ class Archive:
                     before = max(before, read_json(self.folder, part)[0].before)
         except (OSError, DamagedError, FormatError) as error:
             problem = str(error)
-        told = allgather_object((before, _told(problem)), "checkpoint.before")
-        problems = _by_rank([problem for _, problem in told])
+        told = allgather_object((before, as_told(problem)), "checkpoint.before")
+        problems = by_rank([problem for _, problem in told])
         lost = [problems] if problems else []
         if any(before for before, _ in told):
             lost += [
@@ -293,7 +291,7 @@ class Archive:
             return None, problem
         taken: Any = found
         for take in takes:
-            taken, problem = _take(take, taken)
+            taken, problem = take_on_all(take, taken)
             if problem:  # perhaps of the script, or of another version: it stays
                 self._spared.add(number)
                 return None, problem
@@ -339,14 +337,15 @@ class Archive:
                 break
         attempts = {content.attempt for content in contents.values()}
         told = allgather_object(
-            (_told(problem), _told(refusal), unread, sorted(attempts), absent), "checkpoint.read"
+            (as_told(problem), as_told(refusal), unread, sorted(attempts), absent),
+            "checkpoint.read",
         )
         if any(unread for _, _, unread, *_ in told):
             self._spared.add(number)
-        if refusals := _by_rank([refusal for _, refusal, *_ in told]):
+        if refusals := by_rank([refusal for _, refusal, *_ in told]):
             self.set_aside(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
-        if problems := _by_rank([problem for problem, *_ in told]):
+        if problems := by_rank([problem for problem, *_ in told]):
             return None, problems
         if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
@@ -403,7 +402,7 @@ class Archive:
             self._next = writing.number
             raise CheckpointError(
                 f"checkpoint {writing.number} is not written to {self.folder}, and nothing there "
-                f"is removed: {_by_rank(problems)}"
+                f"is removed: {by_rank(problems)}"
             )
         if not any(problems):
             self.number = writing.number
@@ -414,7 +413,7 @@ class Archive:
             remove_checkpoints(
                 self.folder, lambda number: number < self._next and number not in stay
             )
-        if failures := _by_rank(problems):
+        if failures := by_rank(problems):
             last = f"checkpoint {self.number} is whole" if self.number else "there is no other"
             raise CheckpointError(
                 f"checkpoint {writing.number} cannot be written to {self.folder}: {failures}; "
@@ -428,56 +427,12 @@ def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
 
     The result: of each, what kept each rank from writing, or "".
     """
-    mine = [_told(writing.outcome.result()) for writing in writings]
+    mine = [as_told(writing.outcome.result()) for writing in writings]
 
     def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return [list(each) for each in zip(*transport.gather_object(mine), strict=True)]
 
     return engine.submit("checkpoint.written", [each.path.name for each in writings], work)
-
-
-def on_all(take: Callable[[], T], what: str) -> T:
-    """Return what this rank takes; all ranks call it together.
-
-    Raises CheckpointError, on every rank alike, where one of them fails: none waits for it.
-    """
-    problem, taken = "", None
-    try:
-        taken = take()
-    except Exception as error:  # of any kind
-        problem = f"{type(error).__name__}: {error}"
-    if problems := _by_rank(allgather_object(_told(problem), "checkpoint.problem")):
-        raise CheckpointError(f"{what}: {problems}")
-    return cast(T, taken)
-
-
-def _take(take: Callable[[Any], Any], given: Any) -> tuple[Any | None, str]:
-    """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
-    problem, taken = "", None
-    try:
-        taken = take(given)
-    except DamagedError as error:
-        problem = str(error)
-    return taken, _by_rank(allgather_object(_told(problem), "checkpoint.taken"))
-
-
-def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
-    """Return one rank's tensors on every rank; all ranks call it together."""
-    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    layout = broadcast_object(layout, source, "checkpoint.layout")
-    if rank() != source:
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="cpu")
-            for name, (dtype, shape) in layout.items()
-        }
-    if size() > 1:
-        bits = [
-            (f"checkpoint.{name}", as_bytes(tensor))
-            for name, tensor in tensors.items()
-            if tensor.numel()
-        ]
-        broadcast_parameters(bits, source)
-    return tensors
 
 
 def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
@@ -497,15 +452,6 @@ def _reader(place: int, holders: Sequence[int]) -> int:
     """Return who reads a part: the rank whose own it is, or as near to it as can be."""
     wanted = place % size()
     return wanted if wanted in holders else holders[0]
-
-
-def _by_rank(problems: Sequence[str]) -> str:
-    return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
-
-
-def _told(problem: str) -> str:
-    """Return what this rank tells the others of a problem: where it is, and what; "": of none."""
-    return f"(host {socket.gethostname()}): {problem}" if problem else ""
 
 
 def _at_once(task: Callable[[], str]) -> Future[str]:

@@ -20,7 +20,8 @@ from ...logs import EVERYWHERE
 from ...world import world
 from ...world.state import World
 from ..functions import allgather_object
-from .archive import Archive, Found, Writing, on_all, tell_outcomes
+from .agreement import on_all
+from .archive import Archive, Found, Writing, tell_outcomes
 from .files import whole_number
 from .state import Assembled, assemble, check, put, should_agree, snapshot, take
 

@@ -25,7 +25,8 @@ from ...wrapped.tree import lay_out_as_parameters
 from ...wrapped.wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
-from .archive import Found, Snapshot, spread
+from .agreement import spread
+from .archive import Found, Snapshot
 from .files import bits_of, whole_number
 from .residuals import share
 from .rng import check_generators, put_generators, take_generators

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 from ... import settings
 from ...world import world
 from ...world.state import World
-from ..checkpoint.archive import Archive, Snapshot, on_all
+from ..checkpoint.agreement import on_all
+from ..checkpoint.archive import Archive, Snapshot
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
 from ..mpi_ops import rank

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from gtopk.lanes.residual_names import plain_name, strangers, translate, under_known_names
+from gtopk.lanes.residual_names import plain_name, translate, under_known_names, unmatched
 from gtopk.lanes.residual_state import ResidualState
 
 
@@ -35,7 +35,7 @@ def test_names_that_are_known_stay_and_no_two_become_one() -> None:
     assert translate({"a", "_orig_mod.a"}, {"a"}) == {"a": "a", "_orig_mod.a": "_orig_mod.a"}
 
 
-def test_strangers_are_told_by_name_where_they_hold_something(
+def test_unmatched_names_are_told_where_they_hold_something(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     held: dict[str, ResidualState] = {
@@ -44,8 +44,8 @@ def test_strangers_are_told_by_name_where_they_hold_something(
         "a": {"residual": torch.ones(2)},
     }
     with caplog.at_level(logging.WARNING, "gtopk"):
-        found = strangers(under_known_names(held, {"a"}), {"a"}, 3, "nobody has it")
-        assert strangers({"a": held["a"]}, {"a"}, 3, "nobody has it") == {}
+        found = unmatched(under_known_names(held, {"a"}), {"a"}, 3, "nobody has it")
+        assert unmatched({"a": held["a"]}, {"a"}, 3, "nobody has it") == {}
     assert found == {f"gone.{n}": held[f"gone.{n}"] for n in range(6)}
     named = ", ".join(f"'gone.{n}'" for n in range(5))
     (record,) = caplog.records
