@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -156,7 +157,7 @@ class _DistributedOptimizer(Readings):
             round.skip()
         else:
             self._reducer.apply(round)
-            if self._makes_adam_steps and self.scaler is None:
+            if self._makes_adam_steps:
                 self._agreed = AgreedSteps(self._reducer.trained())
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
@@ -271,10 +272,10 @@ class _DistributedOptimizer(Readings):
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""
         if self._makes_adam_steps:
-            if self._agreed is not None:
-                self._agreed.require_unchanged()
-                self._agreed = None
-            self._take_agreed_step(step_with_adam)
+            agreed, self._agreed = self._agreed, None
+
+            # By the step itself: hooks of the optimizer, which come before it, may clip, too.
+            self._take_agreed_step(partial(step_with_adam, agreed=agreed))
         else:
             super()._step_wrapped()
 

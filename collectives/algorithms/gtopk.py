@@ -23,9 +23,8 @@ from .alive import alive_bytes, pack_alive, unpack_alive
 from .conservation import Conservation
 from .growth import kept_sizes
 from .gtopk_options import GtopkOptions
-from .outcome import Outcome, refused, settle
+from .outcome import Outcome, examine, lowest, refused, settle
 from .pacing import wait_for_go_ahead
-from .refusal import examine, lowest
 from .rounding import rounding_error
 from .swap import swap_and_merge
 

@@ -21,8 +21,7 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .alive import alive_bytes, pack_alive, unpack_alive
-from .outcome import Outcome, among, refused, settle
-from .refusal import examine, lowest
+from .outcome import Outcome, among, examine, lowest, refused, settle
 from .rounding import rounding_error
 
 PUT_BACK = ("owners", "published")

@@ -27,8 +27,7 @@ from ..wire import EXACT, NOBODY, Format
 from .across import Across, open_across
 from .alive import alive_bytes, pack_alive, unpack_alive
 from .nodes import checked_nodes, find_nodes
-from .outcome import Outcome, put_together, refused, settle
-from .refusal import examine, lowest
+from .outcome import Outcome, examine, lowest, put_together, refused, settle
 
 
 def reduce(

@@ -28,8 +28,7 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .balance import is_even, moves
-from .outcome import Outcome, among, put_together, refused, settle
-from .refusal import examine, lowest
+from .outcome import Outcome, among, examine, lowest, put_together, refused, settle
 from .regions import Cut, Regions
 from .rounding import rounding_error
 from .threshold import share_out

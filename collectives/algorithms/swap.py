@@ -23,8 +23,7 @@ from ..kernels import merge
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from .gtopk_options import GtopkOptions
-from .outcome import put_together
-from .refusal import lowest
+from .outcome import lowest, put_together
 from .rounding import rounding_error
 
 # Pieces begin at multiples of it, as do the blocks of values that share a scale.

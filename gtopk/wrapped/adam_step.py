@@ -38,12 +38,15 @@ def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGr
 
 
 @torch.no_grad()
-def step(optimizer: Any) -> None:
+def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
     """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
 
+    agreed: what they were when they were put there; None: no more is known.
     The parameters are then the centre, also those that had something unsent applied.
-    Raises RuntimeError for a sparse gradient, as Adam does.
+    Raises RuntimeError for a sparse gradient, as Adam does, and ValueError for changed steps.
     """
+    if agreed is not None:
+        agreed.require_unchanged()
     for group in optimizer.param_groups:
         keep = 1.0
         if is_decoupled(group, optimizer):
@@ -80,7 +83,10 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
 
 
 class AgreedSteps:
-    """The agreed steps in the place of gradients, which only a GradScaler may change."""
+    """The agreed steps in the place of gradients, which only a GradScaler may change.
+
+    torch counts no change of a tensor where that takes the scale out of it.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         gradients = [parameter.grad for parameter in parameters]

@@ -84,8 +84,8 @@ class LocalResidual:
 
     def _find(self, module: torch.nn.Module) -> None:
         """Note a model that has one of the parameters, and is in none that was noted before."""
-        if module in self._looked_at:
-            return
+        if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
+            return  # a scripted one takes no hooks
         self._looked_at.add(module)
         if any(parameter in self._reducer.names for parameter in module.parameters()):
             self._roots.add(module)

@@ -47,6 +47,24 @@ def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
     return DistributedOptimizer(made, model.named_parameters(), compression, **options)
 
 
+def train_scaled(
+    model: torch.nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, rank: int, clip: float = 0
+) -> None:
+    """Take five steps behind a GradScaler, as its recipe has it; clip: between the two halves."""
+    for step in range(5):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(5, 6, generator=generator)
+        scaler.scale(model(x).square().mean()).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+
 def centre(optimizer: Any) -> np.ndarray:
     """Return the parameters that all ranks have, side by side."""
     with optimizer.evaluating():

@@ -17,6 +17,7 @@ from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Sum
 from gtopk.world import world
+from tests.gtopk.adamw import flat, network, train_scaled, value
 from tests.gtopk.held import held
 
 BETAS = (0.8, 0.95)
@@ -29,25 +30,6 @@ KINDS = [
     partial(Compression.gtopk, values="int8", wire="packed"),
     partial(Compression.gtopk, dense_vectors=True),
 ]
-
-
-def network() -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-    for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
-
-
-def value(model: torch.nn.Module, rank: int, step: int, samples: int = 5) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
-    y = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
-    return ((model(x) - y) ** 2).mean()
-
-
-def flat(tensors: Any) -> np.ndarray:
-    return np.concatenate([each.detach().numpy().ravel() for each in tensors])
 
 
 def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
@@ -176,16 +158,7 @@ def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
         with world.entered(transport):
             optimizer = distribute(model, gtopk(0.2), scaler=scaler)
-            for step in range(5):
-                optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(10 * step + transport.rank)
-                x = torch.randn(5, 6, generator=generator)
-                scaler.scale(model(x).square().mean()).backward()
-                optimizer.synchronize()
-                scaler.unscale_(optimizer)
-                with optimizer.skip_synchronize():
-                    scaler.step(optimizer)
-                scaler.update()
+            train_scaled(model, optimizer, scaler, transport.rank)
         return flat(model.parameters())
 
     first, second = (threads(2, lambda t, s=scale: program(t, s)) for scale in (1.0, 1024.0))

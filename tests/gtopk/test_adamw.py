@@ -32,6 +32,7 @@ from tests.gtopk.adamw import (
     flat,
     gradients_of,
     network,
+    train_scaled,
     value,
 )
 from tests.gtopk.held import held
@@ -748,7 +749,10 @@ def test_what_cannot_be_is_refused(options, said):
 
 def test_sgd_has_no_local_residual():
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
-    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match="what other optimizers"):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises(ValueError, match="the residual of other optimizers"),
+    ):
         DistributedOptimizer(inner, compression=Compression.gtopk(0.1), local_residual=True)
 
 
@@ -891,20 +895,54 @@ def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.2), scaler=scaler)
-            for step in range(5):
-                optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(10 * step + transport.rank)
-                x = torch.randn(5, 6, generator=generator)
-                scaler.scale(model(x).square().mean()).backward()
-                optimizer.synchronize()
-                scaler.unscale_(optimizer)
-                with optimizer.skip_synchronize():
-                    scaler.step(optimizer)
-                scaler.update()
+            train_scaled(model, optimizer, scaler, transport.rank)
         return flat(model.parameters())
 
     first, second = (threads(2, lambda t, s=scale: program(t, s)) for scale in (1.0, 1024.0))
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_so_is_clipping_behind_a_grad_scaler(threads, enabled):
+    def program(transport: LocalTransport) -> None:
+        model = network().float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2), scaler=scaler)
+            with pytest.raises(ValueError, match=r"changed between synchronize\(\) and step\(\)"):
+                train_scaled(model, optimizer, scaler, transport.rank, clip=1e-3)
+
+    threads(2, program)
+
+
+def test_so_it_is_in_a_hook_of_the_optimizer(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            optimizer.register_step_pre_hook(
+                lambda *call: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) and None
+            )
+            with pytest.raises(ValueError, match=r"changed between synchronize\(\) and step\(\)"):
+                train(optimizer, model, transport.rank, range(1))
+
+    threads(2, program)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_model_is_trained_with_a_warning(threads, caplog):
+    scripted = [torch.jit.script(network()) for _ in range(2)]  # not in several threads at a time
+
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = scripted[transport.rank]
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            train(optimizer, model, transport.rank, range(4))
+            with optimizer.evaluating():
+                return flat(model.parameters())
+
+    np.testing.assert_array_equal(*threads(2, program))
+    assert sum("evaluating()" in record.message for record in caplog.records) == 1
 
 
 def test_clipping_between_synchronize_and_step_is_refused(threads):

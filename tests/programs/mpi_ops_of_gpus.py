@@ -14,7 +14,7 @@ from typing import Any
 from collectives import Transport
 from collectives.transports import nccl, nccl_start
 from collectives.transports.device_choice import Facts
-from gtopk.world import world
+from gtopk.world import state
 
 calls: Counter[str] = Counter()
 
@@ -46,7 +46,7 @@ class Counting(nccl_start.TorchCollectives):
 
 nccl_start.facts_here = signature
 nccl_start.TorchCollectives = Counting
-world.over_gpus = over_gpus
+state.over_gpus = over_gpus
 
 if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).with_name("mpi_ops.py")), run_name="__main__")

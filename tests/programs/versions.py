@@ -8,12 +8,12 @@ from checks import raises
 import gtopk
 import gtopk.torch as hvd
 from gtopk.launch import launched_by
-from gtopk.world import world
+from gtopk.world import state
 
 job = launched_by()
 assert job is not None
 if job.rank == 1:
-    world.__version__ = "9.9.9"  # type: ignore[attr-defined]
+    state.__version__ = "9.9.9"  # type: ignore[attr-defined]
 others = ", ".join(str(rank) for rank in range(job.size) if rank != 1)
 whose = "ranks" if job.size > 2 else "rank"
 raises(

@@ -61,6 +61,7 @@ def train(
             Compression.gtopk(0.2),
             check_every=EVERY,
             on_divergence=on_divergence,  # type: ignore[arg-type]
+            adam_steps="after",  # before, parameters are put in anew after each backward pass
         )
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + transport.rank)
