@@ -169,6 +169,12 @@ THREADS: Final = _text(
     "threads that select and merge",
     "this rank's share of its cores (by affinity, container and SLURM), at most 8",
 )
+CHECK_GRADIENTS: Final = _zero_or_one(
+    "GTOPK_CHECK_GRADIENTS",
+    "`1`: gradients on the host that are changed by `.data` or NumPy while their bucket is on its "
+    "way make the exchange begin again, at the cost of reading them twice; changes that torch "
+    "counts are always noticed",
+)
 CALIBRATION: Final = _text(
     "GTOPK_CALIBRATION",
     "[measured links](#the-calibration): `off`, `fresh`, or the path of a file that keeps them. "
@@ -304,7 +310,7 @@ SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
         ALLOW_PICKLE,
         CHECK_MESSAGES,
     ),
-    "What computes": (KERNELS, THREADS, CALIBRATION, SIMGRID_PYTHON),
+    "What computes": (KERNELS, THREADS, CHECK_GRADIENTS, CALIBRATION, SIMGRID_PYTHON),
     "What is recorded and logged": (
         RUN,
         FAILURE_DIR,

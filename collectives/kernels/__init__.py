@@ -66,6 +66,7 @@ def accumulate_and_select(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float]:
     """Add a gradient to `residual` in place and select from the sum, in one pass over memory.
 
@@ -77,13 +78,14 @@ def accumulate_and_select(
                the result.
     weight:    multiplies the gradient first, in the residual's dtype.
     momentum:  takes the gradient into its velocity, in place, which is then what is added.
+    into:      memory for the sum, like `residual`, which stays as it is then; None: in place.
     Returns the k largest entries, or all that are not zero where there are fewer, and the
     threshold for the next step. Raises ValueError for what does not fit together, and TypeError for
     what is no array of NumPy or CuPy, with nothing changed.
     """
     twin = _twin(residual)
     picked, following = twin.accumulate_and_select(
-        residual, gradient, k, threshold, momentum, weight
+        residual, gradient, k, threshold, momentum, weight, into
     )
     return picked, following
 

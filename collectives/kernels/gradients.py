@@ -111,10 +111,14 @@ def _in_order(gradient: Gradient) -> Sequence[Array] | Located:
 
 
 def gradient_parts(
-    residual: Array, gradient: Gradient, k: int, momentum: Momentum | None
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    momentum: Momentum | None,
+    into: Array | None = None,
 ) -> Sequence[Array]:
     """Return the gradient's arrays in order; ValueError or TypeError for what does not fit."""
-    require_addable(residual, gradient, k, momentum)
+    require_addable(residual, gradient, k, momentum, into)
     parts = _in_order(gradient)
     assert not isinstance(parts, Located)  # which are of a GPU: refused
     return parts

@@ -66,9 +66,10 @@ def accumulate_and_select(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual` in place and select from the sum."""
-    picked, following, _ = search(residual, gradient, k, threshold, momentum, weight)
+    """Add to `residual`, in place or into other memory, and select from the sum."""
+    picked, following, _ = search(residual, gradient, k, threshold, momentum, weight, into)
     return picked, following
 
 
@@ -79,10 +80,11 @@ def search(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float, int]:
     """Do what `accumulate_and_select` does, and tell how often the residual was read for it."""
-    parts = gradient_parts(residual, gradient, k, momentum)
-    looking = _Search(residual, k)
+    parts = gradient_parts(residual, gradient, k, momentum, into)
+    looking = _Search(residual if into is None else into, k, residual)
     picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
     return picked, following, looking.scans
 
@@ -104,8 +106,9 @@ def _addends(
             if weight != 1.0:
                 addend = np.multiply(addend, residual.dtype.type(weight), dtype=residual.dtype)
             if momentum is not None:
-                velocity = momentum.velocity[begin + start : begin + start + addend.size]
-                velocity *= momentum.factor
+                here = slice(begin + start, begin + start + addend.size)
+                faster = momentum.velocity if momentum.into is None else momentum.into
+                velocity = np.multiply(momentum.velocity[here], momentum.factor, out=faster[here])
                 velocity += addend
                 addend = velocity
             yield begin + start, addend
@@ -120,7 +123,7 @@ def _select(
     else:
         for start, addend in chunks:
             if addend is not None:
-                search.dense[start : start + addend.size] += addend
+                search.add(start, addend)
         search.scans += 1
     if search.count < search.k:
         search.scan_again(_sampled_threshold(search.dense, search.k))
@@ -154,14 +157,20 @@ def keys(values: Array) -> Array:
 class _Search:
     """The candidates seen so far: never fewer than the k largest of what was scanned."""
 
-    def __init__(self, dense: Array, k: int) -> None:
+    def __init__(self, dense: Array, k: int, before: Array | None = None) -> None:
         self.dense = dense
+        self._before = dense if before is None else before
         self.k = k
         self.limit = 4 * k + CHUNK
         room = -(-min(CHUNK, dense.size) // 8) * 8
         self.below, self.above = np.empty((2, room), np.bool_)
         self.count = 0
         self.scans = 0
+
+    def add(self, start: int, addend: Array) -> None:
+        """Write a part of the vector: what was there before, and an addend."""
+        here = slice(start, start + addend.size)
+        np.add(self._before[here], addend, out=self.dense[here])
 
     def scan_again(self, threshold: float) -> None:
         """Collect anew, from what the dense vector now holds."""
@@ -176,7 +185,7 @@ class _Search:
         for start, addend in chunks:
             part = self.dense[start : start + (CHUNK if addend is None else addend.size)]
             if addend is not None:
-                np.add(part, addend, out=part)
+                self.add(start, addend)
             found = self._hits(part)
             if found.size:
                 self.pieces.append((found + start, part[found]))

@@ -91,6 +91,11 @@ class AutomaticExchange:
         now = str(self.judge.chosen.candidate) if self.judge else "undecided"
         return f"{self.compression.signature()}, now {now}"
 
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Tell whether both sparse and dense exchanges do."""
+        return not self.residual.has_moments
+
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.judge is None:
             self.judge = self._begin(bucket, transport)

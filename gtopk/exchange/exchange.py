@@ -90,6 +90,10 @@ class Exchange(Protocol):
     def signature(self) -> str:
         """Return what must be equal on all ranks, in words."""
 
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Tell whether a gradient that is not finite on any rank shows in `Exchanged.finite`."""
+
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         """Sum weight * gradient over the ranks; the sum is kept for `apply`."""
 
@@ -147,6 +151,14 @@ class SparseExchange:
         steps = self._progress.steps
         warming = steps < self.compression.warmup_steps
         return self.compression.signature() + (f" at step {steps}" if warming else "")
+
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Tell whether a value that is not finite is among the picks, which all ranks examine.
+
+        The selection puts such values on top. Adam's moments would have it in them by then.
+        """
+        return not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         algorithm = self.compression.algorithm
@@ -256,8 +268,17 @@ class DenseExchange:
         self._share = 1.0  # of it, in the step under way
         self._kept: torch.Tensor | None = None  # what this rank is to keep of that step's sum
         self._sum: GradientSum | None = None  # in place of the bucket's vector
+        self._is_alone = False  # the gradients are the sum
+
+    @property
+    def finds_nonfinite(self) -> bool:
+        """Tell whether the sum, which is looked at, has what gradients have."""
+        return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
+            self._is_alone, begun = True, Moment(bucket.device)
+            return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
@@ -284,6 +305,9 @@ class DenseExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
+        if self._is_alone:
+            self._is_alone = False
+            return
         if self._sum is not None:
             self._sum.apply(bucket)
             self._sum = None
@@ -311,6 +335,7 @@ class CompressorExchange:
     """Every entry, in the form that a Horovod Compressor gives it, fused by dtype."""
 
     residual = None
+    finds_nonfinite = False  # a Compressor may make numbers of NaN
 
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
@@ -369,7 +394,7 @@ class SendingAlong:
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
         self.was_last = False
         self._dense = DenseExchange(self.residual)
-        self.signature = self._dense.signature
+        self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
         self._is_last = False  # the step under way is
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:

@@ -24,6 +24,8 @@ from .exchange import Progress, SparseExchange
 class NodeExchange(SparseExchange):
     """Top-k of each node's sum, with error feedback."""
 
+    finds_nonfinite = False  # only the owner of the shard would
+
     def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
         if bucket.device.type != "cpu":
             raise ValueError(

@@ -189,36 +189,37 @@ class Residual:
             None: all of it.
         """
         self.holds_nothing, self._drained_steps = False, 0
-        if is_on_device(self.values):
-            return self._by_steps(gradient, k, weight)
-        here = slice(None) if where is None else where
-        values = self._writable(0).array[here]
-        momentum = Momentum(self._writable(1).array[here], self.momentum) if self.momentum else None
-        picked, self.threshold = accumulate_and_select(
-            values, gradient, k, self.threshold, momentum, weight
-        )
-        return picked
-
-    def _by_steps(self, gradient: Gradient, k: int, weight: float) -> SparseVector:
-        """Do it on a GPU, where the sum is written beside the residual by the pass itself."""
-        if self._step is None or self._step.k != k:
-            self._step = open_step(self.values, k)
+        if where is not None:
+            return self._add_to_part(gradient, k, weight, where)
+        # The pass itself writes the sum beside what is remembered.
         into, faster = self._into(0), self._into(1) if self.momentum else None
+        beside = None if into is None else into.array
         momentum = None
         if self.momentum:
-            velocity, beside = self._memory[1].array, None if faster is None else faster.array
-            momentum = Momentum(velocity, self.momentum, beside)
-        picked, self.threshold = self._step(
-            self.values,
-            gradient,
-            momentum,
-            weight,
-            None if into is None else into.array,
-            self.threshold,
-        )
+            memory = None if faster is None else faster.array
+            momentum = Momentum(self._memory[1].array, self.momentum, memory)
+        if is_on_device(self.values):
+            if self._step is None or self._step.k != k:
+                self._step = open_step(self.values, k)
+            picked, self.threshold = self._step(
+                self.values, gradient, momentum, weight, beside, self.threshold
+            )
+        else:
+            picked, self.threshold = accumulate_and_select(
+                self.values, gradient, k, self.threshold, momentum, weight, beside
+            )
         for number, written in enumerate((into, faster)):
             if written is not None:
                 self._swap(number)
+        return picked
+
+    def _add_to_part(self, gradient: Gradient, k: int, weight: float, where: slice) -> SparseVector:
+        values = self._writable(0).array[where]
+        velocity = self._writable(1).array[where] if self.momentum else None
+        momentum = None if velocity is None else Momentum(velocity, self.momentum)
+        picked, self.threshold = accumulate_and_select(
+            values, gradient, k, self.threshold, momentum, weight
+        )
         return picked
 
     def settle(

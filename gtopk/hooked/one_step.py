@@ -17,8 +17,8 @@ PREEMPTED: Final = 2  # this rank had SIGTERM
 
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
-    """Return what this rank says of its gradients: of those on a GPU nothing, without a wait."""
-    return NOT_FINITE if bucket_exchange.on_host and not bucket_exchange.all_finite() else 0
+    """Return what this rank says of its gradients; nothing where the exchange will."""
+    return NOT_FINITE if bucket_exchange.looks_first and not bucket_exchange.all_finite() else 0
 
 
 class OneStep:
@@ -29,7 +29,7 @@ class OneStep:
     residual is then, to the bit, what it was before the step.
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
-        they had not said so: they would have had to wait for their GPU. The same on all ranks.
+        they had not said so: the exchange tells. The same on all ranks.
     """
 
     def __init__(self) -> None:

@@ -86,9 +86,12 @@ class BucketExchange:
         return self.exchange.residual is not None
 
     @property
-    def on_host(self) -> bool:
-        """Tell whether to look at the gradients costs no waiting for a GPU."""
-        return not self._on_gpu
+    def looks_first(self) -> bool:
+        """Tell whether gradients are looked at for NaN and infinity before they are exchanged.
+
+        Not where the exchange finds them, and not on a GPU, which would have to be waited for.
+        """
+        return not (self._on_gpu or self.exchange.finds_nonfinite)
 
     def take(self, weight: float, scale: float) -> None:
         """Take the gradients as they are now."""

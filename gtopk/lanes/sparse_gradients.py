@@ -32,7 +32,7 @@ class SparseGradientExchange:
         counts sends it along, as dense as it is. None: it was sent, or there was none on any rank.
     """
 
-    on_host = True
+    looks_first = True
     signature = "sparse gradient"
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:

@@ -7,8 +7,8 @@
 Flags say whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in buckets that `synchronize` submits, whether the round is void: because gradients
 were changed after their bucket was submitted, or belong to no bucket. The last one also says
-whether this rank had SIGTERM (`preemption`). A rank does not wait for its GPU to know them: its
-gradients pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in
+whether this rank had SIGTERM (`preemption`). Where the exchange finds what is not finite, and on a
+GPU, gradients pass for finite, and their sum, the same on all ranks, tells. A rank that joins in
 the middle of a round submits what is left as void. So all ranks apply a round; or skip the step,
 where a gradient or a sum is not finite; or try again with what, and who, is there by then.
 Residuals that a round began to change are, where it does not count, to the bit what they were. So
@@ -30,6 +30,7 @@ from torch.utils.weak import TensorWeakRef
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from .. import settings
 from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
 from ..engine.agreement import describe_missing
@@ -61,7 +62,7 @@ class AnyBucketExchange(Protocol):
     @property
     def signature(self) -> str: ...
     @property
-    def on_host(self) -> bool: ...
+    def looks_first(self) -> bool: ...
     @property
     def has_room(self) -> bool: ...
     def record(self) -> dict[str, Any]: ...
@@ -154,7 +155,8 @@ class Round:
         """Exchange a bucket, but not the last, while the program goes on."""
         self._take(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
-        self.bucket_exchanges[index].watch()
+        if settings.CHECK_GRADIENTS.read():
+            self.bucket_exchanges[index].watch()
 
     @property
     def void(self) -> bool:
@@ -318,7 +320,7 @@ class Round:
             self._factor(bucket_exchange, self._weight, self._share),
             self._scale_of(bucket_exchange),
         )
-        if bucket_exchange.on_host:
+        if bucket_exchange.looks_first:
             self._finite[index] = bucket_exchange.all_finite()
 
     def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
@@ -383,8 +385,7 @@ class Round:
             self.bucket_exchanges[index].remember()
             self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
             self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
-            # A rank with a GPU has not looked at its gradients, for which it would have to wait:
-            # the sum, the same on all ranks, tells them.
+            # Where a rank has not looked at its gradients the sum, the same on all, tells.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
             mine = sorted(

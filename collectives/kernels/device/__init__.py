@@ -54,11 +54,12 @@ def accumulate_and_select(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual` in place and select from the sum."""
+    """Add to `residual`, in place without `into`, and select from the sum."""
     scratch = cuda.scratch(residual)
     return selection.accumulate_and_select(
-        scratch, residual, gradient, k, threshold, momentum, weight
+        scratch, residual, gradient, k, threshold, momentum, weight, into
     )
 
 

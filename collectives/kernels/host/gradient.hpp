@@ -24,14 +24,15 @@ inline float from_bfloat16(std::uint16_t half) {
 }
 
 // The arrays of a gradient, its weight, and the velocity that it passes through (null without
-// momentum).
+// momentum), which is written to `faster`: there, or in its own place.
 template <class T>
 struct Gradient {
   const void* const* arrays;
   const std::int64_t* lengths;
   Format format;
   T weight;
-  T* velocity;
+  const T* velocity;
+  T* faster;
   T momentum;
 };
 
@@ -45,11 +46,12 @@ class GradientBlocks {
   const T* next(std::int64_t start, std::int64_t count) {
     const T* addend = weighted(direct(start, count), count);
     if (gradient_.velocity == nullptr) return addend;
-    T* const velocity = gradient_.velocity + start;
+    const T* const velocity = gradient_.velocity + start;
+    T* const faster = gradient_.faster + start;
     for (std::int64_t i = 0; i < count; i++) {
-      velocity[i] = velocity[i] * gradient_.momentum + addend[i];
+      faster[i] = velocity[i] * gradient_.momentum + addend[i];
     }
-    return velocity;
+    return faster;
   }
 
  private:

@@ -5,12 +5,13 @@
 
 namespace gtopk {
 
-// dense += addend (unless that is null), and the offsets of the keys above `floor`, ascending.
+// dense = before + addend, and the offsets of the keys above `floor`, ascending. `before` may be
+// `dense` itself, and is where the addend is null: nothing is written then.
 // Returns how many there are; `offsets` has room for count + SLACK. Where few are expected, a test
 // spares the work on most vectors; where there are `many`, its outcome could not be predicted.
 template <class T>
-using Scan = std::size_t (*)(T* dense, const T* addend, std::size_t count, Key<T> floor, bool many,
-                             std::uint32_t* offsets);
+using Scan = std::size_t (*)(T* dense, const T* before, const T* addend, std::size_t count,
+                             Key<T> floor, bool many, std::uint32_t* offsets);
 
 constexpr std::size_t MANY = 256;  // one hit in so many elements
 
@@ -62,10 +63,11 @@ inline Scan<double> scan() {
 
 // The tail of every scan, and the whole of a block known to hold a hit.
 template <class T>
-inline std::size_t scan_one_by_one(T* dense, const T* addend, std::size_t begin, std::size_t end,
-                                   Key<T> floor, std::uint32_t* offsets, std::size_t found) {
+inline std::size_t scan_one_by_one(T* dense, const T* before, const T* addend, std::size_t begin,
+                                   std::size_t end, Key<T> floor, std::uint32_t* offsets,
+                                   std::size_t found) {
   for (std::size_t i = begin; i < end; i++) {
-    if (addend) dense[i] += addend[i];
+    if (addend) dense[i] = before[i] + addend[i];
     offsets[found] = static_cast<std::uint32_t>(i);
     found += key(dense[i]) > floor;
   }

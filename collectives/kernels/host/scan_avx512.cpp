@@ -20,15 +20,15 @@ AVX512 inline std::size_t emit(unsigned mask, std::size_t start, std::uint32_t* 
 }
 
 // Vectors of half the width: arrays begin anywhere, and whole ones would all straddle cache lines.
-AVX512 std::size_t scan_float(float* dense, const float* addend, std::size_t count,
-                              std::int32_t floor, bool many,
+AVX512 std::size_t scan_float(float* dense, const float* before, const float* addend,
+                              std::size_t count, std::int32_t floor, bool many,
                               std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi32(LARGEST<float>), floors = _mm256_set1_epi32(floor);
   std::size_t found = 0, i = 0;
   for (; i + 32 <= count; i += 32) {
     unsigned hits[4];
     for (int v = 0; v < 4; v++) {
-      __m256 x = _mm256_loadu_ps(dense + i + 8 * v);
+      __m256 x = _mm256_loadu_ps(before + i + 8 * v);
       if (addend) {
         x = _mm256_add_ps(x, _mm256_loadu_ps(addend + i + 8 * v));
         _mm256_storeu_ps(dense + i + 8 * v, x);
@@ -40,18 +40,18 @@ AVX512 std::size_t scan_float(float* dense, const float* addend, std::size_t cou
       found = emit(hits[v] | hits[v + 1] << 8, i + 8 * v, offsets, found);
     }
   }
-  return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
+  return scan_one_by_one(dense, before, addend, i, count, floor, offsets, found);
 }
 
-AVX512 std::size_t scan_double(double* dense, const double* addend, std::size_t count,
-                               std::int64_t floor, bool many,
+AVX512 std::size_t scan_double(double* dense, const double* before, const double* addend,
+                               std::size_t count, std::int64_t floor, bool many,
                                std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi64x(LARGEST<double>), floors = _mm256_set1_epi64x(floor);
   std::size_t found = 0, i = 0;
   for (; i + 16 <= count; i += 16) {
     unsigned hits[4];
     for (int v = 0; v < 4; v++) {
-      __m256d x = _mm256_loadu_pd(dense + i + 4 * v);
+      __m256d x = _mm256_loadu_pd(before + i + 4 * v);
       if (addend) {
         x = _mm256_add_pd(x, _mm256_loadu_pd(addend + i + 4 * v));
         _mm256_storeu_pd(dense + i + 4 * v, x);
@@ -61,7 +61,7 @@ AVX512 std::size_t scan_double(double* dense, const double* addend, std::size_t 
     const unsigned mask = hits[0] | hits[1] << 4 | hits[2] << 8 | hits[3] << 12;
     if (many || mask != 0) found = emit(mask, i, offsets, found);
   }
-  return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
+  return scan_one_by_one(dense, before, addend, i, count, floor, offsets, found);
 }
 
 }  // namespace

@@ -36,8 +36,9 @@ std::size_t aim(std::size_t k) { return static_cast<std::size_t>(AIM * k) + AIM_
 template <class T, class I>
 class Search {
  public:
-  Search(T* dense, std::int64_t length, std::size_t k, int threads)
-      : dense_(dense), length_(length), k_(k), blocks_((length + BLOCK - 1) / BLOCK) {
+  // before: what the gradient is added to; `dense` is the sum's place, and may be the same.
+  Search(const T* before, T* dense, std::int64_t length, std::size_t k, int threads)
+      : before_(before), dense_(dense), length_(length), k_(k), blocks_((length + BLOCK - 1) / BLOCK) {
     threads_ = static_cast<int>(std::clamp<std::int64_t>(blocks_ / THREAD_BLOCKS, 1, threads));
     if (parts().size() < static_cast<std::size_t>(threads_)) parts().resize(threads_);
   }
@@ -128,12 +129,13 @@ class Search {
     const Scan<T> scan_block = gtopk::scan<T>();
     std::uint32_t offsets[BLOCK + SLACK];
     std::size_t hits = 0;
+    const T* const before = gradient == nullptr ? dense_ : before_;
     const auto walk = [&](auto&& addend) {
       for (std::int64_t start = begin; start < end; start += BLOCK) {
         const std::int64_t count = std::min(BLOCK, end - start);
         const bool many = hits > BLOCK / MANY;
-        hits = scan_block(dense_ + start, addend(start, count), count, candidates.floor, many,
-                          offsets);
+        hits = scan_block(dense_ + start, before + start, addend(start, count), count,
+                          candidates.floor, many, offsets);
         if (hits) candidates.append(dense_ + start, start, offsets, hits);
       }
     };
@@ -177,6 +179,7 @@ class Search {
     return std::max(lowest - slope * (rank - count), lowest / 2);
   }
 
+  const T* before_;
   T* dense_;
   std::int64_t length_;
   std::size_t k_;
@@ -192,10 +195,11 @@ struct Report {
 };
 
 template <class T, class I>
-std::int64_t select(T* dense, std::int64_t length, const Gradient<T>& gradient, std::int64_t k,
-                    double threshold, int threads, I* indices, T* values, Report* report) {
+std::int64_t select(const T* before, T* dense, std::int64_t length, const Gradient<T>& gradient,
+                    std::int64_t k, double threshold, int threads, I* indices, T* values,
+                    Report* report) {
   return guarded([&] {
-    Search<T, I> search(dense, length, k, threads);
+    Search<T, I> search(before, dense, length, k, threads);
     search.run(gradient.arrays ? &gradient : nullptr, threshold);
     report->scans = search.scans();
     return search.finish(indices, values, &report->next_threshold);
@@ -208,12 +212,13 @@ std::int64_t select(T* dense, std::int64_t length, const Gradient<T>& gradient, 
 // Without arrays nothing is added, and `dense` is not written to.
 #define DEFINE(T, I, SUFFIX)                                                                     \
   GTOPK_API std::int64_t select_##SUFFIX(                                                        \
-      T* dense, std::int64_t length, const void* const* arrays, const std::int64_t* lengths,     \
-      std::int32_t format, double weight, T* velocity, double momentum, std::int64_t k,          \
-      double threshold, int threads, I* indices, T* values, gtopk::Report* report) {             \
+      const T* before, T* dense, std::int64_t length, const void* const* arrays,                 \
+      const std::int64_t* lengths, std::int32_t format, double weight, const T* velocity,        \
+      T* faster, double momentum, std::int64_t k, double threshold, int threads, I* indices,     \
+      T* values, gtopk::Report* report) {                                                        \
     return gtopk::select<T, I>(                                                                  \
-        dense, length,                                                                           \
-        {arrays, lengths, gtopk::Format{format}, static_cast<T>(weight), velocity,               \
+        before, dense, length,                                                                   \
+        {arrays, lengths, gtopk::Format{format}, static_cast<T>(weight), velocity, faster,       \
          static_cast<T>(momentum)},                                                              \
         k, threshold, threads, indices, values, report);                                         \
   }

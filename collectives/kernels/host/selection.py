@@ -14,9 +14,9 @@ from .threads import threads
 
 _select = function(
     "select",
-    *(POINTER, COUNT),  # dense
+    *(POINTER, POINTER, COUNT),  # before, dense
     *(POINTER, POINTER, ctypes.c_int32, ctypes.c_double),  # gradient, its weight
-    *(POINTER, ctypes.c_double),  # velocity, momentum
+    *(POINTER, POINTER, ctypes.c_double),  # velocity, where it goes, momentum
     *(COUNT, ctypes.c_double, ctypes.c_int),  # k, threshold, threads
     *(POINTER, POINTER, POINTER),  # indices, values, report
 )
@@ -29,7 +29,7 @@ _FORMATS: Final = {
     np.dtype(np.float16): 1,
     np.dtype(np.uint16): 2,
 }
-_NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, 0.0)
+_NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, None, 0.0)
 
 
 class Report(ctypes.Structure):
@@ -44,7 +44,8 @@ class Report(ctypes.Structure):
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
     require_selectable(dense, k)
-    picked, report = _search(packed(dense), _NO_GRADIENT, k, threshold)
+    dense = packed(dense)
+    picked, report = _search(dense, dense, _NO_GRADIENT, k, threshold)
     return picked, report.next_threshold
 
 
@@ -55,12 +56,13 @@ def accumulate_and_select(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual` in place and select from the sum.
+    """Add to `residual`, in place or into other memory, and select from the sum.
 
     A MemoryError leaves the gradient added as a whole, or not at all.
     """
-    picked, report = search(residual, gradient, k, threshold, momentum, weight)
+    picked, report = search(residual, gradient, k, threshold, momentum, weight, into)
     return picked, report.next_threshold
 
 
@@ -71,12 +73,17 @@ def search(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, Report]:
     """Do what `accumulate_and_select` does, and report how it went."""
-    parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum)]
-    changed = [residual] if momentum is None else [residual, momentum.velocity]
-    if not all(array.flags.carray for array in changed):
-        return _search_in_copies(residual, parts, k, threshold, momentum, weight)
+    parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum, into)]
+    sums = residual if into is None else into
+    touched = [residual, sums]
+    if momentum is not None:
+        faster = momentum.velocity if momentum.into is None else momentum.into
+        touched += [momentum.velocity, faster]
+    if not all(array.flags.carray for array in touched):
+        return _search_in_copies(residual, parts, k, threshold, momentum, weight, sums)
     count = len(parts)
     arrays = (POINTER * count)(*map(address, parts))
     lengths = (COUNT * count)(*[part.size for part in parts])
@@ -85,10 +92,13 @@ def search(
         ctypes.addressof(lengths),
         _FORMATS[parts[0].dtype],
         weight,
-        None if momentum is None else address(momentum.velocity),
-        0.0 if momentum is None else momentum.factor,
+        *(
+            (None, None, 0.0)
+            if momentum is None
+            else (address(momentum.velocity), address(faster), momentum.factor)
+        ),
     )
-    return _search(residual, given, k, threshold)
+    return _search(residual, sums, given, k, threshold)
 
 
 def _search_in_copies(
@@ -98,26 +108,27 @@ def _search_in_copies(
     threshold: float,
     momentum: Momentum | None,
     weight: float,
+    into: Array,
 ) -> tuple[SparseVector, Report]:
     """Search where an array to change lies apart in memory, or is read-only (ValueError)."""
     sums = residual.copy()
-    moved = None if momentum is None else momentum._replace(velocity=momentum.velocity.copy())
+    moved = None if momentum is None else Momentum(momentum.velocity.copy(), momentum.factor)
     found = search(sums, parts, k, threshold, moved, weight)
-    residual[:] = sums
+    into[:] = sums
     if momentum is not None and moved is not None:
-        momentum.velocity[:] = moved.velocity
+        (momentum.velocity if momentum.into is None else momentum.into)[:] = moved.velocity
     return found
 
 
 def _search(
-    dense: Array, given: tuple[object, ...], k: int, threshold: float
+    before: Array, dense: Array, given: tuple[object, ...], k: int, threshold: float
 ) -> tuple[SparseVector, Report]:
     indices = np.empty(k, index_dtype(dense.size))
     values = np.empty(k, dense.dtype)
     report = Report()
     found = enough_memory(
         _select[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"](
-            *(address(dense), dense.size, *given, k, threshold, threads()),
+            *(address(before), address(dense), dense.size, *given, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
         )
     )

@@ -313,9 +313,21 @@ def test_a_gradient_of_another_dtype_is_refused_untouched() -> None:
 
 
 @settings(max_examples=200)
-@given(vectors(sizes), st.integers(1, 200), st.data(), st.sampled_from([None, 0.9]), st.booleans())
+@given(
+    vectors(sizes),
+    st.integers(1, 200),
+    st.data(),
+    st.sampled_from([None, 0.9]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
-    gradient: np.ndarray, k: int, data: st.DataObject, factor: float | None, apart: bool
+    gradient: np.ndarray,
+    k: int,
+    data: st.DataObject,
+    factor: float | None,
+    apart: bool,
+    beside: bool,
 ) -> None:
     k, dtype = min(k, gradient.size), gradient.dtype
     cuts = sorted(data.draw(st.lists(st.integers(0, gradient.size), max_size=5)))
@@ -324,16 +336,24 @@ def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
         parts = [np.repeat(part, 2)[::2] for part in parts]
     residual = data.draw(arrays(dtype, gradient.size, elements=st.sampled_from(FEW)))
     momentum = None
-    expected, velocity = residual.copy(), residual[::-1].copy()
+    before, expected, velocity = residual.copy(), residual.copy(), residual[::-1].copy()
+    into = np.full_like(residual, 7) if beside else None
     with np.errstate(invalid="ignore"):
         if factor is not None:
-            momentum = Momentum(velocity.copy(), factor)
+            faster = np.full_like(velocity, 7) if beside else None
+            momentum = Momentum(velocity.copy(), factor, faster)
+            slower = velocity.copy()
             velocity *= factor
             velocity += gradient
         expected += gradient if factor is None else velocity
-        picked, _ = accumulate_and_select(residual, parts, k, 0.3, momentum)
-    assert bits(residual) == bits(expected)
-    assert momentum is None or bits(momentum.velocity) == bits(velocity)
+        picked, _ = accumulate_and_select(residual, parts, k, 0.3, momentum, 1.0, into)
+    assert bits(residual if into is None else into) == bits(expected)
+    if momentum is not None:
+        written = momentum.velocity if momentum.into is None else momentum.into
+        assert bits(written) == bits(velocity)
+    if into is not None:  # what it began with is as it was
+        assert bits(residual) == bits(before)
+        assert momentum is None or bits(momentum.velocity) == bits(slower)
     assert_same(picked, top(expected, k))
 
 
