@@ -2,8 +2,9 @@
 
 A sparse method reads the gradients and writes its update into them where they lie, parameter by
 parameter, so that nothing of the vector's length is made in a step. A dense one needs them side by
-side, in `flat`, which is made once; so do gradients that cannot be read where they lie: those of
-mixed dtypes, or in another order in memory than their parameters had.
+side, in `flat`, which is made once. So do gradients that cannot be read where they lie: those of
+mixed dtypes, or in another order in memory than their parameters had. So do small ones: one call
+copies them all, where each would take several.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _READ_WHERE_THEY_LIE = {
     np.dtype(np.float64): (torch.float64,),
 }
 _SOME = 4096  # elements
+_SMALL = 8192  # elements: copied to `flat` and back sooner than looked up
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -84,7 +86,8 @@ class Bucket:
         self._lacking: list[bool] = []  # parameters that had no gradient of their own when taken
         self.taken = 0.0
         self.ready = Moment(self.device)
-        self._parts: list[NDArray[Any]] | Located | None = None
+        # Once looked up, in a step: None where they are to be copied.
+        self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
         # Of a bucket on the host: where its gradients come from, which torch copies.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
@@ -120,7 +123,7 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Moment(self.device)
-            self._parts = self._where_they_lie()
+        self._looked_up = None
 
     def take_nothing(self, scale: float) -> None:
         """Take zeros for gradients, in memory of their own: what `put` writes goes nowhere.
@@ -132,7 +135,13 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Moment(self.device)
-            self._parts = self._where_they_lie()
+        self._looked_up = None
+
+    @property
+    def _parts(self) -> list[NDArray[Any]] | Located | None:
+        if self._looked_up is None:
+            self._looked_up = (self._where_they_lie(),)
+        return self._looked_up[0]
 
     @property
     def largest(self) -> float:
@@ -149,10 +158,9 @@ class Bucket:
 
     def all_finite(self) -> bool:
         """Tell whether this step's gradients hold neither NaN nor infinity."""
-        if isinstance(self._parts, list):
-            return all(map(all_finite, self._parts))
-        if self.device.type == "cpu":
-            return all(map(is_finite, self.gradients))
+        if not _on_gpu(self.device):
+            parts = self.addend()
+            return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
 
@@ -169,6 +177,8 @@ class Bucket:
         On a GPU by its addresses: what is launched on the stream that they were taken on comes
         after all that has still to be written there.
         """
+        if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
+            return None
         dtypes = {gradient.dtype for gradient in self.gradients}
         if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
             return None
@@ -332,7 +342,7 @@ class Bucket:
     def let_go(self) -> None:
         """Hold no memory that `zero_grad` is to free before the next backward pass."""
         self.gradients = []
-        self._parts = None
+        self._looked_up = None
 
 
 def _on_gpu(device: torch.device) -> bool:

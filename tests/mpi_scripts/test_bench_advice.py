@@ -132,6 +132,6 @@ def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
     for each in found:
         assert "; links " in each["line"]
         _, lowest, highest = said_edge(each["line"])
-        assert lowest < highest
+        assert lowest < highest or lowest in (0, math.inf)  # at no bandwidth, or at every
     assert found[0]["dense_seconds"] > found[0]["sparse_seconds"] > 0
     assert done.stdout.splitlines()[2].startswith("| dense's time | 2 |")

@@ -18,6 +18,12 @@ from gtopk.buckets import arrays, buckets
 from gtopk.buckets.buckets import Bucket
 
 
+@pytest.fixture(autouse=True)
+def _small_ones_stay_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these would all be copied."""
+    monkeypatch.setattr(buckets, "_SMALL", 0)
+
+
 def bucket_of(*tensors: torch.Tensor, weight: float = 1.0) -> Bucket:
     """Return a bucket whose parameters have these gradients."""
     parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
@@ -48,6 +54,19 @@ def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> No
     assert (empty.numel(), last.item()) == (0, 7)
     assert places == [parameter.grad.data_ptr() for parameter in bucket.parameters]
     assert "flat" not in vars(bucket)  # nothing of the vector's length was made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_small_gradients_are_copied_side_by_side_and_back(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "_SMALL", 4)
+    tensors = [torch.arange(6.0).reshape(2, 3).to(dtype), torch.ones(0, dtype=dtype)]
+    bucket = bucket_of(*tensors, torch.tensor(8.0, dtype=dtype), weight=1 / 3)
+    assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
+    assert "flat" in vars(bucket)
+    bucket.put(SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7))
+    assert [p.grad.tolist() for p in bucket.parameters] == [[[0, 5, 0], [0, 0, 0]], [], 7]
 
 
 def test_gradients_of_several_dtypes_are_one_vector() -> None:
