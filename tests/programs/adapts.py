@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import run_tests, same_bits_everywhere, same_everywhere
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info

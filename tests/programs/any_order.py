@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import raises, run_tests
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import raises
 

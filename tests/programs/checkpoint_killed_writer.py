@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import light_torch  # noqa: F401
+
 import torch
 
 from collectives.transports import local_world

@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 
+import light_torch  # noqa: F401
+
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset

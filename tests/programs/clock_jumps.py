@@ -10,6 +10,7 @@ import sys
 import time
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import same_bits_everywhere
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import light_torch  # noqa: F401
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

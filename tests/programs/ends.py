@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

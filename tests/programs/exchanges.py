@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import check_close, raises, same_everywhere
 

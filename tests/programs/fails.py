@@ -14,6 +14,7 @@ if sys.argv[2:] == ["without streams"]:
     os.execv(sys.executable, [sys.executable, *sys.argv[:2]])  # Python has no such streams, either
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 import light_torch  # noqa: F401
+
 import pytest
 import torch
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from itertools import chain
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import run_tests, same_bits_everywhere
 from torch.utils.data import DataLoader, TensorDataset

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import light_torch  # noqa: F401
+
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -4,6 +4,7 @@ import os
 import sys
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import raises
 

@@ -3,6 +3,7 @@
 import sys
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import same_bits_everywhere
 

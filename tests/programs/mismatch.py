@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import raises, run_tests, same_bits_everywhere, same_everywhere
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import check_close, raises, run_tests, same_bits_everywhere, same_everywhere
 

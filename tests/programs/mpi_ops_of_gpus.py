@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import light_torch  # noqa: F401
+
 from collectives import Transport
 from collectives.transports import nccl, nccl_start
 from collectives.transports.device_choice import Facts

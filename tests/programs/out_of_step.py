@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import light_torch  # noqa: F401
+
 import torch
 from checks import run_tests
 

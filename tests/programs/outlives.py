@@ -4,6 +4,7 @@ import sys
 import threading
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

@@ -1,5 +1,7 @@
 """Ranks with a GPU each train, and open a context on their own only. Run on as many as GPUs."""
 
+import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

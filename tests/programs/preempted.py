@@ -8,6 +8,7 @@ import sys
 import time
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk

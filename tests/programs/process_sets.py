@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import light_torch  # noqa: F401
+
 import torch
 from checks import check_close, raises, same_everywhere
 

@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import light_torch  # noqa: F401
+
 import torch
 
 FACE = sys.argv[1]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk

@@ -7,6 +7,7 @@ import signal
 import time
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk

@@ -7,6 +7,7 @@ import io
 from dataclasses import replace
 
 import light_torch  # noqa: F401
+
 import pytest
 from checks import run_tests
 

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

@@ -13,6 +13,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import light_torch  # noqa: F401
+
 import gtopk.torch as hvd
 
 SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / sys.argv[1]

@@ -3,6 +3,7 @@
 import hashlib
 
 import light_torch  # noqa: F401
+
 import torch
 
 import gtopk.torch as hvd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import light_torch  # noqa: F401
+
 from checks import raises
 
 import gtopk

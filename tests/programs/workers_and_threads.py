@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import light_torch  # noqa: F401
+
 import torch
 from torch.utils.data import DataLoader, Dataset
 
