@@ -13,8 +13,12 @@ import torch
 
 from ...arguments import as_argument, output_file, share
 from ...world import world
+from ..gloo import open_gloo, own_host
 from ..progress import silent, tell
-from .measure import Record, measure, ways
+from ..scaling.compute import real, shapes
+from ..scaling.layers import SHAPES
+from ..words import add_words, one_of
+from .measure import PLAIN, Record, measure, usual, ways
 from .networks import NETWORKS
 
 
@@ -28,8 +32,24 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  mpirun -n 4 gtopk bench optimizer --json optimizer.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("--model", choices=NETWORKS, default="resnet20")
-    described.add_argument("--batch", type=int, default=32, help="default: %(default)s")
+    described.add_argument(
+        "--model",
+        choices=[*NETWORKS, *SHAPES],
+        default="resnet20",
+        help="a network, or shapes whose gradients cost a copy and nothing else; default: "
+        "%(default)s",
+    )
+    described.add_argument(
+        "--batch", type=int, default=32, help="of a network; default: %(default)s"
+    )
+    add_words(
+        described,
+        "--ways",
+        one_of(ways(0.5)),
+        metavar="WAY",
+        help=f"of {', '.join(ways(0.5))}; plain is always there; default: {', '.join(usual(1))}, "
+        f"and on several ranks {', '.join(usual(2)[len(usual(1)) :])}",
+    )
     described.add_argument(
         "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
@@ -49,12 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     world.init()
     here = world.current()
+    names = dict.fromkeys([PLAIN, *(options.ways or usual(here.size))])
+    group = None
+    if any(name.startswith("ddp") for name in names):
+        master = here.engine.submit("bench.gloo", [], lambda t, flags: own_host(t)).wait()
+        group = open_gloo(master)
+    known = ways(options.density, group)
+    compute = (
+        shapes(options.model, here.rank)
+        if options.model in SHAPES
+        else real(options.model, options.batch, here.rank)
+    )
     records = measure(
-        NETWORKS[options.model],
-        ways(options.density, here.size),
-        options.batch,
+        compute,
+        {name: known[name] for name in names},
         options.rounds,
-        here.rank,
         tell if here.rank == 0 else silent,
     )
     if here.rank == 0:
@@ -80,17 +109,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(records: Sequence[Record]) -> str:
     """Return the records as lines of text."""
     lines = [
-        f"{'':20} {'step':>9} {'over plain':>11} {'CPU over':>9} {'engine':>9} {'hidden':>7} "
-        f"{'buckets':>8}"
+        f"{'':14} {'step':>10} {'above plain, ms (quartiles)':>31} {'over plain':>11} "
+        f"{'CPU over':>9} {'engine':>9} {'hidden':>7} {'buckets':>8}"
     ]
     for each in records:
         hidden = "" if each.hidden_share is None else f"{each.hidden_share:.0%}"
         lines.append(
-            f"{each.name:20} {1e3 * each.step_seconds:6.1f} ms {each.over_plain:+11.1%} "
+            f"{each.name:14} {1e3 * each.step_seconds:7.1f} ms "
+            f"{_spread(each.over_plain_seconds, each.quartiles):>31} {each.over_plain:+11.1%} "
             f"{each.cpu_over_plain:+9.1%} {1e3 * each.working_seconds:6.1f} ms {hidden:>7} "
             f"{each.buckets:8}"
         )
     return "\n".join(lines)
+
+
+def _spread(median: float, quartiles: tuple[float, float]) -> str:
+    low, high = quartiles
+    return f"{1e3 * median:+.1f} ({1e3 * low:+.1f} to {1e3 * high:+.1f})"
 
 
 def _refuse(reason: str) -> int:

@@ -7,24 +7,21 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
-from torch._C._distributed_c10d import TCPStore
 
 from collectives.cores import usable_cores
 from collectives.planning.calibration import measure_network
 from collectives.transports import Transport
 
 from ...arguments import above_zero, as_argument, number_in, output_file, share
-from ...heartbeat.address import own_address
 from ...machine import load, this_machine
 from ...world import world
 from ..collectives.library import open_library
 from ..collectives.run import count_hosts
+from ..gloo import open_gloo, own_host
 from ..optimizer.networks import NETWORKS
 from ..progress import silent, tell
 from ..words import add_words, one_of
@@ -35,8 +32,6 @@ from .measure import Clock, measure, records
 from .published import PUBLISHED
 from .record import Results, read
 from .report import markdown, table
-
-_START = timedelta(seconds=120)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,7 +139,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
         else real(options.model, options.batch, here.rank)
     )
     library = open_library(here.transport, range(here.size))
-    group = _open_gloo(facts["master"])
+    group = open_gloo(facts["master"])
     setting = Setting(compute, options.density, here.size, library, group)
     found = measure(
         options.contenders,
@@ -185,31 +180,10 @@ def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str
     network, _ = measure_network(transport)
     link = network.link(1)
     hosts = count_hosts(transport)
-    master = transport.broadcast_object(own_address(one_host=hosts == 1))
+    master = own_host(transport)
     return {
         "master": master,
         "hosts": hosts,
         "bits_per_second": 8.0 / link.seconds_per_byte if link.seconds_per_byte else 0.0,
         "latency_seconds": link.latency_seconds,
     }
-
-
-def _open_gloo(master: str) -> Any:
-    """Return gloo's group of all ranks, whatever launched them."""
-    if torch.distributed.is_initialized():  # by the library's own, where gloo carries the world
-        return torch.distributed.group.WORLD
-    here = world.current()
-    store = None
-    if here.rank == 0:
-        store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
-
-    def tell(transport: Transport, all_flags: list[int]) -> int:
-        return max(all_flags)
-
-    port = here.engine.submit(
-        "bench.port", [], tell, flags=store.port if store is not None else 0
-    ).wait()
-    if store is None:
-        store = TCPStore(master, port, here.size, False, _START)
-    torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
-    return torch.distributed.group.WORLD

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..optimizer.networks import NETWORKS
-from .layers import LAYERS, Layer, thinner
+from .layers import LAYERS, SHAPES, Layer, thinner
 from .published import PUBLISHED
 
 FORWARD_SHARE: Final = 1 / 3
@@ -94,6 +94,16 @@ def emulated(model: str, scale: float, rank: int) -> Compute:
         lambda: Emulated(layers, published.step_seconds, rank),
         backward,
     )
+
+
+def shapes(model: str, rank: int) -> Compute:
+    """Return parameters of these shapes whose gradients cost a copy: all else is the step's own."""
+    layers = list(SHAPES[model]())
+
+    def backward(network: nn.Module) -> None:
+        network(torch.ones(1, requires_grad=True)).sum().backward()
+
+    return Compute(model, True, 1.0, 1, lambda: Emulated(layers, 0.0, rank), backward)
 
 
 def real(model: str, batch: int, rank: int) -> Compute:

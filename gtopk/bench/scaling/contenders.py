@@ -29,7 +29,7 @@ from .compute import Compute
 
 ALONE: Final = "alone"
 POWER_RANK: Final = 2
-_WHOLE_MODEL_MB: Final = 1 << 16
+WHOLE_MODEL_MB: Final = 1 << 16
 _BUCKET_MB: Final = 25  # PyTorch's default, but for a smaller first one
 
 
@@ -128,7 +128,8 @@ def _halves(model: Any, group: Any) -> None:
     model.register_comm_hook(group, default_hooks.fp16_compress_hook)
 
 
-def _power(model: Any, group: Any) -> None:
+def register_power(model: Any, group: Any) -> None:
+    """Have DDP exchange by PyTorch's PowerSGD hook."""
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
     )
@@ -158,7 +159,9 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
         Contender("dense", True, partial(ours, compression=lambda density: Compression.none)),
         Contender("ddp", False, ddp),
         Contender("ddp-fp16", False, partial(ddp, hook=_halves)),
-        Contender("ddp-powersgd", False, partial(ddp, hook=_power, bucket_mb=_WHOLE_MODEL_MB), 4),
+        Contender(
+            "ddp-powersgd", False, partial(ddp, hook=register_power, bucket_mb=WHOLE_MODEL_MB), 4
+        ),
         *(Contender(name, True, partial(ours, compression=c), 4) for name, c in _SPARSE.items()),
         # Five dense steps, to measure what has to be beaten, come first where they may be as good;
         # where they are a hundredth of what has passed, they come later, and are timed with it.

@@ -84,10 +84,30 @@ def _lstm_ptb() -> Iterator[Layer]:
     yield _linear(width, vocabulary)
 
 
+def _gpt2() -> Iterator[Layer]:
+    width = 768
+    yield ((50_257, width),)
+    yield ((1024, width),)
+    norm = ((width,), (width,))
+    for _ in range(12):
+        yield (*norm, (width, 3 * width), (3 * width,), (width, width), (width,))
+        yield (*norm, (width, 4 * width), (4 * width,), (4 * width, width), (width,))
+    yield norm
+
+
 LAYERS: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
     "vgg16": _vgg16,
     "resnet20": _resnet20,
     "alexnet": _alexnet,
     "resnet50": _resnet50,
     "lstm-ptb": _lstm_ptb,
+}
+# What a step costs whatever it computes depends on how many parameters there are, and how long.
+SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
+    "one-50m": lambda: iter([((50_000_000,),)]),
+    "160x1000": lambda: iter([((1000,),)] * 160),
+    "1000x10": lambda: iter([((10,),)] * 1000),
+    "resnet50-shapes": _resnet50,
+    "gpt2-shapes": _gpt2,
+    "lstm-ptb-shapes": _lstm_ptb,
 }
