@@ -52,6 +52,13 @@ for ranks in 2 3; do
 done
 measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20 \
     --json "$folder/optimizer.json"
+for model in one-50m resnet50-shapes 160x1000 1000x10; do
+    measure "A step of $model on 1 rank" "${gtopk[@]}" bench optimizer --model "$model" --rounds 9 \
+        --json "$folder/step-1-$model.json"
+    measure "A step of $model on 2 ranks" "${gtopk[@]}" run -n 2 -m gtopk.cli bench optimizer \
+        --model "$model" --rounds 9 --ways none fp16 gtopk auto ddp ddp-gtopk ddp-powersgd \
+        --json "$folder/step-2-$model.json"
+done
 measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seeds 3 --jobs "$cores" \
     --recipes dense "PowerSGD, rank 2" topk published gtopk "gtopk, unmasked" \
     "gtopk, unmasked, int8, growth 4" \

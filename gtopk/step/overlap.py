@@ -35,8 +35,11 @@ class Overlap:
 
     def completes(self, parameter: torch.nn.Parameter, index: int) -> bool:
         """Note a gradient of a bucket, and tell whether that may be exchanged now."""
-        self._awaited[index].discard(parameter)
-        return not self._awaited[index] and index < len(self._awaited) - 1
+        if index == len(self._awaited) - 1:
+            return False  # that one ends the step: `synchronize` submits it
+        awaited = self._awaited[index]
+        awaited.discard(parameter)
+        return not awaited
 
     def stop(self, peers: Peers) -> None:
         """Exchange buckets after backward from now on, as gradients change after it, or weights."""

@@ -133,11 +133,12 @@ class Reducer:
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         """Exchange the bucket whose last gradient this is, while backward goes on."""
         index = self.planned.index_of(parameter)
-        if index is None or not self.overlap.is_on or not self._is_here():
+        # Cheapest first: this is called for each parameter.
+        if index is None or not self.overlap.is_on or not self.overlap.completes(parameter, index):
             return
         if self.samples.count == 0:
             return  # what weighs nothing is overwritten; not before it is sure that it does
-        if not self.overlap.completes(parameter, index):
+        if not self._is_here():
             return
         if self._round is not None and index in self._round.operations:
             return
