@@ -142,6 +142,33 @@ def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> N
     on_ranks(2, program)
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(mode: str) -> None:
+    """Once, its first step was a KeyError: 'exp_avg'."""
+
+    def opened() -> Any:
+        layer = torch.nn.Linear(3, 1).double()
+        return layer, hvd.DistributedOptimizer(
+            torch.optim.AdamW(layer.parameters(), lr=0.1),
+            layer.named_parameters(),
+            hvd.Compression.gtopk(density=0.5),
+        )
+
+    def program(here: World) -> None:
+        layer, optimizer = opened()
+        layer(torch.ones(2, 3).double()).sum().backward()
+        optimizer.step()
+        text = f"rank {here.rank}: the optimizer's state is of steps made before the exchange"
+        with pytest.raises(ValueError, match=text):
+            hvd.adapt(DataLoader(data(64), 4), optimizer, mode)
+        _, other = opened()
+        hvd.adapt(DataLoader(data(64), 4), other, mode)
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict(optimizer.state_dict())
+
+    on_ranks(2, program)
+
+
 def test_a_loader_that_is_no_dataloader_is_refused() -> None:
     def program(here: World) -> None:
         optimizer = some_optimizer()
