@@ -39,7 +39,7 @@ from .timeline.timeline import Span, Step
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
 from .wrapped import checkpoint as optimizer_checkpoint
-from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam
+from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
 from .wrapped.adam_step import step as step_with_adam
 from .wrapped.local_residual import LocalResidual
 from .wrapped.readings import Readings
@@ -358,10 +358,11 @@ class _DistributedOptimizer(Readings):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        A plain optimizer's state is fine: the residual stays then.
+        A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
         """
-        self._synchronized = self._skip = False
-        self._agreed = None
+        if not self._makes_adam_steps:
+            require_plain(state_dict["state"].values(), self._world.rank)
+        self._synchronized, self._skip, self._agreed = False, False, None
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()

@@ -12,6 +12,7 @@ from ..optimizer import _DistributedOptimizer
 from ..reduce_ops import Average
 from ..world import world
 from ..world.process_sets import global_process_set
+from ..wrapped.adam_step import require_plain
 from .apart.stepping import require_not_taken
 from .batches.sources import Order, is_indexed
 from .modes import MODES
@@ -57,10 +58,11 @@ def adapt(
         beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
         audit=False: see `hogbatch.options`.
     Raises ValueError for an argument out of its range, for a loader whose batches or samples the
-    mode cannot choose, and for an optimizer that is adapted already in another mode than
-    "balanced"; TypeError for an option that the mode has not, and for an
-    optimizer that is not distributed; HorovodInternalError on every rank where the ranks'
-    arguments differ.
+    mode cannot choose, for an optimizer that is adapted already in another mode than "balanced",
+    and in such a mode for one that has made Adam's steps before the exchange; TypeError for an
+    option that the mode has not, for what must be a whole number and is none, for a loader that is
+    no DataLoader, and for an optimizer that is not distributed; HorovodInternalError on every rank
+    where the ranks' arguments differ.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -79,6 +81,13 @@ def adapt(
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
     require_not_taken(optimizer)
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt "
+            "another way, give it the DataLoader that was adapted before"
+        )
+    if mode != "balanced":  # which have the wrapped optimizer step
+        require_plain(optimizer.state.values(), optimizer._world.rank)
     if mode != "balanced" and hides_behind_backward(optimizer._compression):
         raise ValueError(
             f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "

@@ -8,7 +8,7 @@ rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      equal batches
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from collectives.vector import Array
 from ..buckets.parameters import trained_by
 from ..objects import decode, encode
 from ..step.grad_scaler import loss_scale
+from ..step.samples import whole_number
 from .batches.epochs import Epochs
 from .batches.in_hand import InHand
 from .batches.next_world import entered, is_over
@@ -193,6 +194,9 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of what is left of one that was resumed."""
+        return self._epochs.loop(self._batches(), self._world.rank)
+
+    def _batches(self) -> Generator[Any, None, None]:
         self._enter()
         require_one_pass(self._optimizer)
         if self._cut is not None:
@@ -331,8 +335,15 @@ class BalancedLoader:
     def set_global_batch(self, samples: int) -> None:
         """Let steps have so many samples, as soon as none of them is cut; every rank must call it.
 
-        Raises ValueError where the ranks' bounds do not allow it.
+        Raises ValueError where the ranks' bounds do not allow it, TypeError for what is no whole
+        number; HorovodInternalError, on every rank, where ranks say unlike numbers.
         """
+        self._enter()
+        samples = whole_number("a global batch", samples)
+        name, signature = f"{self._name}.global_batch", [f"a global batch of {samples} samples"]
+        self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+        if samples < 1:
+            raise ValueError(f"a global batch must have at least 1 sample, got {samples}")
         limits = self._limits_of(samples)
         scale = samples / self._limits.total
         sizes = whole([scale * size for size in self._controller.sizes], limits)
@@ -395,6 +406,7 @@ class BalancedLoader:
                 f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        self._epochs.close()
         self._enter()  # else what is loaded would be lost there
         if self._cut is not None:
             self._abandon()  # it is of before

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
+from ..step.samples import whole_number
 from ..world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
@@ -36,6 +37,12 @@ class Options:
     lr_scaling: str = "none"
     loss_reduction: str = "mean"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                object.__setattr__(self, field.name, whole_number(field.name, value))
 
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""

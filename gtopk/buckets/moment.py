@@ -1,4 +1,4 @@
-"""Moment: a point in time of what works on a bucket, the host or a GPU's stream."""
+"""Moment: a point in time of what works on tensors, the host or a GPU's stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Moment:
-    """Now, where a bucket is worked on: on a GPU, when its current stream has come to here.
+    """Now, where a device works: on a GPU, current or not, when its stream has come to here.
 
     A host clock would tell when the GPU's work was launched, with all that is queued before it
     still to be done.
@@ -19,7 +19,7 @@ class Moment:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def seconds_until(self, later: Moment) -> float:
         """Return how long it took from here to there; waits until a GPU has come there."""

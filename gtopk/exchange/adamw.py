@@ -62,10 +62,14 @@ _GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
 
 
 class AdamGroups:
-    """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk."""
+    """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk.
+
+    factor: of the next step's rates, by the size of an adapted batch.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.factor = 1.0
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper]:
         """Return the options of these parameters, as they are now."""
@@ -74,9 +78,8 @@ class AdamGroups:
             refuse_amsgrad(group)
             beta1, beta2 = map(float, group["betas"])
             l2 = 0.0 if is_decoupled(group, self._optimizer) else float(group["weight_decay"])
-            one = Hyper(
-                float(group["lr"]), beta1, beta2, float(group["eps"]), l2, bool(group["maximize"])
-            )
+            rate = float(group["lr"]) * self.factor
+            one = Hyper(rate, beta1, beta2, float(group["eps"]), l2, bool(group["maximize"]))
             of.update(dict.fromkeys(group["params"], one))
         return [of.get(parameter, _GONE) for parameter in parameters]
 

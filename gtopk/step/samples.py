@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,12 +34,7 @@ class Samples:
     def __post_init__(self) -> None:
         if self.count is None:
             return
-        try:
-            count = operator.index(self.count)  # of NumPy or torch, too: it travels as Python's own
-        except TypeError as error:
-            raise TypeError(
-                f"the number of samples must be a whole number, got {self.count!r}"
-            ) from error
+        count = whole_number("the number of samples", self.count)  # as which it travels
         if not 0 <= count <= MOST:
             raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {count:,}")
         object.__setattr__(self, "count", count)
@@ -74,6 +69,14 @@ class Samples:
     def _part(self, of: int, all_flags: Sequence[int]) -> float:
         total = sum(_number(flags) or 0 for flags in all_flags)
         return of / total if total and self.count else 0.0
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return a number, of NumPy or torch, too, as Python's own; TypeError for no whole one."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from error
 
 
 def weighs(flags: int) -> bool:

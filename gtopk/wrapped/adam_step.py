@@ -82,6 +82,17 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
                 optimizer.state[parameter][name] = tensor.detach().clone()
 
 
+def require_plain(states: Iterable[Mapping[str, Any]], rank: int) -> None:
+    """Raise ValueError for states that Adam itself cannot step from: made before the exchange."""
+    if any(SHARED in state and "exp_avg" not in state for state in states):
+        raise ValueError(
+            f"rank {rank}: the optimizer's state is of steps made before the exchange "
+            "(adam_steps='before'), whose moments are each rank's own, and here Adam itself steps, "
+            "as it does by adam_steps='after' and in all modes of adapt but 'balanced': go on as "
+            "before, or take over the model alone, with a new optimizer"
+        )
+
+
 class AgreedSteps:
     """The agreed steps in the place of gradients, which only a GradScaler may change.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,35 @@ class Epochs:
         self.start = 0
         self._iteration: object = None  # None: the next one begins at epoch and start, as they are
         self._is_left = False  # half-way: the epoch is over
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = (
+            None  # whose batches are handed out
+        )
+
+    def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:
+        """Yield the batches of an iteration; the one before is closed, where it was not over.
+
+        Raises RuntimeError in a script's loop that goes on with batches after that.
+        """
+        self.close()
+        own = self._loop = weakref.ref(batches)
+        try:
+            for batch in batches:
+                yield batch
+                if self._loop is not own:
+                    raise RuntimeError(
+                        f"rank {rank}: this loop over the loader cannot go on: within it another "
+                        "one has begun, or a state was loaded. Leave it before that, on all ranks; "
+                        "to look at a batch, or to evaluate, use a plain DataLoader"
+                    )
+        finally:
+            batches.close()
+
+    def close(self) -> None:
+        """End the iteration whose batches are handed out, if any, as a break would."""
+        batches = None if self._loop is None else self._loop()
+        self._loop = None
+        if batches is not None:
+            batches.close()
 
     @contextmanager
     def iterate(self) -> Iterator[tuple[int, int]]:

@@ -28,6 +28,8 @@ class InHand(Listener):
 
     def __init__(self, optimizer: Any) -> None:
         self._known = weakref.ref(optimizer)
+        options = getattr(optimizer, "_options", None)  # none where it is a plain one
+        self._adam = options and options.adam
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to be put back
         self._batch: object = None
@@ -40,6 +42,17 @@ class InHand(Listener):
     @property
     def _optimizer(self) -> Any:
         return self._known()
+
+    @property
+    def factor(self) -> float:
+        """Return what the next step's rates are multiplied with."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        self._factor = factor
+        if self._adam is not None:  # its steps are made before the optimizer steps with them
+            self._adam.factor = factor
 
     @classmethod
     def of(cls, optimizer: Any) -> InHand:

@@ -11,7 +11,7 @@ ends when a rank has computed all that was dealt to it, or when one drains.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -198,6 +198,9 @@ class DelayedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches until every sample was in one, on one rank."""
+        return self._epochs.loop(self._batches(), self._world.rank)
+
+    def _batches(self) -> Generator[Any, None, None]:
         require_its_world(self._world, "abs")
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
             self._in_hand = False
@@ -333,6 +336,7 @@ class DelayedLoader:
                 f"this loader's mode is 'abs', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        self._epochs.close()
         if self._in_pass:
             # Other ranks may have sent more or less of it, and come later, or never: elastic
             # restores states when ranks have failed.

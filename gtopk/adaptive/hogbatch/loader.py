@@ -9,7 +9,7 @@ No worker waits for another until an epoch is over; what needs all of them is be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -99,6 +99,9 @@ class HogbatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; the epoch is over when every sample was in one of some."""
+        return self._epochs.loop(self._batches(), self._world.rank)
+
+    def _batches(self) -> Generator[Any, None, None]:
         self._writer.check()
         require_known(self._optimizer.param_groups, set(self._trained), KNOWN_TO_ADAPT)
         epoch, _ = self._epochs.begin()
@@ -260,6 +263,7 @@ class HogbatchLoader:
                 f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
                 "loader with the mode it was saved with"
             )
+        self._epochs.close()
         self._epochs.load_state_dict(state["epochs"])
         if state["thresholds"] is not None and state.get("class") == self._class.name:
             self._sizer.resume(state["thresholds"][0], state["size"])

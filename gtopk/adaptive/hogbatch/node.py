@@ -113,7 +113,7 @@ def join_node(
     where ranks may leave of several nodes, or their steps are to be audited.
     """
     options, world = job.options, job.world
-    length = len(job.loader.dataset)  # type: ignore[arg-type]
+    length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # an evaluation may have some
     mine = {
         "class": device_class.name,
         "cores": sorted(allowed_cores()),

@@ -11,7 +11,7 @@ towards equal numbers of updates, normalized merging; and the strategies it is c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -133,6 +133,9 @@ class MergingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches until every sample was in one, on one rank, and merged."""
+        return self._epochs.loop(self._iterate(), self._world.rank)
+
+    def _iterate(self) -> Generator[Any, None, None]:
         require_its_world(self._world, "adaptive-sgd")
         if self._finished is not None:
             self._merge()  # a script broke the last iteration off, on all ranks
@@ -459,6 +462,7 @@ class MergingLoader:
                 f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
                 "before the checkpoint"
             )
+        self._epochs.close()
         self._epochs.load_state_dict(state["epochs"])
         self._batches.load_state_dict(state["batches"])
         if self._options.record:

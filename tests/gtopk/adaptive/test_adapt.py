@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -51,6 +52,130 @@ def test_the_epoch_that_is_set_after_a_break_is_trained_with_whole(mode: str, ep
         order = torch.randperm(32, generator=torch.Generator().manual_seed(epoch)).tolist()
         assert list(train()) == order
         assert loader.state_dict()["epochs"] == {"epoch": epoch + 1, "start": 0}
+
+    on_ranks(1, program)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("within", ["looks at a batch", "begins and goes on", "loads a state"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_within_which_another_begins_or_a_state_is_loaded_does_not_go_on(
+    mode: str, within: str, size: int
+) -> None:
+    """Once, it did, by the places of the other's batches: some samples came twice, others never."""
+
+    def program(here: World) -> list[int]:
+        model = torch.nn.Linear(3, 1).double()
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        loader = hvd.adapt(DataLoader(data(64), 4, shuffle=True), optimizer, mode)
+        state, kept = loader.state_dict(), []
+
+        def train(meanwhile: Callable[[], Any] = lambda: None) -> Iterator[int]:
+            for indices, x in loader:
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+                if loader.num_samples:
+                    yield from indices.tolist()
+                meanwhile()
+
+        def disturb() -> None:
+            if within == "loads a state":
+                loader.load_state_dict(state)
+                for parameter in model.parameters():
+                    torch.nn.init.zeros_(parameter)
+                return
+            kept.append(iter(loader))
+            next(kept[-1])
+            if within == "looks at a batch":
+                kept.clear()
+
+        with pytest.raises(RuntimeError, match=f"rank {here.rank}: this loop .* cannot go on"):
+            list(train(disturb))
+        return list(train())
+
+    seen = on_ranks(size, program)
+    assert sorted(index for own in seen for index in own) == list(range(64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_of_no_samples_is_over_at_once(mode: str) -> None:
+    def program(here: World) -> None:
+        loader = hvd.adapt(DataLoader(data(0), 4), some_optimizer(), mode)
+        for _ in range(2):
+            assert list(loader) == []
+        loader.drain()
+        assert len(loader) == 0
+        assert loader.state_dict()["epochs"] == {"epoch": 2, "start": 0}
+        if mode == "hogbatch":
+            assert loader.evaluate(lambda batch: batch[1].mean(), dataset=data(9)) == pytest.approx(
+                float(data(9).tensors[1].mean())
+            )
+
+    on_ranks(2, program)
+
+
+WHOLE = {
+    "balanced": ["global_batch", "min_batch", "max_batch", "interval", "seed"],
+    "abs": ["micro_batch"],
+    "adaptive-sgd": ["mega_batch", "local_steps", "max_batch"],
+    "hogbatch": ["merge_every", "min_batch"],
+}
+
+
+@pytest.mark.parametrize(("mode", "name"), [(m, n) for m, names in WHOLE.items() for n in names])
+def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> None:
+    """Once, a float went through until a batch was cut by it, and NumPy's was unlike Python's."""
+
+    def program(here: World) -> None:
+        for wrong in (8.0, 8.5, "8"):
+            with pytest.raises(TypeError, match=f"{name} must be a whole number, got {wrong!r}"):
+                hvd.adapt(DataLoader(data(64), 8), some_optimizer(), mode, **{name: wrong})
+        own: Any = np.int64(8) if here.rank else 8
+        loader = hvd.adapt(DataLoader(data(64), 8), some_optimizer(), mode, **{name: own})
+        assert type(getattr(loader._options, name)) is int
+
+    on_ranks(2, program)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(mode: str) -> None:
+    """Once, its first step was a KeyError: 'exp_avg'."""
+
+    def opened() -> Any:
+        layer = torch.nn.Linear(3, 1).double()
+        return layer, hvd.DistributedOptimizer(
+            torch.optim.AdamW(layer.parameters(), lr=0.1),
+            layer.named_parameters(),
+            hvd.Compression.gtopk(density=0.5),
+        )
+
+    def program(here: World) -> None:
+        layer, optimizer = opened()
+        layer(torch.ones(2, 3).double()).sum().backward()
+        optimizer.step()
+        text = f"rank {here.rank}: the optimizer's state is of steps made before the exchange"
+        with pytest.raises(ValueError, match=text):
+            hvd.adapt(DataLoader(data(64), 4), optimizer, mode)
+        _, other = opened()
+        hvd.adapt(DataLoader(data(64), 4), other, mode)
+        with pytest.raises(ValueError, match=text):
+            other.load_state_dict(optimizer.state_dict())
+
+    on_ranks(2, program)
+
+
+def test_a_loader_that_is_no_dataloader_is_refused() -> None:
+    def program(here: World) -> None:
+        optimizer = some_optimizer()
+        adapted = hvd.adapt(DataLoader(data(64), 8), optimizer)
+        for loader, name in (([1, 2], "list"), (adapted, "BalancedLoader")):
+            with pytest.raises(TypeError, match=f"needs a torch.*DataLoader, got {name}; to adapt"):
+                hvd.adapt(loader, optimizer)
 
     on_ranks(1, program)
 

@@ -338,6 +338,22 @@ def test_a_batch_of_another_total_scales_the_rate() -> None:
         assert rate_after == 0.1
 
 
+def test_a_global_batch_of_nothing_or_of_unlike_samples_is_an_error_on_every_rank() -> None:
+    """Once, steps of no samples had no end, and ranks divided the order in their own ways."""
+
+    def program(here: World) -> None:
+        loader = hvd.adapt(DataLoader(Indices(64), 4), some_optimizer())
+        for samples in (0, -8):
+            with pytest.raises(ValueError, match=f"at least 1 sample, got {samples}"):
+                loader.set_global_batch(samples)
+        with pytest.raises(TypeError, match=r"a global batch must be a whole number, got 16\.0"):
+            loader.set_global_batch(16.0)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1: a global batch of 24 samples"):
+            loader.set_global_batch(16 + 8 * here.rank)
+
+    on_ranks(2, program)
+
+
 def test_a_run_that_is_resumed_with_another_batch_has_it_at_its_rate() -> None:
     def train(here: World, batch_size: int, state: Any, steps: int | None) -> Any:
         model = network()

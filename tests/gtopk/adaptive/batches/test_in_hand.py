@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -206,6 +207,36 @@ def test_what_a_script_says_after_a_break_stays() -> None:
         return [script.step(1.0 + 2 * here.rank) for _ in range(2)]
 
     assert on_ranks(2, program) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_steps_that_adamw_makes_before_the_exchange_have_the_rate_of_their_batch(
+    size: int,
+) -> None:
+    """Once, only what came after it had: their rate was that of a whole global batch."""
+
+    def program(here: World) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW([weight], lr=1.0, weight_decay=0.0),
+            [("weight", weight)],
+            hvd.Compression.gtopk(density=1.0),
+            local_residual=False,
+        )
+        loader = DataLoader(Indices(14), 4 // size)
+        adapted = hvd.adapt(loader, optimizer, lr_scaling="linear")
+        moved = []
+        for _ in chain(range(2), adapted, range(1)):  # the last batch is of half the samples
+            before = weight.detach().clone()
+            optimizer.zero_grad()
+            weight.sum().backward()  # a gradient of ones: AdamW's steps are the rate
+            optimizer.step()
+            moved.append(float((before - weight.detach()).mean()))
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        return moved
+
+    expected = [1, 1, 1, 1, 1, 0.5, 1]
+    assert on_ranks(size, program) == [pytest.approx(expected, rel=1e-3)] * size
 
 
 def test_a_loop_that_is_closed_late_leaves_the_next_batch_in_hand() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import gtopk.torch as hvd
-from gtopk.adaptive.speeds import timing
+from gtopk.buckets import moment
 from gtopk.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
 
@@ -42,7 +42,7 @@ def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(moment, "time", clock)
 
     def fetched(samples: list[Any]) -> Any:
         clock.now += 64.0
