@@ -123,6 +123,15 @@ def test_the_script_tells_of_batches_that_nothing_else_does(
         assert rank.steps[-1].samples_so_far == 7 + rank.rank + 5 + 8 + 9 + 10 + 11
 
 
+def test_a_whole_number_beyond_all_floats_is_noted_as_not_finite(tmp_path: Path) -> None:
+    hvd.init()
+    gtopk.record(str(tmp_path))
+    gtopk.log(many=10**400)
+    hvd.shutdown()
+    (rank,) = read_run(tmp_path).ranks
+    assert [note.content for note in rank.values] == [{"many": None}]
+
+
 @pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.5, TypeError)])
 def test_a_number_of_samples_is_whole_and_not_negative(count: Any, error: type) -> None:
     with pytest.raises(error):
