@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -72,4 +73,7 @@ def log_samples(count: int) -> None:
 
 
 def _number(value: Any) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except OverflowError:  # of a whole number beyond all floats
+        return math.inf

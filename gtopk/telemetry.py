@@ -99,14 +99,16 @@ def parts(step: StepReport) -> dict[str, float]:
         "exchange": step.communicate_seconds - step.agree_seconds - step.merge_seconds,
         "merge": step.merge_seconds - step.code_seconds,
     }
-    room = max(0.0, step.synchronize_seconds - step.apply_seconds)
+    waited = max(0.0, step.synchronize_seconds)
+    applied = min(waited, max(0.0, step.apply_seconds))
+    room = waited - applied
     seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
     total = sum(seconds.values())
     fits = min(1.0, room / total) if total else 1.0
     seconds = {part: fits * each for part, each in seconds.items()}
     wait = room - sum(seconds.values())
-    seconds["select"] += min(step.apply_seconds, step.synchronize_seconds)
-    return {"compute": step.compute_seconds, "wait": max(0.0, wait), **seconds}
+    seconds["select"] += applied
+    return {"compute": max(0.0, step.compute_seconds), "wait": max(0.0, wait), **seconds}
 
 
 def density(step: StepReport) -> float | None:

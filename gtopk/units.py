@@ -14,9 +14,9 @@ def count_text(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def bytes_text(value: float) -> str:
-    """Return 20400 as "20.4 kB" (decimal units)."""
-    return scaled(value, ("B", "kB", "MB", "GB", "TB"))
+def bytes_text(value: float, count: int = 3) -> str:
+    """Return 20400 as "20.4 kB" (decimal units); count: of digits."""
+    return scaled(value, ("B", "kB", "MB", "GB", "TB"), lambda each: digits(each, count))
 
 
 def bandwidth_text(bits_per_second: float) -> str:
@@ -34,17 +34,19 @@ def rough_bandwidth_text(bits_per_second: float) -> str:
     return scaled(float(f"{bits_per_second:.1e}"), BANDWIDTHS, "{:g}".format)
 
 
-def seconds_text(value: float) -> str:
-    """Return 0.0023 as "2.3 ms"."""
-    return (
-        scaled(value * 1e6, ("µs", "ms", "s")) if value < 1000 else f"{count_text(value)}{SPACE}s"
-    )
+def seconds_text(value: float, count: int = 3) -> str:
+    """Return 0.0023 as "2.3 ms"; count: of digits."""
+    return scaled(value * 1e6, ("µs", "ms", "s"), lambda each: digits(each, count))
 
 
-def digits(value: float) -> str:
-    """Return `value` with three significant digits and no exponent; 10 as "10"."""
-    whole = round(value, 6) == round(value)
-    return f"{value:,.{0 if whole or value >= 100 else 1 if value >= 10 else 2}f}"
+def digits(value: float, count: int = 3) -> str:
+    """Return `value` with so many digits, or two of a small share, and no exponent; 10 as "10"."""
+    if round(value, count + 3) == round(value):
+        return f"{value:,.0f}"
+    power = int(f"{value:.{count - 1}e}".partition("e")[2])
+    if power < -1:
+        return f"{value:.{count - 2 - power}f}".rstrip("0")
+    return f"{value:,.{max(0, count - 1 - max(0, power))}f}"
 
 
 def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str] = digits) -> str:
@@ -54,7 +56,7 @@ def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str]
     """
     if math.isinf(value):
         return f"infinite{SPACE}{units[0]}"
-    power = int(math.log10(value) / 3 + 1e-9) if value >= 1 else 0
+    power = int(math.log10(abs(value)) / 3 + 1e-9) if abs(value) >= 1 else 0
     power = min(power, len(units) - 1)
     return f"{written(value / 1000**power)}{SPACE}{units[power]}"
 

@@ -67,7 +67,7 @@ def widened(low: float, high: float, logarithmic: bool) -> Point:
         return low, high
     if logarithmic:
         return low / 2, high * 2
-    room = max(0.5, abs(low) / 1000)  # half a unit is none to a float beyond 2 ** 53
+    room = abs(low) / 2 or 0.5
     return low - room, high + room
 
 

@@ -30,7 +30,7 @@ def parse_address(text: str, said_by: str) -> Address:
     said_by: the variable or the argument, for the error.
     """
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 <= int(port) < 65536:
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
@@ -116,7 +116,7 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
-                number = f"{value:.9g}".replace("nan", "NaN").replace("inf", "Inf")
+                number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
                 said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
 

@@ -179,6 +179,13 @@ def read_run(folder: Path) -> Run:
     return Reader(folder).read()
 
 
+def by_interest(names: Iterable[str]) -> list[str]:
+    """Return names of logged values: accuracy and loss first, then the others, each in order."""
+    return sorted(
+        names, key=lambda name: ("accuracy" not in name.lower(), "loss" not in name.lower(), name)
+    )
+
+
 def _listed(names: Iterable[str]) -> str:
     """Return the first of them, and how many there are besides."""
     every = list(names)

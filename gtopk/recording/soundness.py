@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from ..telemetry import StepReport
@@ -20,7 +21,10 @@ _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
 # Larger ones overflow where they are added up: they pass for what was not finite.
 _LARGEST_VALUE: Final = 1e300
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Of a terminal; of the direction that text runs in; halves of characters, which no encoding takes.
+_STEERING: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 Check = Callable[[Any], bool]
 
@@ -39,6 +43,10 @@ def _is_date(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return type(value) is str
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) and value != ""
 
 
 def _is_bool(value: Any) -> bool:
@@ -72,8 +80,8 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
             "step": _is_count,
             "seconds": _is_number,
             "unix_seconds": _is_date,
-            "host": _is_text,
-            "processor": _is_text,
+            **dict.fromkeys(("host", "processor", "transport", "library"), _is_text),
+            **dict.fromkeys(("gtopk", "torch", "python"), _is_text),
             "clock_uncertain_seconds": _is_number,
         },
         {
@@ -98,6 +106,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
                 for each in dataclasses.fields(StepReport)
                 if each.default is not dataclasses.MISSING
             },
+            "covers": _is_name,
         },
     ),
     "resumed": ({"step": _is_count}, {}),
@@ -115,8 +124,8 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
 def sound(line: Line, rank: int | None) -> Line | None:
     """Return a line as it can be shown, or None for one that gtopk has not written.
 
-    rank: whose file it is in. Characters that a terminal would obey are escaped; a line of a kind
-    that this version does not know is as it is.
+    rank: whose file it is in. Its texts are as `shown` has them; a line of a kind that this version
+    does not know is as it is.
     """
     what = line["what"]
     if not isinstance(what, str):
@@ -141,9 +150,22 @@ def _within(value: float | None) -> float | None:
 
 
 def shown(value: Any) -> Any:
-    """Return a value without control characters in its texts, but for tabs and ends of lines."""
+    """Return a value whose texts are of one line and steer no terminal and no page.
+
+    Tabs and ends of lines become spaces; what else would steer one is escaped.
+    """
     if isinstance(value, str):
-        return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+        return _steady(value)
     if isinstance(value, dict):
-        return {shown(name): shown(each) for name, each in value.items()}
+        return {_steady(name): shown(each) for name, each in value.items()}
     return [shown(each) for each in value] if isinstance(value, list) else value
+
+
+@lru_cache(1 << 12)  # the names in all lines are the same few: one text each, not one a line
+def _steady(text: str) -> str:
+    return _STEERING.sub(_spelt, text)
+
+
+def _spelt(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return " " if found[0] in "\t\n" else f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

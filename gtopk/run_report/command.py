@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..recording.reading import Run, read_run
+from ..recording.reading import RankRecord, Run, read_run
 from . import series
 from .words import happenings, tiles, what_was_run
 
@@ -41,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = read_run(options.run)
     except (OSError, ValueError) as error:
         return _fail(str(error))
-    if (lacks := run.lacks()) is not None:
-        print(f"gtopk report: {': '.join(lacks)}", file=sys.stderr)
+    for amiss in (run.lacks(), run.unread()):
+        if amiss is not None:
+            print(f"gtopk report: {': '.join(amiss)}", file=sys.stderr)
     if options.json:
         print(json.dumps(as_record(run), indent=1))
         return 0
@@ -66,31 +67,36 @@ def _fail(reason: str) -> int:
 
 def as_record(run: Run) -> dict[str, Any]:
     """Return what the page says in the types of JSON."""
-    names = series.value_names(run)
+    over = series.axes(run)["steps"]
     return {
         "run": what_was_run(run),
         "began_unix_seconds": run.began_unix_seconds,
         "seconds": run.seconds,
         "figures": {tile.name: [tile.value, tile.detail] for tile in tiles(run)},
         "happened": happenings(run),
-        "logged": {name: [p[:2] for p in series.logged(run, name, "steps")] for name in names},
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "host": rank.begin["host"],
-                "steps": rank.taken,
-                "covers": rank.steps[-1].report.covers if rank.steps else None,
-                "samples": rank.steps[-1].samples_so_far if rank.steps else 0,
-                "sent_bytes": rank.steps[-1].bytes_so_far if rank.steps else 0,
-                "step_seconds": series.mean_parts(series.settled(rank)) if rank.steps else None,
-                "utilisation": series.utilisation(series.settled(rank)),
-                "straggler_score": rank.scores[-1].content["score"] if rank.scores else None,
-                "residual_norm": rank.residuals[-1].content["norm"] if rank.residuals else None,
-                "residual_age_steps": rank.residuals[-1].content["age_steps"]
-                if rank.residuals
-                else None,
-                "end": rank.end,
-            }
-            for rank in run.ranks
-        ],
+        "logged": {
+            name: [point[:2] for point in series.logged(run, name, over)]
+            for name in series.value_names(run)
+        },
+        "ranks": [_of_rank(rank) for rank in run.ranks],
+    }
+
+
+def _of_rank(rank: RankRecord) -> dict[str, Any]:
+    last = rank.steps[-1] if rank.steps else None
+    seconds = series.mean_parts(series.settled(rank)) if rank.steps else None
+    residual = rank.residuals[-1].content if rank.residuals else {}
+    return {
+        "rank": rank.rank,
+        "host": rank.begin["host"],
+        "steps": rank.taken,
+        "covers": last.report.covers if last else None,
+        "samples": last.samples_so_far if last else 0,
+        "sent_bytes": last.bytes_so_far if last else 0,
+        "step_seconds": seconds,
+        "utilisation": series.utilisation(seconds) if seconds else 0.0,
+        "straggler_score": rank.scores[-1].content["score"] if rank.scores else None,
+        "residual_norm": residual.get("norm"),
+        "residual_age_steps": residual.get("age_steps"),
+        "end": rank.end,
     }

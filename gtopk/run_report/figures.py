@@ -15,7 +15,6 @@ from .covered import MEANINGS, WAITS, a, several
 from .series import Point
 
 _MANY_RANKS = 64  # bars beyond are left out
-_AXES = ("steps", "time", "bytes")
 _EXPLAINED = {
     "compute": "compute is forward, backward and the optimizer's own step",
     "wait": "wait is for the other ranks to be ready, and for the exchange's turn",
@@ -29,7 +28,7 @@ _EXPLAINED = {
 def figures(run: Run) -> dict[str, list[str]]:
     """Return the figures there is something for, under the headings they stand below."""
     found = {
-        "What was learnt": [learnt(run, name) for name in series.value_names(run)],
+        "What was learnt": learnt(run),
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
@@ -49,19 +48,23 @@ def figures(run: Run) -> dict[str, list[str]]:
     return {heading: those for heading, those in kept.items() if those}
 
 
-def learnt(run: Run, name: str) -> str:
-    """Show a logged value over steps, time and bytes, one at a time."""
+def learnt(run: Run) -> list[str]:
+    """Show each logged value over steps, time and bytes, one at a time."""
+    axes = series.axes(run)
+    if series.steps_alone(run):
+        del axes["steps"]  # those that go by at different paces are no axis
+    return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
+
+
+def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -> str:
     share = "accuracy" in name.lower()
-    written = plots.share_text if share else plots.plain_text
     drawn = {}
-    # Steps that go by at different paces are no axis.
-    axes = [over for over in _AXES if over != "steps" or not series.steps_alone(run)]
-    for over in axes:
-        points = series.logged(run, name, over)
+    for over, place_of in axes.items():
+        points = series.logged(run, name, place_of)
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
-        if share and not all(p.low >= 0 and p.high <= 1 for p in points):
-            written = plots.plain_text
+        share = share and all(p.low >= 0 and p.high <= 1 for p in points)
+        written = plots.share_text if share else plots.plain_text
         title = f"{name} over {plots.X_NAMES[over]}"
         drawn[over] = plots.lines_plot(title, {name: points}, name, over=over, written=written)
     if not drawn:
@@ -74,11 +77,7 @@ def learnt(run: Run, name: str) -> str:
     )
     if "bytes" in drawn:
         reading += " Bytes are those a rank has sent by then, on average, not received."
-    return figure(
-        f"{name[0].upper()}{name[1:]}",
-        tabs(f"learnt-{series.value_names(run).index(name)}", drawn),
-        reading,
-    )
+    return figure(f"{name[0].upper()}{name[1:]}", tabs(f"learnt-{place}", drawn), reading)
 
 
 def tabs(identity: str, drawn: dict[str, str]) -> str:
@@ -115,7 +114,7 @@ def parts_figure(run: Run) -> str:
         f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock: "
         f"{'; '.join(explained[part] for part in shown)}. "
     )
-    if hidden:
+    if hidden and working:
         reading += (
             f"{percent_text(hidden / working)} of the exchange went on while ranks computed, and "
             "is no part of the bars. "
@@ -232,7 +231,7 @@ def batches_figure(run: Run) -> str:
 def utilisation_figure(run: Run) -> str:
     """Show the share of its time that each rank computed."""
     shares = {
-        rank.rank: series.utilisation(series.settled(rank))
+        rank.rank: series.utilisation(series.mean_parts(series.settled(rank)))
         for rank in run.ranks[:_MANY_RANKS]
         if rank.steps
     }
@@ -341,7 +340,7 @@ def _one_line(
     title: str,
     y_name: str,
     reading: str,
-    written: Callable[[float], str],
+    written: plots.Written,
 ) -> str:
     if not points:
         return ""

@@ -9,6 +9,7 @@ from ..charts.markup import prose
 from ..charts.page import facts
 from ..charts.page import page as shared_page
 from ..recording.reading import Run
+from ..recording.soundness import shown
 from ..units import seconds_text
 from .figures import figures
 from .words import Tile, happenings, steps_taken, tiles, what_was_run
@@ -17,7 +18,7 @@ from .words import Tile, happenings, steps_taken, tiles, what_was_run
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    title = f"Run {name}"
+    title = f"Run {shown(name)}"
     plots = "".join(
         f'<h2>{escape(heading)}</h2>\n<div class="plots">\n' + "\n".join(those) + "\n</div>\n"
         for heading, those in figures(run).items()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 from ..charts.svg import (
     WIDTH,
@@ -27,17 +27,21 @@ ROW, BAR = 54, 16  # units of the drawing
 MANY: Final = 8  # ranks; beyond, a row has no words below its bar
 SLIM_ROW: Final = 22
 
-Written = Callable[[float], str]
+
+class Written(Protocol):
+    """Writes a value, in so many digits."""
+
+    def __call__(self, value: float, count: int = ..., /) -> str: ...
 
 
-def steps_text(value: float) -> str:
+def steps_text(value: float, count: int = 4) -> str:
     """Return 12000 as "12k"."""
-    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
+    return f"{value / 1000:.{count}g}k" if value >= 10_000 else f"{value:g}"
 
 
-def plain_text(value: float) -> str:
+def plain_text(value: float, count: int = 4) -> str:
     """Return a value of unknown unit in few digits."""
-    return f"{value:.4g}"
+    return f"{value:.{count}g}"
 
 
 X_TEXTS: Final[Mapping[str, Written]] = {
@@ -57,19 +61,19 @@ def lines_plot(
     written: Written = plain_text,
     logarithmic: bool = False,
     from_zero: bool = False,
-    to: float | None = None,
     bands: bool = True,
 ) -> str:
     """Draw one line per series, in a band from the least to the most."""
     points = [point for each in series.values() for point in each]
     x = horizontal(min(p.x for p in points), max(p.x for p in points))
     low = min(p.low if bands else p.mean for p in points)
-    high = max(p.high if bands else p.mean for p in points) if to is None else to
+    high = max(p.high if bands else p.mean for p in points)
     if logarithmic and low > 0:
         y = vertical(low / 1.3, high * 1.3, logarithmic=True)
     else:
-        room = 0.06 * (high - low) if to is None else 0.0
-        bottom = min(0.0, low) if from_zero or (low >= 0 and low < 0.3 * high) else low - room
+        room = 0.06 * (high - low)
+        near_zero = low >= 0 and (low < 0.3 * high or low == high)  # what is constant, all of it
+        bottom = min(0.0, low) if from_zero or near_zero else low - room
         y = vertical(bottom, high + room)
     drawn = []
     for place, each in enumerate(series.values()):
@@ -90,13 +94,20 @@ def _dot(at: tuple[float, float]) -> str:
 
 
 def _ticks(axis: Axis, written: Written) -> dict[float, str]:
-    return {value: written(value) if value else "0" for value in axis.ticks()}
+    """Return an axis' ticks in words that tell them apart; of steps, which are whole, no others."""
+    values = [v for v in axis.ticks() if written is not steps_text or v == int(v)]
+    said = [written(value) if value else "0" for value in values]
+    for count in range(4, 17):
+        if len({*said}) == len(said):
+            break
+        said = [written(value, count) if value else "0" for value in values]
+    return dict(zip(values, said, strict=True))
 
 
 def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
     """Draw a bar for each rank, of its mean step, stacked by part."""
     totals = {rank: sum(seconds.values()) for rank, seconds in by_rank.items()}
-    scale = (WIDTH - 130) / max(totals.values())
+    scale = (WIDTH - 130) / (max(totals.values()) or 1.0)  # a step by a hook may take no time
     row = ROW if len(by_rank) <= MANY else SLIM_ROW
     drawn = []
     for place, (rank, seconds) in enumerate(by_rank.items()):
@@ -215,10 +226,10 @@ def are_apart(points: Sequence[Point], times: float) -> bool:
     return len(positive) == len(points) and max(positive) > times * min(positive)
 
 
-def share_text(share: float) -> str:
-    """Return a small share as a percentage: 0.001 as "0.1 %"."""
+def share_text(share: float, count: int = 2) -> str:
+    """Return a share as a percentage: 0.001 as "0.1 %"."""
     if share <= 0:
         return "0"
-    decimals = max(0, 1 - math.floor(math.log10(100 * share)))
+    decimals = max(0, count - 1 - math.floor(math.log10(100 * share)))
     said = f"{100 * share:.{decimals}f}"
     return f"{said.rstrip('0').rstrip('.') if '.' in said else said}{SPACE}%"

@@ -7,13 +7,14 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
-from ..recording.reading import Note, RankRecord, Run, Step
+from ..recording.reading import Note, RankRecord, Run, Step, by_interest
 from ..telemetry import PARTS, parts
 from .covered import ALONE
 
+Place: TypeAlias = Callable[[Note], float]
 BINS: Final = 120  # points of a line
 _SETTLING: Final = 2  # first steps, which plan and calibrate
 
@@ -73,24 +74,26 @@ def place(run: Run, of: Step | Note) -> float:
 
 
 def value_names(run: Run) -> list[str]:
-    """Return what the script has logged: accuracy and loss first, others by name."""
-    names = {name for rank in run.ranks for note in rank.values for name in note.content}
-    first = [name for name in sorted(names) if "accuracy" in name.lower()]
-    then = [name for name in sorted(names) if "loss" in name.lower() and name not in first]
-    return [*first, *then, *sorted(names - {*first, *then})]
+    """Return what the script has logged, in the order that it is shown in."""
+    return by_interest(
+        {name for rank in run.ranks for note in rank.values for name in note.content}
+    )
 
 
-def logged(run: Run, name: str, over: str) -> list[Point]:
-    """Return what was logged by this name over "steps", "time" or "bytes" of a rank on average."""
+def axes(run: Run) -> dict[str, Place]:
+    """Return what something noted lies over: "steps", "time" or "bytes" of a rank on average."""
     sent = _sent_by(run)
-
-    x_of: dict[str, Callable[[Note], float]] = {
+    return {
         "steps": lambda note: note.step,
         "time": lambda note: note.seconds,
         "bytes": lambda note: sent(note.seconds),
     }
+
+
+def logged(run: Run, name: str, place_of: Place) -> list[Point]:
+    """Return what was logged by this name, over one of `axes`."""
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
-    return binned((x_of[over](note), note.content[name]) for note in notes)
+    return binned((place_of(note), note.content[name]) for note in notes)
 
 
 def _sent_by(run: Run) -> Callable[[float], float]:
@@ -187,11 +190,10 @@ def values(run: Run) -> int:
     )
 
 
-def utilisation(steps: Sequence[Step]) -> float:
-    """Return the share of the time that a rank computed."""
-    computed = sum(step.report.compute_seconds for step in steps)
-    waited = sum(step.report.synchronize_seconds for step in steps)
-    return computed / (computed + waited) if computed + waited else 0.0
+def utilisation(seconds: Mapping[str, float]) -> float:
+    """Return the share of the time that a rank computed; seconds: by part."""
+    total = sum(seconds.values())
+    return seconds["compute"] / total if total else 0.0
 
 
 def bits_per_entry(step: Step) -> float | None:

@@ -42,7 +42,7 @@ def tiles(run: Run) -> Iterator[Tile]:
 def _last_value(run: Run, name: str) -> Tile:
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     alone = series.steps_alone(run)
-    last = max(notes, key=lambda note: note.seconds if alone else note.step)
+    last = max(notes, key=lambda note: (0 if alone else note.step, note.seconds))
     value = last.content[name]
     if value is None:
         said = "not finite"
@@ -77,8 +77,7 @@ def _sent(run: Run) -> Tile | None:
 def _step(run: Run) -> Tile:
     steps = [step for rank in run.ranks for step in series.settled(rank)]
     seconds = series.mean_parts(steps)
-    total = sum(seconds.values())
-    computed = seconds["compute"] / total if total else 0.0
+    total, computed = sum(seconds.values()), series.utilisation(seconds)
     longest = max((part for part in seconds if part != "compute"), key=lambda part: seconds[part])
     covers = series.covers(run)
     detail = f"mean of the ranks: {percent_text(computed)} of it compute"
@@ -107,7 +106,7 @@ def steps_taken(run: Run) -> str:
     taken = [rank.taken for rank in run.ranks]
     if series.is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
-    return f"{count_text(max(taken))} steps"
+    return f"{count_text(max(taken))} {several('step', max(taken))}"
 
 
 def _goes_on(run: Run) -> bool:
@@ -117,13 +116,11 @@ def _goes_on(run: Run) -> bool:
 
 def how_it_left(rank: RankRecord, run: Run) -> str | None:
     """Return what is to be said of a rank that did not end in order; None of others."""
-    step = rank.steps[-1].report.step if rank.steps else rank.begin["step"]
     if rank.end is None and _goes_on(run):
         return None
     if rank.end is None:
-        return (
-            f"has written nothing after step {step}, and not how it left: it goes on, or was killed"
-        )
+        since = f"step {rank.steps[-1].report.step}" if rank.steps else "it began"
+        return f"has written nothing after {since}, and not how it left: it goes on, or was killed"
     return None if rank.in_order else rank.end
 
 

@@ -62,7 +62,7 @@ def slowdown(text: str) -> Slowdown:
 def death(text: str) -> Death:
     """Return the end of "1@30s": rank 1 is gone from second 30 on."""
     rank, _, second = text.partition("@")
-    if not rank.isdigit() or not second:
+    if not rank.isdecimal() or not second:
         raise ValueError(f"must be RANK@TIME, as 1@30s, got {text!r}")
     return Death(int(rank), duration(second))
 
@@ -73,7 +73,7 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
     for word in text.split(","):
         name, _, pair = word.partition("=")
         smallest, _, largest = pair.partition(":")
-        if name not in ("slow", "fast") or not smallest.isdigit() or not largest.isdigit():
+        if name not in ("slow", "fast") or not smallest.isdecimal() or not largest.isdecimal():
             raise ValueError(f"must be as slow=4:64,fast=32:256, got {text!r}")
         found[name] = checked(Thresholds(int(smallest), int(largest)), f"the class {name!r}")
     return found
@@ -81,7 +81,7 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
 
 def ranks(text: str) -> list[int]:
     """Return the ranks of "0,2"."""
-    if not all(word.isdigit() for word in text.split(",")):
+    if not all(word.isdecimal() for word in text.split(",")):
         raise ValueError(f"must be ranks, as 0,2, got {text!r}")
     return [int(word) for word in text.split(",")]
 
@@ -374,7 +374,10 @@ def _classes(options: argparse.Namespace) -> Classes:
 def _json(records: Sequence[Record], setting: Setting) -> str:
     said = {
         "simulated": True,
-        "cluster": dataclasses.asdict(setting.cluster),
+        "cluster": {
+            **dataclasses.asdict(setting.cluster),
+            "link": setting.cluster.link._asdict(),
+        },
         "reduce_seconds": setting.reduce_seconds,
         "dense_reduce_seconds": setting.dense_seconds,
         "records": [_as_json(record) for record in records],

@@ -19,7 +19,7 @@ class Record:
     skipped:   how often what was computed was left out, as it was not finite: an update, which
                counts as a step all the same, or what a replica brought to a merge.
     accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.
-    sizes:     (simulated seconds, samples of each rank in the step that ended then).
+    sizes:     (simulated seconds, samples of each rank in the step that ended then); 0 of the dead.
     updates:   of each rank, between two merges of replicas, or in an epoch of hogbatch.
     loss:      (simulated seconds, mean loss of the training samples) after every epoch, if known.
     staleness: of hogbatch: others' updates between an update's reading of the model and itself.

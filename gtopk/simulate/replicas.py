@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,7 +76,6 @@ class _Run:
         self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
         self._factor = FACTORS[chosen.lr_scaling]
         self._unseen = 0  # samples merged since the model was evaluated
-        deaths = {death.rank: death.second for death in cluster.deaths}
         counter, noises = LocalCounter(), cluster.noises(setting.seed)
         self.cursors: list[Cursor] = [
             SharedCursor(counter) if is_dynamic else ReplayedCursor(place, in_step)
@@ -89,7 +89,7 @@ class _Run:
                 parameters = list(model.parameters())
                 replica = Replica(parameters, setting.compression, chosen.merge_momentum)
                 trained = Trained(model, replica, setting.optimizer(parameters))
-            dies_at = deaths.get(rank, float("inf"))
+            dies_at = min((d.second for d in cluster.deaths if d.rank == rank), default=math.inf)
             self.workers.append(Worker(rank, trained, noises[rank], dies_at))
 
     def epoch(self, epoch: int) -> None:
@@ -185,11 +185,14 @@ class _Run:
         batches.close(reports)
         record.seconds = end + exchange_seconds
         record.exchange += exchange_seconds
-        record.updates.append([report.updates for report in reports])
+        by_rank = {worker.number: report for worker, report in zip(workers, reports, strict=True)}
+        of_all = [by_rank.get(rank) for rank in range(self.setting.cluster.ranks)]
+        record.updates.append([report.updates if report else 0 for report in of_all])
         record.steps += max(record.updates[-1])
         record.skipped += sum(not report.finite for report in reports)
         self._unseen += sum(report.samples for report in reports)
-        record.sizes.append((record.seconds, [report.samples for report in reports]))
+        samples = [report.samples if report else 0 for report in of_all]
+        record.sizes.append((record.seconds, samples))
 
     def _report(self, worker: Worker, size: int) -> Report:
         replica_is = torch.zeros(2, dtype=torch.float64)  # its norm, whether it is finite

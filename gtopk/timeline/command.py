@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..units import seconds_text
 from .timeline import RANK
 
 _PATTERN: Final = "timeline-*.json"
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = {"trace": str(out), "ranks": [trace.rank for trace in traces]}
         print(json.dumps({**said, "records": len(records), "clocks_within_seconds": uncertain}))
         return 0
-    within = f", clocks alike to within {1e6 * uncertain:.0f} us" if uncertain else ""
+    within = f", clocks alike to within {seconds_text(uncertain)}" if uncertain else ""
     of = f" of {traces[0].ranks}" if len(traces) < traces[0].ranks else ""
     ranks = f"{len(traces)}{of} rank{'s' * (bool(of) or len(traces) > 1)}"
     print(f"{out}: {ranks}, {len(records)} records{within}")
@@ -103,21 +105,38 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def _read(path: Path) -> Trace:
     records = list(_records(path.read_text(encoding="utf-8", errors="replace")))
-    whose = next((each["args"] for each in records if each.get("name") == RANK), None)
-    if whose is None:
+    try:
+        whose = next(each["args"] for each in records if each.get("name") == RANK)
+        return Trace(
+            int(whose["rank"]),
+            int(whose.get("ranks", 0)),  # earlier versions did not say
+            _finite(whose.get("run", 0.0)),
+            str(whose["host"]),
+            _finite(whose["began_seconds"]),
+            _finite(whose["uncertain_seconds"]),
+            [each for each in records if _is_shown(each)],
+        )
+    except (AttributeError, KeyError, OverflowError, StopIteration, TypeError, ValueError):
         raise ValueError(
             f"'{path}' does not say whose trace it is: only those that GTOPK_TIMELINE asks for can "
             "be put together"
-        )
-    others = [each for each in records if each and each.get("name") != RANK]
-    return Trace(
-        int(whose["rank"]),
-        int(whose.get("ranks", 0)),  # earlier versions did not say
-        float(whose.get("run", 0.0)),
-        str(whose["host"]),
-        float(whose["began_seconds"]),
-        float(whose["uncertain_seconds"]),
-        others,
+        ) from None
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("must be finite")
+    return number
+
+
+def _is_shown(record: Record) -> bool:
+    """Tell whether a record is one that a trace shows; not what is empty, damaged or of no line."""
+    return (
+        isinstance(record.get("ph"), str)
+        and record.get("name") != RANK
+        and isinstance(record.get("name", ""), str)
+        and isinstance(record.get("ts", 0), (int, float))
     )
 
 
@@ -126,8 +145,8 @@ def _records(text: str) -> Iterator[Record]:
     for line in text.splitlines():
         try:
             record = json.loads(line.strip(" ,[]") or "{}")
-        except ValueError:
-            continue  # the line in which a rank was killed
+        except (ValueError, RecursionError):
+            continue  # the line in which a rank was killed; nonsense
         if isinstance(record, dict):
             yield record
 
@@ -144,7 +163,7 @@ def merged(traces: Sequence[Trace]) -> Iterator[Record]:
         for record in trace.records:
             moved = {**record, "pid": trace.rank}
             if record["ph"] == "M":
-                moved["name"] = record["name"].replace("process", "thread")
+                moved["name"] = record.get("name", "").replace("process", "thread")
             if record.get("s") == "g":
                 moved["s"] = "p"  # a mark of this rank, not of all
             if "ts" in record:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..arguments import above_zero, as_argument
+from ..arguments import as_argument, number_in
 from ..recording.reading import Reader
+from ..recording.soundness import shown
 from .show import as_lines, as_table
 from .status import RECENT, Status, status_of
 
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("--once", action="store_true", help="show once and exit")
     described.add_argument(
         "--every",
-        type=as_argument(above_zero),
+        type=as_argument(number_in("(0, 86400]")),
         default=1.0,
         metavar="SECONDS",
         help="seconds between refreshes; default: %(default)s",
@@ -103,4 +104,4 @@ def _refresh(looks: Iterable[list[Status]], folder: Path) -> None:
     console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
     with Live(console=console, auto_refresh=False) as live:
         for statuses in looks:
-            live.update(as_table(statuses, f"{folder}", console.width), refresh=True)
+            live.update(as_table(statuses, shown(f"{folder}"), console.width), refresh=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..recording.reading import by_interest
 from ..units import bytes_text, count_text, digits, seconds_text
 from .status import Status
 
@@ -18,6 +19,7 @@ _DISPENSABLE = (
     *("residual", "density", "exchange", "host", "batch"),
     *("sent/step", "score", "wait", "steps/s"),
 )
+_LAST = ("compute", "step takes")  # after what the script has logged
 
 
 def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
@@ -25,15 +27,21 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
 
     Columns that say nothing are left out; the last, the state, may be longer than its line.
     """
-    names = sorted({name for status in statuses for name in status.values})[:2]
-    headings = [*_HEADINGS, *_MORE, *names, "state"]
+    names = by_interest({name for status in statuses for name in status.values})[:2]
+    ours = [*_HEADINGS, *_MORE]
+    headings = [*ours, *names, "state"]
+    logged = range(len(ours), len(ours) + len(names))
     cells = [_row(status, names) for status in statuses]
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
-    for name in _DISPENSABLE:
+    for dispensable in (
+        *map(ours.index, _DISPENSABLE),
+        *reversed(logged),
+        *map(ours.index, _LAST),
+    ):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
             break
-        kept = [place for place in kept if headings[place] != name]
+        kept = [place for place in kept if place != dispensable]
     return [headings[place] for place in kept], [[row[place] for place in kept] for row in cells]
 
 

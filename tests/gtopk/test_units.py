@@ -10,6 +10,7 @@ from gtopk.units import (
     about_bandwidth_text,
     bandwidth_text,
     bytes_text,
+    digits,
     points_text,
     seconds_text,
 )
@@ -30,6 +31,12 @@ from gtopk.units import (
         (seconds_text(0.00235), "2.35 ms"),
         (seconds_text(12.34), "12.3 s"),
         (seconds_text(4000), "4,000 s"),
+        (seconds_text(-3.5), "-3.50 s"),  # of a clock that went back
+        (seconds_text(3600.24, 5), "3,600.2 s"),
+        (digits(0.0042), "0.0042"),
+        (digits(0.05), "0.05"),
+        (digits(0.5), "0.50"),
+        (digits(9.999), "10.0"),
         (points_text(-0.003), "\N{MINUS SIGN}0.3 points"),
     ],
 )

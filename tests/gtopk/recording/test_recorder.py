@@ -19,7 +19,7 @@ import gtopk.torch as hvd
 from collectives.vector import SparseVector
 from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.recording import start
-from gtopk.recording.endpoint import Address, Endpoint, parse_address
+from gtopk.recording.endpoint import Address, Endpoint, Metrics, parse_address
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, report_of, step_line
 from gtopk.recording.looks import is_due, look
@@ -121,6 +121,15 @@ def test_the_script_tells_of_batches_that_nothing_else_does(
         assert samples == [7 + rank.rank, 5, None, 8 + 9, 10 + 11]
         assert [batch(step.report) for step in rank.steps][-1] == (10 + 11) / 2
         assert rank.steps[-1].samples_so_far == 7 + rank.rank + 5 + 8 + 9 + 10 + 11
+
+
+def test_a_whole_number_beyond_all_floats_is_noted_as_not_finite(tmp_path: Path) -> None:
+    hvd.init()
+    gtopk.record(str(tmp_path))
+    gtopk.log(many=10**400)
+    hvd.shutdown()
+    (rank,) = read_run(tmp_path).ranks
+    assert [note.content for note in rank.values] == [{"many": None}]
 
 
 @pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.5, TypeError)])
@@ -289,6 +298,7 @@ def test_a_last_step_that_is_written_is_written_once(tmp_path: Path) -> None:
         ({"GTOPK_RUN_EVERY": "0"}, "GTOPK_RUN_EVERY must be a whole number of steps"),
         ({"GTOPK_RUN_EVERY": "often"}, "GTOPK_RUN_EVERY must be a whole number of steps"),
         ({"GTOPK_PROMETHEUS": "yes"}, "GTOPK_PROMETHEUS must be PORT or HOST:PORT"),
+        ({"GTOPK_PROMETHEUS": "\N{SUPERSCRIPT TWO}"}, "GTOPK_PROMETHEUS must be PORT or HOST"),
     ],
 )
 def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) -> None:
@@ -351,6 +361,13 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     assert values['gtopk_value{rank="3",name="nan"}'] == "NaN"
     assert "gtopk_residual_age_steps" not in text
     assert text.count("# TYPE gtopk_step_seconds gauge") == 1
+
+
+def test_no_digit_of_a_count_is_lost() -> None:
+    metrics = Metrics(rank=0)
+    metrics.take([step_line(report(1_234_567_889), 1.0, 1_234_567_890_123, 0)])
+    assert 'gtopk_steps_total{rank="0"} 1234567890\n' in metrics.text()
+    assert 'gtopk_sent_bytes_total{rank="0"} 1234567890123\n' in metrics.text()
 
 
 # ---- the residual

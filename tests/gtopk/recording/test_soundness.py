@@ -23,6 +23,8 @@ FORGED = [
     {"": 1.0},
     {"a": "b"},
     {"loss": 1e308},
+    {"lo\udce8ss": 1.0},
+    *(0, 0.0, -0.004, "\udce8", "a\u202eb"),
 ]
 
 
@@ -31,7 +33,10 @@ def shown(folder: Path) -> str:
     run = read_run(folder)
     statuses = status_of(Reader(folder, 50).read(), folder)
     as_table(statuses, "a run", 80)
-    return "\n".join([page(run, "a run"), *as_lines(statuses)])
+    drawn = page(run, "a run") if any(rank.steps for rank in run.ranks) else ""
+    said = "\n".join([drawn, *as_lines(statuses)])
+    assert said.encode()
+    return said
 
 
 def write(folder: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
@@ -57,7 +62,7 @@ def test_no_line_of_another_keeps_a_record_from_being_shown(
     assert "\x1b" not in shown(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["rank", "ranks", "host", "unix_seconds", "step", "seconds"])
+@pytest.mark.parametrize("name", sorted(begin().keys() - {"what", "format"}))
 @pytest.mark.parametrize("value", FORGED, ids=repr)
 def test_no_begin_of_another_keeps_a_record_from_being_shown(
     tmp_path: Path, name: str, value: Any
@@ -66,6 +71,23 @@ def test_no_begin_of_another_keeps_a_record_from_being_shown(
     lines = lines_of(0, 2, 6)
     write(tmp_path, [*lines, {**begin(0, 2), name: value}, *lines[1:]])
     assert "\x1b" not in shown(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["transport", "library", "gtopk", "torch", "python"])
+@pytest.mark.parametrize("value", [None, 5])
+def test_a_begin_that_does_not_say_what_ran_is_none(tmp_path: Path, name: str, value: Any) -> None:
+    write_run(tmp_path, ranks=2, steps=6)
+    first, *lines = lines_of(1, 2, 6)
+    first = first | {name: value} if value else {k: v for k, v in first.items() if k != name}
+    write(tmp_path, [first, *lines], rank=1)
+    assert read_run(tmp_path).missing == [1]
+
+
+@pytest.mark.parametrize("changes", [{"covers": ""}, {"hidden_seconds": 1.0, "working_seconds": 0}])
+def test_what_no_step_of_ours_is_keeps_no_page_away(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert shown(write_run(tmp_path, **changes))
 
 
 def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -> None:
@@ -113,8 +135,22 @@ def test_names_and_hosts_cannot_steer_a_terminal(tmp_path: Path) -> None:
     lines = lines_of(0, 1, 3)
     lines[0]["host"] = "a\x1b]0;title\x07\x9b31mhost"
     note = {"what": "values", "seconds": 1.0, "step": 2, "values": {"\x1b[2Jloss": 1.0}}
-    write(tmp_path, [*lines[:-1], note, lines[-1]])
+    text = "right\u202eleft, an undecodable \udce8"
+    message = {"what": "message", "seconds": 1.0, "step": 2, "level": "INFO", "text": text}
+    write(tmp_path, [*lines[:-1], note, message, lines[-1]])
     said = shown(tmp_path)
     assert r"a\x1b]0;title\x07\x9b31mhost" in said
     assert r"\x1b[2Jloss" in said
-    assert not {"\x1b", "\x07", "\x9b"} & set(said)
+    assert r"right\u202eleft, an undecodable \udce8" in said
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(said)
+    assert r"<h1>Run a\x1b[2Jrun\udce8</h1>" in page(read_run(tmp_path), "a\x1b[2Jrun\udce8")
+
+
+def test_no_end_of_a_line_in_a_text_makes_a_row_of_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=3)
+    first, *lines, end = lines_of(0, 1, 3)
+    how = "its program ended by ValueError: boom\n1  host1  ended"
+    write(tmp_path, [{**first, "host": "a\n1\tb"}, *lines, {**end, "how": how, "in_order": False}])
+    rows = as_lines(status_of(read_run(tmp_path), tmp_path))
+    assert len(rows) == 2
+    assert "a 1 b" in rows[1]

@@ -10,12 +10,12 @@ import pytest
 
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, step_line
-from gtopk.recording.reading import read_run
+from gtopk.recording.reading import Run, read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.run_report import series
 from gtopk.run_report.command import as_record, main
 from gtopk.run_report.page import page
-from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
+from gtopk.run_report.series import BINS, Point, axes, binned, logged, parts_over_time
 from gtopk.run_report.words import happenings
 from gtopk.telemetry import parts
 from gtopk.top.status import status_of
@@ -27,6 +27,11 @@ FIGURES = (
     *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
     *("Norm of the residual", "Age of the residual"),
 )
+
+
+def over_bytes(run: Run) -> list[Point]:
+    """Return the loss over the bytes that a rank has sent."""
+    return logged(run, "loss", axes(run)["bytes"])
 
 
 def html_of(folder: Path) -> str:
@@ -131,7 +136,7 @@ def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: P
         file.take([step_line(report(0, sent_bytes=sent), 1.0, sent, 32)])
         file.take([{"what": "values", "seconds": 2.0, "step": 1, "values": {"loss": 3.0}}])
         file.close()
-    assert logged(read_run(tmp_path), "loss", "bytes") == [Point(1000.0, 3.0, 3.0, 3.0)]
+    assert over_bytes(read_run(tmp_path)) == [Point(1000.0, 3.0, 3.0, 3.0)]
 
 
 def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path: Path) -> None:
@@ -148,7 +153,7 @@ def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path
             at = {"seconds": max(seconds) + 0.5, "step": 99}
             file.take([{"what": "values", **at, "values": {"loss": 1.0}}])
         file.close()
-    found = logged(read_run(tmp_path), "loss", "bytes")
+    found = over_bytes(read_run(tmp_path))
     assert [point.x for point in found] == [99_000.0, 102_000.0]
 
 
@@ -160,7 +165,7 @@ def test_a_calendar_that_went_back_between_attempts_ends_no_report(tmp_path: Pat
         file.take([step_line(report(step, sent_bytes=1000), 1.0, 1000, 32)])
         file.take([{"what": "values", "seconds": 1.5, "step": step, "values": {"loss": 1.0}}])
     file.close()
-    found = logged(read_run(tmp_path), "loss", "bytes")
+    found = over_bytes(read_run(tmp_path))
     assert [point.x for point in found] == [1000.0, 2000.0]
 
 
@@ -218,6 +223,78 @@ def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
     assert html.count(">rank 19</text>") == 2  # its step, its utilisation
     assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
+
+
+def ticks_of(title: str, html: str) -> list[str]:
+    """Return what stands at the axes of a figure's first drawing: from bottom to top, then on."""
+    figure = html.split(f"<figure><h3>{title}</h3>")[1].split("</svg>")[0]
+    return re.findall(r'<text class="tick[^>]*>([^<]*)<', figure)
+
+
+def write_losses(folder: Path, name: str, values: list[float]) -> Path:
+    """Write the record of a step a second, and of a value by this name after each."""
+    file = LineFile(path_of(folder, 0))
+    file.take([begin(0, 1)])
+    for step, value in enumerate(values):
+        file.take([step_line(report(step), 1.0 + step, 1200 * (step + 1), 32)])
+        at = {"seconds": 1.0 + step, "step": step + 1}
+        file.take([{"what": "values", **at, "values": {name: value}}])
+    file.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "ticks"),
+    [
+        ("accuracy", [0.961, 0.97, 0.978], ["96 %", "96.5 %", "97 %", "97.5 %"]),
+        ("accuracy", [0.9712, 0.9719], ["97.12 %", "97.14 %", "97.16 %", "97.18 %"]),
+        ("loss", [2.30261, 2.30264], ["2.30261", "2.30262", "2.30263", "2.30264"]),
+        ("loss", [5e5, 5e5 + 3], ["500000", "500001", "500002", "500003"]),
+        ("loss", [0.0001], ["0", "2e-05", "4e-05", "6e-05", "8e-05", "0.0001"]),
+        ("accuracy", [0.5, 0.5], ["0", "10 %", "20 %", "30 %", "40 %", "50 %"]),
+    ],
+)
+def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
+    tmp_path: Path, name: str, values: list[float], ticks: list[str]
+) -> None:
+    found = ticks_of(name.capitalize(), html_of(write_losses(tmp_path, name, values)))
+    assert found[: len(ticks)] == ticks
+
+
+def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_before_it(
+    tmp_path: Path,
+) -> None:
+    html = html_of(write_losses(tmp_path, "loss", [1.0]))
+    assert "took 1 step in 1 s" in html
+    drawn = dict(re.findall(r'aria-label="loss over ([^"]*)">(.*?)</svg>', html))
+    ticks = {over: re.findall(r'"tick middle"[^>]*>([^<]*)<', drawn[over]) for over in drawn}
+    assert ticks["step"] == ["1"]
+    assert ticks["time"] == ["600 ms", "800 ms", "1 s", "1.20 s", "1.40 s"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.004])
+def test_steps_that_took_no_time_make_a_page_too(tmp_path: Path, seconds: float) -> None:
+    """As the first one of a hook, before which nothing was seen; none takes less than none."""
+    write_run(tmp_path, compute_seconds=seconds, synchronize_seconds=-seconds / 2)
+    assert all(part >= 0 for part in parts(read_run(tmp_path).first.steps[0].report).values())
+    assert "A step of each rank" in html_of(tmp_path)
+
+
+def test_the_last_value_is_that_which_was_logged_last(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1), step_line(report(0), 0.1, 1200, 32)])
+    for seconds, loss in ((0.2, 3.0), (0.3, 1.5)):  # after training, after evaluation
+        note = {"what": "values", "seconds": seconds, "step": 1, "values": {"loss": loss}}
+        file.take([note])
+    file.close()
+    assert as_record(read_run(tmp_path))["figures"]["Loss"][0] == "1.5"
+
+
+def test_a_rank_that_has_taken_no_step_is_said_to_have_begun(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=3)
+    path_of(tmp_path, 1).write_text(as_text(begin(1, 2)))
+    (said,) = [said for where, said in happenings(read_run(tmp_path)) if where == "rank 1"]
+    assert said.startswith("has written nothing after it began, ")
 
 
 def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:

@@ -52,6 +52,15 @@ def test_an_exchange_takes_what_its_mode_sends(
     assert ", dense, as in equal-dense, " in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_page_is_drawn_also_where_a_rank_dies(tmp_path: Path) -> None:
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    words = ["--modes", "adaptive-sgd", "--die", "0@1s", "--json", str(record), "--html", str(page)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    assert ">rank 1</text>" in page.read_text()
+    link = json.loads(record.read_text())["cluster"]["link"]
+    assert (link["latency_seconds"], link["seconds_per_byte"]) == (50e-6, 8e-9)
+
+
 def test_ranks_that_are_all_fast_leave_no_slow_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +112,7 @@ def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
         (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
         (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
         (["--fast", "one"], "must be ranks, as 0,2"),
+        (["--fast", "\N{SUPERSCRIPT TWO}"], "must be ranks, as 0,2"),
         (["--slow", "0:0@1s"], "FACTOR must lie in (0, inf), got '0'"),
         (["--density", "2"], "--density: must lie in (0, 1], got '2'"),
         (["--lr", "-1"], "--lr: must lie in (0, inf), got '-1'"),

@@ -187,9 +187,11 @@ def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
         record = SIMULATED[mode](replicas_of([400, 200, 100], epochs=3, deaths=deaths))
         merged = [sizes for _, sizes in record.sizes]
         assert sum(map(sum, merged)) == 3 * len(TASK.y)  # each sample in a merge, once an epoch
-        died = next(place for place, sizes in enumerate(merged) if len(sizes) == 2)
-        assert all(len(sizes) == 3 for sizes in merged[:died])
-        assert all(len(sizes) == 2 for sizes in merged[died:])
+        died = next(place for place, sizes in enumerate(merged) if sizes[1] == 0)
+        assert 0 < died < len(merged)
+        assert all(min(sizes) > 0 for sizes in merged[:died])
+        assert all(dead == 0 < min(first, last) for first, dead, last in merged[died:])
+        assert all(dead == 0 < min(first, last) for first, dead, last in record.updates[died:])
         lost = record.samples - sum(map(sum, merged))
         assert 0 < lost <= max(sizes[1] for sizes in merged[:died]) + 16
         assert record.final_accuracy > 0.6
@@ -198,11 +200,23 @@ def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
         SIMULATED["adaptive-sgd"](nobody)
 
 
+def test_a_rank_dies_but_once_in_whatever_order_it_is_told() -> None:
+    first, *others = (
+        SIMULATED["local-sgd"](replicas_of([400, 200], epochs=1, deaths=deaths)).sizes
+        for deaths in (
+            [Death(1, 1.0)],
+            [Death(1, 1.0), Death(1, 9.0)],
+            [Death(1, 9.0), Death(1, 1.0)],
+        )
+    )
+    assert others == [first, first]
+
+
 def test_who_dies_in_a_batch_is_waited_for_until_then_and_brings_nothing() -> None:
     at = setting([400, 100], 0.1, epochs=1)
     without_noise = replace(at.cluster, noise=0.0, deaths=[Death(1, 6.0)])  # its batches: 1.28 s
     record = SIMULATED["local-sgd"](replace(at, cluster=without_noise))
     merged_at, sizes = record.sizes[0]
     assert merged_at == pytest.approx(6.0 + 0.1)
-    assert len(sizes) == 1
+    assert sizes[0] > sizes[1] == 0
     assert record.seconds > SIMULATED["local-sgd"](at).seconds  # its samples are computed again

@@ -34,7 +34,9 @@ def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
 def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 3)
     assert main([str(tmp_path)]) == 0
-    assert "3 ranks" in capsys.readouterr().out
+    said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    assert ": 3 ranks, " in said
+    assert said.endswith(", clocks alike to within 200 µs\n")
     records = json.loads((tmp_path / "timeline.json").read_text())
     steps = {r["pid"]: r["ts"] for r in records if r.get("name") == "BACKWARD"}
     assert sorted(steps) == [0, 1, 2]
@@ -65,6 +67,17 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, caps
     said = json.loads(capsys.readouterr().out)
     assert said["ranks"] == [0, 1]
     assert said["clocks_within_seconds"] == 1e-4
+
+
+def test_records_of_another_are_passed_over(tmp_path: Path, capsys) -> None:
+    write_traces(tmp_path, 1)
+    assert main([str(tmp_path), "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["records"]
+    path = path_of(tmp_path, 0)
+    others = ['{"foo": 1}', '{"ph": "X", "ts": "now"}', '{"ph": 1}', '{"ph": "M", "name": 5}']
+    path.write_text(path.read_text().replace("{}", ",\n".join(["{}", *others]), 1))
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == expected
 
 
 def test_traces_of_an_earlier_run_are_left_out_and_named(tmp_path: Path, capsys) -> None:
@@ -120,6 +133,9 @@ def test_each_rank_writes_where_the_environment_says(
     [
         (None, "`gtopk run --timeline FOLDER`, or with GTOPK_TIMELINE=FOLDER"),
         ("[\n{}\n]\n", "does not say whose trace it is"),
+        ('[\n{"name": "gtopk_rank"}\n]\n', "does not say whose trace it is"),
+        ('[\n{"name": "gtopk_rank", "args": {"rank": 0}}\n]\n', "does not say whose trace it is"),
+        ('[\n{"name": "gtopk_rank", "args": {"rank": 1e999}}\n]\n', "whose trace it is"),
     ],
 )
 def test_what_cannot_be_put_together_says_why(

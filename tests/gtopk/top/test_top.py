@@ -178,6 +178,25 @@ def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
         assert sum(longest) + 2 * (len(longest) - 1) <= width
         assert headings == [each for each in widest if each in headings]
         assert {"rank", "step", "step takes", "loss", "state"} <= set(headings)
+    assert rows(statuses, 20)[0] == ["rank", "step", "state"]
+
+
+def test_of_what_is_logged_accuracy_and_loss_are_shown_first(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    values = {"batch": 7.0, "epoch": 2.0, "loss": 0.5, "lr": 0.1, "test accuracy": 0.9}
+    file.take([begin(0, 1), {"what": "values", "seconds": 1.0, "step": 1, "values": values}])
+    file.close()
+    headings, _ = rows(status_of(read_run(tmp_path), tmp_path))
+    assert headings == ["rank", "host", "test accuracy", "loss", "state"]
+
+
+@pytest.mark.parametrize("every", ["0", "1e300", "nan"])
+def test_a_pause_that_nobody_can_make_is_refused(
+    every: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["runs", "--every", every])
+    assert "--every: must lie in (0, 86400]" in capsys.readouterr().err
 
 
 def test_what_cannot_be_shown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
