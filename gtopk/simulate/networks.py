@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ..bench.optimizer.networks import resnet18
+from ..bench.networks import resnet18
 
 
 def perceptron() -> torch.nn.Module:

@@ -14,12 +14,12 @@ import torch
 from ...arguments import as_argument, output_file, share
 from ...world import world
 from ..gloo import open_gloo, own_host
+from ..networks import NETWORKS
 from ..progress import silent, tell
 from ..scaling.compute import real, shapes
 from ..scaling.layers import SHAPES
 from ..words import add_words, one_of
 from .measure import PLAIN, Record, measure, usual, ways
-from .networks import NETWORKS
 
 
 def parser() -> argparse.ArgumentParser:

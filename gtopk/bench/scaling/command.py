@@ -22,7 +22,7 @@ from ...world import world
 from ..collectives.library import open_library
 from ..collectives.run import count_hosts
 from ..gloo import open_gloo, own_host
-from ..optimizer.networks import NETWORKS
+from ..networks import NETWORKS
 from ..progress import silent, tell
 from ..words import add_words, one_of
 from . import record

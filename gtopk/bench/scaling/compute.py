@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from ..optimizer.networks import NETWORKS
+from ..networks import NETWORKS
 from .layers import LAYERS, SHAPES, Layer, thinner
 from .published import PUBLISHED
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from collectives.transports import LocalTransport
+from gtopk.bench.networks import resnet18, resnet20
 from gtopk.bench.optimizer.command import main, table
 from gtopk.bench.optimizer.measure import PLAIN, measure, usual, ways
-from gtopk.bench.optimizer.networks import resnet18, resnet20
 from gtopk.bench.scaling.compute import shapes
 from gtopk.bench.scaling.layers import SHAPES
 from gtopk.world import world
