@@ -14,7 +14,6 @@ import torch
 from collectives.algorithms import Regions, find_nodes
 from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
-from collectives.algorithms.gtopk_options import MOST_PIECES
 from collectives.planning import Candidate
 from collectives.transports import Transport
 from collectives.wire import Format
@@ -218,8 +217,6 @@ class GTopK(SparseCompression):
     growth: float = USUAL_GROWTH
     # Who keeps what a merge drops: its "owners", or it is "spread" over the ranks that merged.
     put_back: str = "owners"
-    # More: a message's coding and merging overlap its travel, at the price of more messages.
-    pieces: int = 1
 
     algorithm: ClassVar[str] = "gtopk"
 
@@ -227,10 +224,6 @@ class GTopK(SparseCompression):
         super().__post_init__()
         check_widening("growth", self.growth)
         check_choice("put_back", self.put_back, PUT_BACK)
-        if isinstance(self.pieces, bool) or not isinstance(self.pieces, int):
-            raise TypeError(f"pieces must be an integer, got {self.pieces!r}")
-        if not 1 <= self.pieces <= MOST_PIECES:
-            raise ValueError(f"pieces must lie in 1..{MOST_PIECES}, got {self.pieces}")
 
     def widening(self) -> float:
         return self.growth
@@ -239,7 +232,7 @@ class GTopK(SparseCompression):
         return replace(self, growth=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        return {"growth": self.growth, "put_back": self.put_back, "pieces": self.pieces}
+        return {"growth": self.growth, "put_back": self.put_back}
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ to its owner's residual, even where another branch brought its index back into t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .. import wire
 from ..kernels import merge
 from ..transports.transport import Transport
-from ..vector import SparseVector
+from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .alive import alive_bytes, pack_alive, unpack_alive
 from .conservation import Conservation
@@ -26,7 +28,6 @@ from .gtopk_options import GtopkOptions
 from .outcome import Outcome, examine, lowest, refused, settle
 from .pacing import wait_for_go_ahead
 from .rounding import rounding_error
-from .swap import swap_and_merge
 
 
 def reduce(
@@ -37,16 +38,14 @@ def reduce(
     format: Format = EXACT,
     growth: float = 1.0,
     put_back: str = "owners",
-    pieces: int = 1,
 ) -> tuple[SparseVector, SparseVector]:
     """Agree on the k largest of the pairwise merged sums.
 
     growth:   the last rounds keep more, up to growth * k entries (`growth`).
     put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
               the merged list (`conservation`).
-    pieces:   how many messages a list travels in (`swap`); the result is the same.
     """
-    options = GtopkOptions(format, growth, put_back, pieces).checked()
+    options = GtopkOptions(format, growth, put_back).checked()
     return settle(reduce_list(selected, k, transport, options))
 
 
@@ -120,6 +119,65 @@ def _as_host(
     return conservations[0].close(merged)._replace(refused_by=refused_by)
 
 
+class Swapped(NamedTuple):
+    """What both ranks hold after a swap, and what this one's list lost on the way.
+
+    dropped: the other nonzero entries of the sum.
+    error:   this rank's share of the rounding of the list it sent.
+    """
+
+    merged: SparseVector
+    dropped: SparseVector
+    error: SparseVector
+    refused_by: int
+
+
+def swap_and_merge(
+    mine: SparseVector,
+    refused_by: int,
+    keep: int,
+    transport: Transport,
+    peer: int,
+    options: GtopkOptions,
+    holders: int,
+) -> Swapped:
+    """Swap lists with a peer, and return the `keep` largest entries of the sum of both.
+
+    holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
+    """
+    encoded = wire.encode(
+        mine,
+        keep,
+        options.format,
+        extra=options.stamp(),
+        refused_by=refused_by,
+        number=transport.begun,
+    )
+    received = transport.exchange(encoded.message, peer)
+    place = transport.rank % holders
+    error = rounding_error(mine, encoded.vector, options.format, place, holders)
+    theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
+    merged, dropped = merge(encoded.vector, theirs, keep)
+    return Swapped(merged, dropped, error, lowest(refused_by, their_refusal))
+
+
+def _read(
+    message: Array,
+    like: SparseVector,
+    k: int,
+    transport: Transport,
+    peer: int,
+    options: GtopkOptions,
+) -> tuple[SparseVector, int]:
+    """Return the list that a peer has sent, and who refused there."""
+    sender, stamp_bytes = transport.ranks[peer], options.stamp().size
+    decoded = wire.decode(
+        message, like, k, sender, options.format, stamp_bytes, number=transport.begun
+    )
+    options.check_stamp(decoded.extra, sender)
+    return decoded.vector, decoded.refused_by
+
+
 def _receive_picks(
     guest: int,
     like: SparseVector,
@@ -129,13 +187,8 @@ def _receive_picks(
     options: GtopkOptions,
 ) -> tuple[SparseVector, int]:
     """Return what a rank that is folded in picked, and who refused so far."""
-    message, sender = transport.receive(guest), transport.ranks[guest]
-    stamp_bytes = options.stamp().size
-    decoded = wire.decode(
-        message, like, k, sender, options.format, stamp_bytes, number=transport.begun
-    )
-    options.check_stamp(decoded.extra, 0, sender)
-    return decoded.vector, lowest(refused_by, decoded.refused_by)
+    picks, refusal = _read(transport.receive(guest), like, k, transport, guest, options)
+    return picks, lowest(refused_by, refusal)
 
 
 def _as_guest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from ..wire import EXACT, Format
 from .conservation import PUT_BACK
 from .growth import check_growth
 
-MOST_PIECES: Final = 255
-
 
 class GtopkOptions(NamedTuple):
     """The options of gtopk; equal on all ranks."""
@@ -21,7 +19,6 @@ class GtopkOptions(NamedTuple):
     format: Format = EXACT
     growth: float = 1.0  # the last round keeps growth * k: wider updates for few more bytes
     put_back: str = "owners"  # or "spread": who gets what a merge drops
-    pieces: int = 1  # more: a message's coding and merging overlap its travel, with more latency
 
     def checked(self) -> GtopkOptions:
         """Return the options; raise ValueError where one is out of bounds."""
@@ -30,25 +27,22 @@ class GtopkOptions(NamedTuple):
             raise ValueError(
                 f"put_back must be one of {', '.join(PUT_BACK)}; got {self.put_back!r}"
             )
-        if not 1 <= self.pieces <= MOST_PIECES:
-            raise ValueError(f"pieces must lie in 1..{MOST_PIECES}, got {self.pieces!r}")
         return self
 
-    def stamp(self, piece: int = 0) -> Array:
-        """Return what a message says of the options, uint8 [0 or 3]: nothing by default.
+    def stamp(self) -> Array:
+        """Return what a message says of the options, uint8 [0 or 1]: nothing by default.
 
         k, growth and the format are in its header.
         """
-        if (self.put_back, self.pieces) == ("owners", 1):
-            return np.empty(0, np.uint8)
-        return np.array([piece, self.pieces, PUT_BACK.index(self.put_back)], np.uint8)
+        number = PUT_BACK.index(self.put_back)
+        return np.array([number] if number else [], np.uint8)
 
-    def check_stamp(self, received: Array, piece: int, sender: int) -> None:
+    def check_stamp(self, received: Array, sender: int) -> None:
         """Raise MessageError where a peer reduces with other options."""
-        expected = self.stamp(piece)
+        expected = self.stamp()
         if received.tobytes() != expected.tobytes():
             raise MessageError(
-                f"the message from rank {sender} has piece, pieces, put_back = "
-                f"{received.tolist()} where this rank expects {expected.tolist()}; "
-                "every rank must pass the same options"
+                f"the message from rank {sender} has put_back = {received.tolist()} where this "
+                f"rank expects {expected.tolist()} (places in {', '.join(PUT_BACK)}); every rank "
+                "must pass the same options"
             )

@@ -1,6 +1,6 @@
 """Words: what an option of a benchmark takes that may have several, with spaces between them.
 
-With spaces, not commas, as a word may hold some itself: gtopk:growth=2.0,pieces=4.
+With spaces, not commas, as a word may hold some itself: gtopk:growth=2.0,put_back=spread.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ VARIANTS = [
     partial(Compression.topk, values="fp16", wire="raw"),
     partial(Compression.gtopk, values="int8", wire="packed"),
     partial(Compression.gtopk, growth=3.0, put_back="spread", values="bf16"),
-    partial(Compression.gtopk, pieces=3),
     partial(Compression.oktopk, k_out=3.0, values="bf16"),
     partial(Compression.hierarchical, across="oktopk", values="int8"),
     partial(Compression.hierarchical, inside="dense"),

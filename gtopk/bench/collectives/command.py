@@ -68,8 +68,7 @@ def parser() -> argparse.ArgumentParser:
         known_algorithm,
         list(ALGORITHMS),
         may_be_none=True,
-        help=f"from {', '.join(ALGORITHMS)}; with options such as gtopk:growth=2.0,pieces=4; "
-        "default: all",
+        help=f"from {', '.join(ALGORITHMS)}; with options such as gtopk:growth=2.0; default: all",
     )
     words(
         "--baselines",

@@ -114,7 +114,7 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
 
 
 def parse(words: str) -> tuple[str, dict[str, Any]]:
-    """Return an algorithm and its options from "gtopk" or "gtopk:growth=2.0,pieces=4"."""
+    """Return an algorithm and its options from "gtopk" or "gtopk:growth=2.0,put_back=spread"."""
     name, _, rest = words.partition(":")
     if name not in ALGORITHMS:
         raise ValueError(f"an algorithm must be one of {', '.join(ALGORITHMS)}; got {name!r}")

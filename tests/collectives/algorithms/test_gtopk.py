@@ -1,4 +1,4 @@
-"""gtopk's dials: growth, put_back, pieces; and what each costs."""
+"""gtopk's dials: growth, put_back; and what each costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from collectives import MessageError, SparseVector, local_world, reduce, run_ranks, wire
+from collectives.algorithms import gtopk
 from collectives.algorithms.growth import kept_sizes
+from collectives.algorithms.gtopk_options import GtopkOptions
 from collectives.kernels import contains, merge
 from collectives.transports import Traffic
-from collectives.wire import HEADER_BYTES, Format
+from collectives.wire import HEADER_BYTES, NOBODY, Format
 from tests.collectives.algorithms.worlds import (
-    Outcome,
     bits,
     entries,
     integer_picks,
@@ -24,8 +25,6 @@ from tests.collectives.algorithms.worlds import (
     run,
     worlds,
 )
-
-STAMP_BYTES = 3  # of a message with other options than the default
 
 
 def paired(size: int) -> int:
@@ -67,40 +66,6 @@ def test_the_update_is_that_of_merging_on_one_rank(world: tuple[int, list[Sparse
         for update, _ in run("gtopk", picks, k, growth=growth):
             assert bits(update) == bits(expected)
             assert update.entries <= max(k, round(growth * k))
-
-
-@pytest.mark.parametrize("put_back", ["owners", "spread"])
-@pytest.mark.parametrize("growth", [1.0, 3.0])
-@settings(max_examples=20)
-@given(worlds(np.float32))
-def test_pieces_change_nothing(
-    put_back: str, growth: float, world: tuple[int, list[SparseVector]]
-) -> None:
-    k, picks = world
-    options = {"put_back": put_back, "growth": growth}
-    whole = run("gtopk", picks, k, **options)
-    for pieces in (2, 3, 7):
-        assert same(whole, run("gtopk", picks, k, pieces=pieces, **options))
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("put_back", ["owners", "spread"])
-@pytest.mark.parametrize("values", wire.VALUE_CODES)
-def test_long_lists_in_pieces_give_the_same_bits(
-    size: int, put_back: str, values: str, random: np.random.Generator
-) -> None:
-    picks = random_picks(random, size, 50_000, 3000)
-    picks[0] = picks[0].at(slice(0, 700))  # lists of different lengths
-    format = Format("raw", values)
-    whole = run("gtopk", picks, 3000, format, put_back=put_back)
-    for pieces in (2, 12, 255):
-        assert same(whole, run("gtopk", picks, 3000, format, put_back=put_back, pieces=pieces))
-
-
-def same(one: list[Outcome], other: list[Outcome]) -> bool:
-    return [tuple(map(bits, outcome)) for outcome in one] == [
-        tuple(map(bits, outcome)) for outcome in other
-    ]
 
 
 @pytest.mark.parametrize("size", [4, 6, 8, 13])
@@ -235,16 +200,6 @@ def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float
     assert sum(sent) < (len(sent) + growth) * k
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_pieces_cost_a_header_and_a_stamp_each(size: int) -> None:
-    k, pieces = 1000, 3
-    rounds = paired(size).bit_length() - 1
-    for traffic in cost(size, k, 10_000, pieces=pieces):
-        assert traffic == Traffic(
-            rounds * (8 * k + pieces * (HEADER_BYTES + STAMP_BYTES)), rounds * pieces
-        )
-
-
 # ---- what is refused
 
 
@@ -254,8 +209,6 @@ def test_pieces_cost_a_header_and_a_stamp_each(size: int) -> None:
         ({"growth": 0.5}, "growth must be a number from 1 on, got 0.5"),
         ({"growth": math.inf}, "growth must be a number from 1 on, got inf"),
         ({"put_back": "nobody"}, "put_back must be one of owners, spread; got 'nobody'"),
-        ({"pieces": 0}, r"pieces must lie in 1\.\.255, got 0"),
-        ({"pieces": 256}, r"pieces must lie in 1\.\.255, got 256"),
     ],
 )
 def test_options_out_of_bounds_are_refused_before_anything_is_sent(
@@ -274,9 +227,7 @@ def test_options_out_of_bounds_are_refused_before_anything_is_sent(
     [
         ({}, {"growth": 2.0}),
         ({}, {"put_back": "spread"}),
-        ({}, {"pieces": 2}),
-        ({"pieces": 3}, {"pieces": 2}),
-        ({"pieces": 3}, {"pieces": 3, "put_back": "spread"}),
+        ({"put_back": "spread"}, {}),
     ],
 )
 def test_ranks_with_different_options_get_an_error_that_names_one(
@@ -296,22 +247,25 @@ def test_ranks_with_different_k_get_an_error_that_names_both() -> None:
         run_ranks(local_world(2, 5), lambda t: reduce(pick, 2 + t.rank, t))
 
 
-def test_pieces_out_of_order_are_an_error(random: np.random.Generator) -> None:
-    picks = random_picks(random, 2, 5000, 1000)
-
-    def program(transport):
-        if transport.rank == 1:
-            held, send = [], transport.send
-
-            def backwards(message, to):
-                held.append((message.copy(), to))
-                sends = [send(*held.pop()) for _ in held.copy()] if len(held) == 2 else []
-                return lambda: [sent() for sent in sends]
-
-            transport.send = backwards
-        return reduce(picks[transport.rank], 1000, transport, pieces=2)
-
-    with pytest.raises(
-        MessageError, match=r"rank 1 has piece, pieces, put_back = \[1, 2, 0\] where"
-    ):
-        run_ranks(local_world(2, 5), program)
+def test_kept_and_dropped_are_the_whole_sum(random: np.random.Generator) -> None:
+    lists = [
+        entries(
+            [
+                (int(i), float(random.standard_normal()))
+                for i in np.unique(random.integers(0, 5000, 2000))
+            ],
+            5000,
+            np.float64,
+        )
+        for _ in range(2)
+    ]
+    swapped = run_ranks(
+        local_world(2, 30),
+        lambda t: gtopk.swap_and_merge(
+            lists[t.rank], NOBODY, 700, t, 1 - t.rank, GtopkOptions(), 1
+        ),
+    )
+    kept, dropped = merge(*lists, 700)
+    for one in swapped:
+        assert bits(one.merged) == bits(kept)
+        assert bits(one.dropped) == bits(dropped)

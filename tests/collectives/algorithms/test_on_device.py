@@ -112,9 +112,8 @@ def test_over_nccl_a_gpus_vector_gives_the_bits_of_the_hosts(
     assert same(outcomes, run(way, picks, 40))
 
 
-@pytest.mark.parametrize(("pieces", "most_waits", "most_launches"), [(1, 5, 24), (3, 22, 81)])
 def test_the_host_waits_for_a_gpu_a_few_times_a_round(
-    cuda: Any, pieces: int, most_waits: int, most_launches: int, random: np.random.Generator
+    cuda: Any, random: np.random.Generator
 ) -> None:
     def cost(size: int) -> tuple[int, int]:
         picks = integer_picks(random, size, 3000, 900)
@@ -129,17 +128,14 @@ def test_the_host_waits_for_a_gpu_a_few_times_a_round(
         transports = run_ranks(world, prepare)
         cuda.copies.clear()
         cuda.launches.clear()
-        run_ranks(
-            world,
-            lambda host: reduce(held[host.rank], 900, transports[host.rank], pieces=pieces),
-        )
+        run_ranks(world, lambda host: reduce(held[host.rank], 900, transports[host.rank]))
         waits = sum(kind == "down" for kind, *_ in cuda.copies)
         return waits // size, len(cuda.launches) // size
 
     (waits_of_one, launches_of_one), (waits, launches) = cost(2), cost(4)
     # What the second of two rounds takes.
-    assert waits - waits_of_one <= most_waits
-    assert launches - launches_of_one <= most_launches
+    assert waits - waits_of_one <= 5
+    assert launches - launches_of_one <= 24
 
 
 @pytest.mark.parametrize("way", STAYING)

@@ -48,11 +48,10 @@ def ragged(size: int) -> list[list[int]]:
 WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     **{name: (name, lambda size, k, length: {}) for name in ALGORITHMS},
     "gtopk growing": ("gtopk", lambda size, k, length: {"growth": 3.0}),
-    "gtopk in pieces": ("gtopk", lambda size, k, length: {"pieces": 3, "growth": 2.0}),
     "gtopk spread": ("gtopk", lambda size, k, length: {"put_back": "spread"}),
-    "gtopk spread in pieces": (
+    "gtopk spread growing": (
         "gtopk",
-        lambda size, k, length: {"put_back": "spread", "pieces": 2, "growth": 1.5},
+        lambda size, k, length: {"put_back": "spread", "growth": 1.5},
     ),
     "oktopk wide": ("oktopk", lambda size, k, length: {"k_out": min(length, 4 * k)}),
     "oktopk narrow": ("oktopk", lambda size, k, length: {"k_out": 1}),
@@ -66,7 +65,7 @@ WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     ),
     "hierarchical ragged": (
         "hierarchical",
-        lambda size, k, length: {"nodes": ragged(size), "put_back": "spread", "pieces": 2},
+        lambda size, k, length: {"nodes": ragged(size), "put_back": "spread"},
     ),
     "hierarchical oktopk": (
         "hierarchical",
