@@ -26,7 +26,7 @@ from .compression import Compression, Compressor
 from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
-from .lanes.residual_state import unsent
+from .exchange.residual_state import unsent
 from .reduce_ops import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks

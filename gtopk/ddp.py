@@ -33,15 +33,15 @@ from collectives.transports import Transport
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
+from .exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from .exchange.exchange import Progress
+from .exchange.residual_names import plain_name, under_known_names, unmatched
+from .exchange.residual_state import ResidualState, fits
 from .hooked.bucket_exchanges import BucketExchanges, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
-from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from .lanes.residual_names import plain_name, under_known_names, unmatched
-from .lanes.residual_state import ResidualState, fits
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers

@@ -44,16 +44,16 @@ from collectives.transports import Transport
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
+from .exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from .exchange.exchange import Progress
+from .exchange.residual_names import plain_name, unmatched
+from .exchange.residual_state import ResidualState
 from .hooked.bucket_exchanges import BucketExchanges
 from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import OneStep, flags_of
-from .lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from .lanes.residual_names import plain_name, unmatched
-from .lanes.residual_state import ResidualState
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS

@@ -15,7 +15,7 @@ import torch
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression
-from .lanes.residual_state import state_before
+from .exchange.residual_state import state_before
 from .logs import EVERYWHERE
 from .recording import looks
 from .reduce_ops import Adasum, Average

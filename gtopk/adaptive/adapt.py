@@ -13,11 +13,11 @@ from ..reduce_ops import Average
 from ..world import world
 from ..world.process_sets import global_process_set
 from ..wrapped.adam_step import require_plain
-from .apart.stepping import require_not_taken
 from .batches.sources import Order, is_indexed
+from .local_training.stepping import require_not_taken
 from .modes import MODES
 from .options import Job
-from .speeds.timing import Timer
+from .throughput.timing import Timer
 
 
 def adapt(

@@ -31,13 +31,13 @@ from .learning_rate import LearningRate
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
-from .shares.cuts import Cut, Plan
-from .shares.shares import Limits, whole
-from .speeds.controller import Controller, Window
-from .speeds.goodput import Seen, next_total
-from .speeds.policies import POLICIES, Measured, equal_finish
-from .speeds.speed import summarise
-from .speeds.timing import GradientTimer
+from .partitioning.cuts import Cut, Plan
+from .partitioning.shares import Limits, whole
+from .throughput.controller import Controller, Window
+from .throughput.goodput import Seen, next_total
+from .throughput.policies import POLICIES, Measured, equal_finish
+from .throughput.speed import summarise
+from .throughput.timing import GradientTimer
 
 _log = logging.getLogger("gtopk")
 _NO_BOUND: Final = 1 << 40  # samples

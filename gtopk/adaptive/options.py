@@ -12,8 +12,8 @@ from ..step.samples import whole_number
 from ..world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
-from .speeds.policies import POLICIES
-from .speeds.timing import Timer
+from .throughput.policies import POLICIES
+from .throughput.timing import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 

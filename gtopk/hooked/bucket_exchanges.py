@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.residual import AGE
-from ..lanes.bucket_exchange import BucketExchange
-from ..lanes.residual_state import ResidualState
+from ..exchange.residual_state import ResidualState
 
 
 class BucketExchanges:

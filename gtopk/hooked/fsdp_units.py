@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..lanes.residual_state import ResidualState, fits
+from ..exchange.residual_state import ResidualState, fits
 
 
 class Unit:

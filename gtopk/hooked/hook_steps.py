@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from ..engine import Operation
+from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged, Progress
-from ..lanes.bucket_exchange import BucketExchange
 from ..recording import looks
 from ..step.expected_step import ExpectedStep
 from ..step.peers import Peers

@@ -9,8 +9,8 @@ from typing import Final
 
 from collectives.transports import Transport
 
+from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged
-from ..lanes.bucket_exchange import BucketExchange
 
 NOT_FINITE: Final = 1  # flags: this rank's gradients of the bucket are not
 PREEMPTED: Final = 2  # this rank had SIGTERM

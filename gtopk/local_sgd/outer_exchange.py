@@ -20,11 +20,11 @@ import torch
 from collectives.transports import Transport
 
 from ..engine import Operation
+from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from ..lanes.residual_names import unmatched
-from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
+from ..exchange.residual_names import unmatched
+from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
 from ..step.expected_step import ExpectedStep
 from ..step.options import signature_of

@@ -16,10 +16,10 @@ import torch
 
 from collectives.transports import Transport
 
-from ..adaptive.apart.round_exchange import RoundExchange
 from ..adaptive.delayed.rounds import Pending, Ready, Reduced, Rounds
-from ..adaptive.shares.cuts import shuffled
-from ..adaptive.shares.dealing import Passes
+from ..adaptive.local_training.round_exchange import RoundExchange
+from ..adaptive.partitioning.cuts import shuffled
+from ..adaptive.partitioning.dealing import Passes
 from .record import Record
 from .setting import Setting
 

@@ -13,7 +13,7 @@ from itertools import repeat
 import torch
 
 from ..adaptive.hogbatch.sizes import Sizer
-from ..adaptive.shares.cuts import shuffled
+from ..adaptive.partitioning.cuts import shuffled
 from .record import Record
 from .setting import Setting
 from .tasks import mean_loss

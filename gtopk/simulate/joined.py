@@ -17,9 +17,9 @@ import torch
 from collectives.planning import Candidate
 from collectives.transports import Transport
 
-from ..adaptive.apart.round_exchange import RoundExchange
-from ..adaptive.shares.cuts import shuffled
-from ..adaptive.shares.shares import Limits, whole
+from ..adaptive.local_training.round_exchange import RoundExchange
+from ..adaptive.partitioning.cuts import shuffled
+from ..adaptive.partitioning.shares import Limits, whole
 from ..compression import Compression
 from .record import Record
 from .setting import Setting

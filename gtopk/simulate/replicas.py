@@ -14,13 +14,13 @@ import torch
 from collectives.transports import Transport
 from collectives.transports.counter import LocalCounter
 
-from ..adaptive.apart.replica import Replica
 from ..adaptive.learning_rate import FACTORS
+from ..adaptive.local_training.replica import Replica
 from ..adaptive.merging.mega_batches import MegaBatches
 from ..adaptive.merging.options import MergingOptions
 from ..adaptive.merging.weights import Report
-from ..adaptive.shares.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
-from ..adaptive.shares.cuts import shuffled
+from ..adaptive.partitioning.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
+from ..adaptive.partitioning.cuts import shuffled
 from .record import Record
 from .setting import Setting
 

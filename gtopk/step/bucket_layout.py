@@ -13,9 +13,9 @@ from collectives.transports import Transport
 from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
 from ..exchange.adamw import AdamSteps
+from ..exchange.bucket_exchange import open_bucket_exchange
 from ..exchange.exchange import DenseExchange, Progress, open_residual
-from ..lanes.bucket_exchange import open_bucket_exchange
-from ..lanes.sparse_gradients import SparseGradientExchange
+from ..exchange.sparse_gradients import SparseGradientExchange
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .options import Options
 from .rounds import AnyBucketExchange

@@ -12,9 +12,9 @@ from collectives.transports import Transport
 
 from .. import settings
 from ..compression import GTopK, usual_density
+from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
-from ..lanes.bucket_exchange import BucketExchange
 from ..telemetry import Sized
 from ..world.state import World
 from . import advice

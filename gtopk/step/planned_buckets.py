@@ -20,9 +20,9 @@ from collectives.transports import Transport
 from ..buckets.parameters import ParameterNames
 from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
-from ..lanes.residual_names import unmatched
-from ..lanes.residual_state import ResidualState, put_in, residuals_of, take_out, unsent
-from ..lanes.sparse_gradients import SparseGradientExchange
+from ..exchange.residual_names import unmatched
+from ..exchange.residual_state import ResidualState, put_in, residuals_of, take_out, unsent
+from ..exchange.sparse_gradients import SparseGradientExchange
 from .bucket_layout import Agreed, Plan
 from .options import Options
 from .peers import Peers

@@ -22,7 +22,7 @@ from ..buckets.placeholders import place, take_away
 from ..engine import Work
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
-from ..lanes.residual_state import ResidualState, mean_square_ratio
+from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..logs import EVERYWHERE
 from ..reduce_ops import Average
 from ..world import world

@@ -31,8 +31,8 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.residual import AGE
-from ..lanes.residual_names import translate, under_known_names
-from ..lanes.residual_state import ResidualState, unsent
+from ..exchange.residual_names import translate, under_known_names
+from ..exchange.residual_state import ResidualState, unsent
 from ..objects import decode, encode
 from ..step.reducer import Reducer
 

@@ -18,8 +18,8 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
+from gtopk.exchange.residual_state import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
-from gtopk.lanes.residual_state import mean_square_ratio
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Sum
 from gtopk.step.weights import LocalClip

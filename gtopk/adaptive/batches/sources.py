@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from collectives.vector import Array
 
-from ..shares.cuts import Cut, Plan, cut_epoch, shuffled
+from ..partitioning.cuts import Cut, Plan, cut_epoch, shuffled
 from .same_stream import columns_of, order_in_words
 
 Order = Callable[[int], Sequence[int]]

@@ -19,17 +19,17 @@ import torch
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...logs import EVERYWHERE
-from ..apart.own_steps import OwnSteps
-from ..apart.round_exchange import RoundExchange
-from ..apart.stepping import take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
 from ..batches.same_stream import order_in_words
 from ..batches.sources import Numbers, order_of, rebuilt
 from ..learning_rate import LearningRate
+from ..local_training.own_steps import OwnSteps
+from ..local_training.round_exchange import RoundExchange
+from ..local_training.stepping import take_over
 from ..options import Job, RoundOptions
-from ..shares.dealing import Passes
+from ..partitioning.dealing import Passes
 from .agreed_settings import AgreedSettings
 from .round_wire import RoundWire
 from .rounds import Rounds

@@ -12,9 +12,9 @@ from collectives.transports import Transport
 from ...engine import Engine, Work
 from ...replicas.check import ReplicaCheck
 from ...replicas.replicas import Parted
-from ..apart.own_steps import OwnSteps
-from ..apart.round_exchange import RoundExchange
-from ..apart.spent import Waited
+from ..local_training.own_steps import OwnSteps
+from ..local_training.round_exchange import RoundExchange
+from ..local_training.spent import Waited
 from .agreed_settings import AgreedSettings
 from .rounds import Ready, Reduced
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..apart.stepping import take_over
 from ..learning_rate import LearningRate
+from ..local_training.stepping import take_over
 from ..memory import Memory
 from ..options import Job
 from .board import now_nanoseconds

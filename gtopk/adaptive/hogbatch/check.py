@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..apart.stepping import require_no_common_step
 from ..batches.sources import require_in_order
+from ..local_training.stepping import require_no_common_step
 from ..options import Job
 from .options import HogbatchOptions
 

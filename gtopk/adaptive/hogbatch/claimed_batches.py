@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.utils.data import Sampler
 
-from ..apart.spent import Spent
+from ..local_training.spent import Spent
 from .node import Node
 from .options import HogbatchOptions
 from .sizes import Sizer

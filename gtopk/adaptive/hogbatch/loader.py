@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ..apart.own_steps import OwnSteps
 from ..batches.epochs import Epochs
 from ..batches.next_world import is_over, require_its_world
 from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
+from ..local_training.own_steps import OwnSteps
 from ..options import Job
 from .batch_in_hand import BatchInHand
 from .check import check

@@ -6,7 +6,7 @@
                             /                                      \\
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node does it, in the offset form of `adaptive.apart.replica`: what top-k
+The first worker of each node does it, in the offset form of `local_training.replica`: what top-k
 does not send stays in the node's model. All weigh the same, w_i = 1 / nodes: a node that has
 computed more has moved further already. What a merge changed is added to what the model is by then;
 so no update is lost, and none waits.
@@ -28,8 +28,8 @@ from ...engine import Engine, Operation
 from ...step.expected_step import ExpectedStep
 from ...step.peers import Peers
 from ...world.state import World
-from ..apart.own_steps import OwnSteps
-from ..apart.replica import Replica
+from ..local_training.own_steps import OwnSteps
+from ..local_training.replica import Replica
 from .board import Board
 from .ledger import Ledger
 from .shared_model import SharedModel

@@ -21,7 +21,7 @@ from collectives.vector import Array
 from ... import settings
 from ...step import advice
 from ...units import count_text
-from ..apart.own_steps import OwnSteps
+from ..local_training.own_steps import OwnSteps
 from ..options import Job
 from .board import Board
 from .check import warn_of_few_cores

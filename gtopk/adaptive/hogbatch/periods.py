@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ...world.state import World
-from ..apart.own_steps import OwnSteps
+from ..local_training.own_steps import OwnSteps
 from .board import Board, now_nanoseconds
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter

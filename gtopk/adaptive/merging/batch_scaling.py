@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ..shares.shares import Limits
+from ..partitioning.shares import Limits
 
 # From the sizes, the ranks' updates and the bounds (their total is no matter) to the next sizes.
 Rule = Callable[[Sequence[int], Sequence[int], Limits], list[int]]

@@ -24,18 +24,18 @@ from ...compression import ErrorFeedback
 from ...engine import Operation
 from ...logs import EVERYWHERE
 from ...replicas.replicas import BUFFERS_STAY, checksums, require_the_same
-from ..apart.own_steps import OwnSteps
-from ..apart.replica import Replica
-from ..apart.spent import Waited
-from ..apart.stepping import require_no_common_step, take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
 from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
 from ..learning_rate import LearningRate
+from ..local_training.own_steps import OwnSteps
+from ..local_training.replica import Replica
+from ..local_training.spent import Waited
+from ..local_training.stepping import require_no_common_step, take_over
 from ..options import Job
-from ..shares.cursor import ReplayedCursor, in_step, open_cursor, record_of
+from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
 from .mega_batches import MegaBatches
 from .options import MergingOptions
 from .report_wire import decode, encode

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..shares.cursor import Stretch
-from ..shares.shares import Limits
+from ..partitioning.cursor import Stretch
+from ..partitioning.shares import Limits
 from .batch_scaling import RULES, within
 from .options import BATCHES, MergingOptions
 from .strategies import STRATEGIES

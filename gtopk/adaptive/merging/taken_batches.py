@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from torch.utils.data import Sampler
 
-from ..apart.spent import Spent
-from ..shares.cursor import Cursor, Stretch
+from ..local_training.spent import Spent
+from ..partitioning.cursor import Cursor, Stretch
 
 
 class TakenBatches(Sampler[list[int]]):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError
-from ...lanes.residual_state import fits
+from ...exchange.residual_state import fits
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:

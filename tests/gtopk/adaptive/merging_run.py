@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
-from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.adaptive.partitioning.cursor import by_speed
 
 LENGTH = 203
 # By the clock, a thread may come too late for any batch of a mega-batch.

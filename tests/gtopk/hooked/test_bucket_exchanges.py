@@ -9,11 +9,11 @@ import torch
 
 from collectives.transports import local_world
 from gtopk.compression import GTopK
+from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE
 from gtopk.hooked.bucket_exchanges import BucketExchanges, split
 from gtopk.hooked.one_step import OneStep
-from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]

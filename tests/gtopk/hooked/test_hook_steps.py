@@ -13,10 +13,10 @@ import torch
 import gtopk
 from collectives.transports import Transport
 from gtopk.compression import GTopK
+from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.hooked.hook_steps import HookSteps
 from gtopk.hooked.one_step import NOT_FINITE, OneStep
-from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.recording.reading import read_run
 from gtopk.step.peers import Peers
 from gtopk.telemetry import parts

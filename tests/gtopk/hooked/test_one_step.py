@@ -10,9 +10,9 @@ import torch
 
 from collectives.transports import local_world
 from gtopk.compression import GTopK
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.hooked.one_step import NOT_FINITE, OneStep
-from gtopk.lanes.bucket_exchange import open_bucket_exchange
 
 
 @pytest.mark.parametrize("flags", [0, NOT_FINITE])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.adaptive.speeds.policies import spread_of
+from gtopk.adaptive.throughput.policies import spread_of
 from gtopk.simulate import delayed, joined, synchronous
 from gtopk.simulate.cluster import Cluster, Death, Slowdown
 from gtopk.simulate.modes import SIMULATED

@@ -12,9 +12,9 @@ import torch
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
+from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.lanes.bucket_exchange import BucketExchange, open_bucket_exchange
-from gtopk.lanes.sparse_gradients import SparseGradientExchange
+from gtopk.exchange.sparse_gradients import SparseGradientExchange
 from gtopk.step.advice import advice
 from gtopk.step.bucket_plan import buckets_by
 from gtopk.step.expected_step import ExpectedStep

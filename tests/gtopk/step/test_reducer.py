@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.lanes.bucket_exchange import BucketExchange
+from gtopk.exchange.bucket_exchange import BucketExchange
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.step import reducer
 from gtopk.step.expected_step import ExpectedStep

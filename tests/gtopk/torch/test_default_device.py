@@ -18,7 +18,7 @@ import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.memory import Memory
 from gtopk.adaptive.noise_scale import GradientCopy
-from gtopk.adaptive.shares.cuts import shuffled
+from gtopk.adaptive.partitioning.cuts import shuffled
 
 Device = Callable[[], AbstractContextManager[Any]]
 sparse = partial(torch.sparse_coo_tensor, check_invariants=True)

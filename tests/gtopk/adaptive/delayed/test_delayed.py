@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.apart.round_exchange import RoundExchange
 from gtopk.adaptive.delayed.agreed_settings import AgreedSettings
 from gtopk.adaptive.delayed.rounds import Ready, Reduced, Rounds
+from gtopk.adaptive.local_training.round_exchange import RoundExchange
 from gtopk.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run

@@ -10,7 +10,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk.adaptive.merging.strategies import STRATEGIES
-from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.replicas.replicas import BUFFERS_STAY
 from gtopk.world.state import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run, data

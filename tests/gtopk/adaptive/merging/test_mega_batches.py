@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gtopk.adaptive.merging.mega_batches import MegaBatches
 from gtopk.adaptive.merging.options import MergingOptions
 from gtopk.adaptive.merging.weights import Report
-from gtopk.adaptive.shares.cursor import by_speed, in_step
+from gtopk.adaptive.partitioning.cursor import by_speed, in_step
 
 
 def mega_batches(ranks: int, first_size: int = 16, **options: object) -> MegaBatches:

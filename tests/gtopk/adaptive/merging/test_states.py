@@ -12,7 +12,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.world.state import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run
 from tests.gtopk.adaptive.modelled_ranks import on_ranks

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.shares.shares import Limits
-from gtopk.adaptive.speeds.policies import POLICIES, Measured, equal_finish, spread_of
-from gtopk.adaptive.speeds.speed import Cost
+from gtopk.adaptive.partitioning.shares import Limits
+from gtopk.adaptive.throughput.policies import POLICIES, Measured, equal_finish, spread_of
+from gtopk.adaptive.throughput.speed import Cost
 
 
 def measured(sizes: list[int], costs: list[Cost]) -> Measured:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..shares.shares import Limits, whole
+from ..partitioning.shares import Limits, whole
 from .speed import Cost
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from collectives.transports.counter import LocalCounter
-from gtopk.adaptive.shares.cursor import (
+from gtopk.adaptive.partitioning.cursor import (
     ReplayedCursor,
     SharedCursor,
     Stretch,

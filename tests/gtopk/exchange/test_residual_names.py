@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from gtopk.lanes.residual_names import plain_name, translate, under_known_names, unmatched
-from gtopk.lanes.residual_state import ResidualState
+from gtopk.exchange.residual_names import plain_name, translate, under_known_names, unmatched
+from gtopk.exchange.residual_state import ResidualState
 
 
 @pytest.mark.parametrize(

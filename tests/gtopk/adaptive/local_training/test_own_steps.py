@@ -15,7 +15,7 @@ import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch import periods
-from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.recording.reading import RankRecord, Run, Step, read_run
 from gtopk.run_report.page import page
 from gtopk.telemetry import parts

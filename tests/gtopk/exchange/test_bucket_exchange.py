@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gtopk.compression import Compression
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.lanes.bucket_exchange import open_bucket_exchange
 
 
 def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
-from gtopk.adaptive.shares.shares import Limits
-from gtopk.adaptive.speeds.goodput import (
+from gtopk.adaptive.partitioning.shares import Limits
+from gtopk.adaptive.throughput.goodput import (
     LEAST_GAIN,
     MOST_CHANGE,
     Seen,
@@ -26,7 +26,7 @@ from gtopk.adaptive.speeds.goodput import (
     goodput,
     next_total,
 )
-from gtopk.adaptive.speeds.speed import Cost
+from gtopk.adaptive.throughput.speed import Cost
 from gtopk.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..shares.shares import Limits, whole
+from ..partitioning.shares import Limits, whole
 from .policies import Measured, Policy, equal_finish, spread_of
 from .speed import Cost, SpeedModel
 

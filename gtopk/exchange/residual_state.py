@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange.residual import AGE, ROWS, Residual
 from .bucket_exchange import BucketExchange
+from .residual import AGE, ROWS, Residual
 from .sparse_gradients import SparseGradientExchange
 
 # By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none, and

@@ -12,9 +12,9 @@ from collectives.transports import Transport
 
 from ..buckets.buckets import Bucket
 from ..buckets.placeholders import lacks_gradient
-from ..exchange.exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
-from ..exchange.exchanges import open_exchange
-from ..exchange.residual import ResidualSize
+from .exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
+from .exchanges import open_exchange
+from .residual import ResidualSize
 
 
 class BucketExchange:

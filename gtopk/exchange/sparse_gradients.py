@@ -19,8 +19,8 @@ from collectives.transports import Transport
 
 from ..buckets.arrays import as_bytes
 from ..buckets.placeholders import lacks_gradient
-from ..exchange.exchange import Exchanged
-from ..exchange.residual import ResidualSize
+from .exchange import Exchanged
+from .residual import ResidualSize
 
 
 class SparseGradientExchange:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.shares.cuts import Plan, cut_epoch, shuffled
+from gtopk.adaptive.partitioning.cuts import Plan, cut_epoch, shuffled
 
 
 @st.composite

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..shares.shares import Limits
+from ..partitioning.shares import Limits
 from .policies import finish_seconds
 from .speed import Cost
 
