@@ -147,23 +147,23 @@ class _DistributedOptimizer(Readings):
         require_scaled(self.scaler, self)
         self._tell_of_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
-        round = self._reducer.reduce()
+        transaction = self._reducer.reduce()
         reduced = time.perf_counter()
-        if round.computes_late:  # on a GPU: backward was launched by then, and not over
-            begun = max(begun, min(round.ready, reduced))
+        if transaction.computes_late:  # on a GPU: backward was launched by then, and not over
+            begun = max(begun, min(transaction.ready, reduced))
         compute_seconds = begun - ended_before if ended_before else 0.0
-        self._skip = not round.finite()
+        self._skip = not transaction.finite()
         if self._skip:
-            round.skip()
+            transaction.skip()
         else:
-            self._reducer.apply(round)
+            self._reducer.apply(transaction)
             if self._makes_adam_steps:
                 self._agreed = AgreedSteps(self._reducer.trained())
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
-            round,
+            transaction,
             step=self._world.step,
             compute_seconds=compute_seconds,
             waits=[(begun, self._exchange_ended)],
@@ -171,10 +171,10 @@ class _DistributedOptimizer(Readings):
             apply_seconds=self._exchange_ended - reduced,
             predicted_seconds=self._reducer.expected.seconds,
             skipped=self._skip,
-            samples=round.samples.count,
+            samples=transaction.samples.count,
         )
         if not self._skip:
-            seconds = round.ready - ended_before if ended_before else None
+            seconds = transaction.ready - ended_before if ended_before else None
             self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
@@ -189,9 +189,10 @@ class _DistributedOptimizer(Readings):
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             self._world.timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
+            culprits = zip(self._reducer.peers.ranks, transaction.culprits, strict=False)
             where = "; ".join(
                 f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-                for rank, names in zip(self._reducer.peers.ranks, round.culprits, strict=False)
+                for rank, names in culprits
                 if names
             )
             self._skipped.note(self._world.rank, self._world.step, where)

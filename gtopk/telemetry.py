@@ -131,7 +131,7 @@ class Sized(Protocol):
 
 
 class Reported(Protocol):
-    """A round, or what stands for one, as far as its report goes; see `Round`."""
+    """A transaction, or what stands for one, as far as its report goes; see `StepTransaction`."""
 
     @property
     def operations(self) -> Mapping[int, Operation]: ...
@@ -145,7 +145,7 @@ class Reported(Protocol):
 
 @dataclass
 class Seen:
-    """What was seen of a step that is no Round: as much of one as a report goes by."""
+    """What was seen of a step that is no StepTransaction: as much of one as a report goes by."""
 
     operations: dict[int, Operation] = field(default_factory=dict)
     exchanged: dict[int, Exchanged] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Seen:
 
 
 def report(
-    round: Reported,
+    transaction: Reported,
     *,
     step: int,
     compute_seconds: float,
@@ -167,12 +167,12 @@ def report(
     local_steps: int = 1,
     covers: str = "step",
 ) -> StepReport:
-    """Return what a round, which is over, was for its step.
+    """Return what a transaction, which is over, was for its step.
 
     waits: from when to when the program waited; they do not overlap.
     predicted_seconds: of the step, where the exchanges themselves predict nothing.
     """
-    operations, exchanged = round.operations.values(), list(round.exchanged.values())
+    operations, exchanged = transaction.operations.values(), list(transaction.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)
     exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
     agree_seconds = sum(operation.agree_seconds for operation in operations)
@@ -190,9 +190,9 @@ def report(
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
-        hidden_seconds=sum(_outside(span, waits) for span in round.spans),
-        working_seconds=sum(ended - begun for begun, ended in round.spans),
-        buckets=len(round.bucket_exchanges),
+        hidden_seconds=sum(_outside(span, waits) for span in transaction.spans),
+        working_seconds=sum(ended - begun for begun, ended in transaction.spans),
+        buckets=len(transaction.bucket_exchanges),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
         predicted_seconds=predicted_seconds if exchanged else None,
         sent_bytes=sum(operation.traffic.sent_bytes for operation in operations),
@@ -200,7 +200,7 @@ def report(
         bytes_counted=all(each.bytes_counted for each in exchanged),
         coded_entries=sum(each.coded.entries for each in exchanged),
         coded_bytes=sum(each.coded.bytes for each in exchanged),
-        elements=sum(bucket_exchange.elements for bucket_exchange in round.bucket_exchanges),
+        elements=sum(bucket_exchange.elements for bucket_exchange in transaction.bucket_exchanges),
         samples=samples,
         selected=sum(each.selected for each in exchanged),
         updated=sum(each.updated for each in exchanged),

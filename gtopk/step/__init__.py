@@ -7,7 +7,7 @@ samples.py          of how many samples; weights.py: so, what they weigh
 bucket_plan.py      which parameters share a bucket
 bucket_layout.py    which buckets there are, as rank 0 says; planned_buckets.py: as all have them
 overlap.py          buckets that are complete go ahead
-rounds.py           one try: all buckets are exchanged before any counts
+step_transaction.py one try: all buckets are exchanged before any counts
 peers.py            the ranks that do so together; join_shadow.py: one of which has joined
 grad_scaler.py      GradScaler's scale
 skipped_steps.py    steps that no rank applied; skip_counter.py: too many of them

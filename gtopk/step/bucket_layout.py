@@ -18,7 +18,7 @@ from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import SparseGradientExchange
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .options import Options
-from .rounds import AnyBucketExchange
+from .step_transaction import AnyBucketExchange
 
 
 class Agreed(NamedTuple):

@@ -19,7 +19,7 @@ class StandsIn(Protocol):
         """Leave the step that this rank is in, if any: it is about to join."""
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank does of a bucket in the others' round."""
+        """Return what this rank does of a bucket in the others' transaction."""
 
 
 # Of each engine, by the name of its operations; none is kept for this alone.

@@ -13,7 +13,7 @@ import torch
 from ..compression import hides_behind_backward
 from ..logs import EVERYWHERE
 from .peers import Peers
-from .rounds import AnyBucketExchange
+from .step_transaction import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 

@@ -26,7 +26,7 @@ from ..exchange.sparse_gradients import SparseGradientExchange
 from .bucket_layout import Agreed, Plan
 from .options import Options
 from .peers import Peers
-from .rounds import AnyBucketExchange
+from .step_transaction import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 

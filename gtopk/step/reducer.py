@@ -3,7 +3,7 @@
 first step   nothing is known of the order of gradients: all ranks plan, then exchange
 later        a bucket is submitted when its gradients are complete, the last by `reduce`
 any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
-             embedding became sparse): the round is void, all ranks plan anew and exchange
+             embedding became sparse): the transaction is void, all ranks plan anew and exchange
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
-from .rounds import Round
+from .step_transaction import StepTransaction
 from .samples import Samples, note_stepper
 from .weights import LocalClip
 
@@ -47,7 +47,7 @@ class Reducer:
     """Reduces the gradients of an optimizer's parameters.
 
     names:    of all parameters; those that come later are added.
-    progress: what exchanges go by; its steps are counted by whoever applies the rounds.
+    progress: what exchanges go by; its steps are counted by whoever applies the transactions.
     planned:  the buckets that are exchanged.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     samples:  that this rank's gradients come from; where nobody says, op weighs them.
@@ -81,12 +81,14 @@ class Reducer:
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
         self.aside_for = ""
         self._optimizer = optimizer
-        self._round: Round | None = None
-        self._applied: Round | None = None  # its update: in the gradients, and not stepped with yet
+        self._transaction: StepTransaction | None = None
+        self._applied: StepTransaction | None = (
+            None  # its update: in the gradients, and not stepped with yet
+        )
         self._has_told_of_lacking = False
         self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
-        self._shadow: Round | None = None
+        self._shadow: StepTransaction | None = None
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -98,9 +100,9 @@ class Reducer:
         """
         self._settle_applied()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
-        round, self._round = self._round, None
-        if round is not None:
-            round.drop()
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.drop()
         self.planned.dissolve()
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
@@ -140,20 +142,20 @@ class Reducer:
             return  # what weighs nothing is overwritten; not before it is sure that it does
         if not self._is_here():
             return
-        if self._round is not None and index in self._round.operations:
+        if self._transaction is not None and index in self._transaction.operations:
             return
         if not all(map(self.planned.takes, self.planned.bucket_exchanges[index].parameters)):
             return  # one has turned sparse: `reduce` plans anew
-        if self._round is None:
-            self._round = self._open()
-        self._round.submit_early(index)
+        if self._transaction is None:
+            self._transaction = self._open()
+        self._transaction.submit_early(index)
 
     def _is_here(self) -> bool:
         """Tell whether this is still the world that was entered; `reduce` enters another."""
         return world.is_initialized() and world.current() is self.peers.world
 
-    def reduce(self) -> Round:
-        """Exchange all gradients; the round that counts is to be applied, or skipped.
+    def reduce(self) -> StepTransaction:
+        """Exchange all gradients; the transaction that counts is to be applied, or skipped.
 
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
         then what they were.
@@ -162,24 +164,24 @@ class Reducer:
         if self.hooks.order:
             self.progress.backward_seconds = self.hooks.seconds
             self.progress.backward_began = self.hooks.began
-        round, self._round = self._round, None
+        transaction, self._transaction = self._transaction, None
         order = self.hooks.order
         self.hooks.forget()  # also where this fails: the next step counts
-        if round is not None and round.samples != self.samples:  # said after backward
-            round.invalidate()
+        if transaction is not None and transaction.samples != self.samples:  # said after backward
+            transaction.invalidate()
         if not self.planned.bucket_exchanges:
             self._plan(order)
         while True:
-            round = round or self._open()
-            self._finish(round)
-            if not round.void:
-                return round
-            round.drop()
-            if round.changed:
+            transaction = transaction or self._open()
+            self._finish(transaction)
+            if not transaction.void:
+                return transaction
+            transaction.drop()
+            if transaction.changed:
                 self.overlap.stop(self.peers)
-            if round.unplanned:
+            if transaction.unplanned:
                 self._plan(order)
-            round = None
+            transaction = None
 
     def _plan(self, order: list[torch.nn.Parameter]) -> None:
         """Make the buckets with all ranks, and exchange them from now on."""
@@ -193,10 +195,10 @@ class Reducer:
         self.overlap.warn_of_a_single_bucket(self.peers)
         self.expected.measure(self.planned.bucket_exchanges, self.peers)
 
-    def _finish(self, round: Round) -> None:
+    def _finish(self, transaction: StepTransaction) -> None:
         here = self.peers.world
         try:
-            round.finish(
+            transaction.finish(
                 self.planned.is_outdated(self.trained()), preempted=here.termination_requested
             )
         except BaseException as error:
@@ -208,12 +210,12 @@ class Reducer:
                     type(error).__name__,
                     extra=EVERYWHERE,
                 )
-            round.drop()
+            transaction.drop()
             raise
         finally:
             self.overlap.await_all(self.planned.bucket_exchanges)
-        here.note_preempted(round.preempted)
-        self._tell_of_lacking(round.lacking)
+        here.note_preempted(transaction.preempted)
+        self._tell_of_lacking(transaction.lacking)
 
     def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
         """Say, once, that a gradient counts as zeros on some ranks: it may be meant, or a slip."""
@@ -229,10 +231,10 @@ class Reducer:
             extra=EVERYWHERE,
         )
 
-    def apply(self, round: Round) -> None:
-        """Replace the gradients by a round's update, and count the step that is taken with it."""
-        round.apply()
-        self._applied, self._rolled_back = round, False
+    def apply(self, transaction: StepTransaction) -> None:
+        """Replace the gradients by a transaction's update, and count the step taken with it."""
+        transaction.apply()
+        self._applied, self._rolled_back = transaction, False
         self.progress.steps += 1
 
     def commit(self) -> None:
@@ -260,7 +262,7 @@ class Reducer:
             self._applied, self._rolled_back = None, True
             self.progress.steps -= 1
 
-    def _open(self) -> Round:
+    def _open(self) -> StepTransaction:
         self._settle_applied()
         if self._shadow is not None:
             self._shadow.undo()  # where it came to no end
@@ -275,7 +277,7 @@ class Reducer:
             allowed_mean=self.options.global_clip_norm if by_adam else None,
             ratio=mean_square_ratio(self.planned.bucket_exchanges),
         )
-        return Round(
+        return StepTransaction(
             self.planned.bucket_exchanges,
             self.peers.engine,
             self.planned.signature,
@@ -293,12 +295,12 @@ class Reducer:
 
         The others try anew without its gradients; its residual is what it was before.
         """
-        if self._round is not None:
-            self._round.break_off()
-            self._shadow, self._round = self._round, None
+        if self._transaction is not None:
+            self._transaction.break_off()
+            self._shadow, self._transaction = self._transaction, None
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank, which has joined, does of a bucket in the others' round."""
+        """Return what this rank, which has joined, does of a bucket in the others' transaction."""
         here = self.peers.world
         if index >= len(self.planned.bucket_exchanges):
             raise RuntimeError(
@@ -322,8 +324,8 @@ class Reducer:
 
         An update that nobody has stepped with is taken back: this rank has the residual that it had
         before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
-        A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
-        gradients will be there, so that it will be void.
+        A transaction that has begun goes on until `reduce`: the other ranks may be in it. By then
+        other gradients will be there, so that it will be void.
         """
         if self._applied is not None and not self._applied.may_have_stepped:
             self._roll_back()
@@ -340,11 +342,11 @@ class Reducer:
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
         """Return the operations on their way, by parameter."""
-        if self._round is None:
+        if self._transaction is None:
             return {}
         return {
             parameter: operation
-            for index, operation in self._round.operations.items()
+            for index, operation in self._transaction.operations.items()
             for parameter in self.planned.bucket_exchanges[index].parameters
         }
 
@@ -372,8 +374,8 @@ class Reducer:
 
         Without an update that nobody has stepped with: the parameters do not have it, either.
         """
-        if self._round is not None:
-            self._round.settle()
+        if self._transaction is not None:
+            self._transaction.settle()
         if self._applied is not None and self._applied.may_have_stepped:
             self.commit()
         return self.planned.take_state_out()
@@ -382,7 +384,7 @@ class Reducer:
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on; see `PlannedBuckets.put_state_in`."""
-        if self._round is not None:
-            self._round.invalidate()
+        if self._transaction is not None:
+            self._transaction.invalidate()
         self.commit()
         self.planned.put_state_in(residuals, records, steps)

@@ -18,7 +18,7 @@ from gtopk.exchange.bucket_exchange import BucketExchange
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.step import reducer
 from gtopk.step.expected_step import ExpectedStep
-from gtopk.step.rounds import Round
+from gtopk.step.step_transaction import StepTransaction
 from gtopk.world import world
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
@@ -477,9 +477,9 @@ def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(thre
 
 def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, caplog):
     """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
-    ended = Round.finish
+    ended = StepTransaction.finish
 
-    def finish(self: Round, unplanned: bool, preempted: bool) -> None:
+    def finish(self: StepTransaction, unplanned: bool, preempted: bool) -> None:
         ended(self, unplanned, preempted)
         raise KeyboardInterrupt
 
@@ -493,7 +493,7 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
         optimizer = distribute(model)
         step(0)
         before = held(optimizer)
-        monkeypatch.setattr(Round, "finish", finish)
+        monkeypatch.setattr(StepTransaction, "finish", finish)
         with pytest.raises(KeyboardInterrupt):
             step(1)
         np.testing.assert_array_equal(held(optimizer), before)

@@ -1,18 +1,20 @@
-"""Round: one try at a step. All buckets are exchanged before any of it counts.
+"""StepTransaction: one try at a step. All buckets are exchanged before any of it counts.
 
     buckets   0    1    2    last         a bucket is submitted when its gradients are complete, the
     hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
-    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the round counts
+    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the transaction counts
 
-Flags say whether this rank's gradients are finite, which of them are missing, of how many samples
-they are, and, in buckets that `synchronize` submits, whether the round is void: because gradients
-were changed after their bucket was submitted, or belong to no bucket. The last one also says
-whether this rank had SIGTERM (`preemption`). Where the exchange finds what is not finite, and on a
-GPU, gradients pass for finite, and their sum, the same on all ranks, tells. A rank that joins in
-the middle of a round submits what is left as void. So all ranks apply a round; or skip the step,
-where a gradient or a sum is not finite; or try again with what, and who, is there by then.
-Residuals that a round began to change are, where it does not count, to the bit what they were. So
-they are where its update was applied to the gradients, but nobody stepped with them.
+Each bucket's flags say whether this rank's gradients are finite, which are missing, and of how many
+samples they are. In buckets that `synchronize` submits they also say whether the transaction is
+void: gradients were changed after their bucket was submitted, or belong to no bucket. The last
+bucket's flags also say whether this rank had SIGTERM (`preemption`). Where the exchange itself
+finds values that are not finite, and on a GPU, gradients pass for finite, and the sum, the same on
+all ranks, tells. A rank that joins in the middle of a transaction submits the rest as void.
+
+So all ranks do the same: they apply the transaction, skip the step because a gradient or a sum is
+not finite, or try again with the gradients and ranks that are there by then. A transaction that
+does not count leaves residuals as they were, to the bit; so does one whose update was applied to
+the gradients when nobody stepped with them.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
 class AnyBucketExchange(Protocol):
-    """What a round asks of a bucket; see `BucketExchange`."""
+    """What a transaction asks of a bucket; see `BucketExchange`."""
 
     name: str
     names: list[str]
@@ -91,7 +93,7 @@ class AnyBucketExchange(Protocol):
     def let_go(self) -> None: ...
 
 
-class Round:
+class StepTransaction:
     """The exchange of all buckets, once.
 
     signature: what must be equal on all ranks in every bucket.
@@ -101,9 +103,9 @@ class Round:
     scale:   what the gradients are divided by before the sum, which is multiplied with it.
     predivide: the same again, in buckets that hold nothing back.
     clip:    shortens them, once their weight is known.
-    changed: gradients were, on some rank, after their bucket was submitted: the round is void.
-    unplanned: some rank has a gradient that belongs to no bucket: the round is void.
-    broken_off: some rank has joined before the end of it: the round is void.
+    changed: gradients were, on some rank, after their bucket was submitted: void.
+    unplanned: some rank has a gradient that belongs to no bucket: void.
+    broken_off: some rank has joined before the end of it: void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
         the sum is not finite though they are.
     spans:   when the engine worked on a bucket: begin and end, on the clock of time.perf_counter.
@@ -160,20 +162,20 @@ class Round:
 
     @property
     def void(self) -> bool:
-        """Tell whether the round does not count, on any rank."""
+        """Tell whether the transaction does not count, on any rank."""
         return self.changed or self.unplanned or self.broken_off
 
     def break_off(self) -> None:
         """Submit what is left as void, and wait for nothing: this rank is about to join.
 
-        The others end the round when they, too, have submitted it all, or joined.
+        The others end the transaction when they, too, have submitted it all, or joined.
         """
         for index in self._late():
             self._submit(index, _BROKEN_OFF)
         self.shadowed.update(self.operations)
 
     def finish(self, unplanned: bool, preempted: bool) -> None:
-        """Exchange what is left, and know on every rank what becomes of the round.
+        """Exchange what is left, and know on every rank what becomes of the transaction.
 
         unplanned: this rank has a gradient that belongs to no bucket.
         preempted: it had SIGTERM.
@@ -211,7 +213,7 @@ class Round:
         ]
 
     def invalidate(self) -> None:
-        """Undo what was exchanged; `finish` will tell the others that the round is void."""
+        """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
         self.settle()
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
@@ -223,13 +225,13 @@ class Round:
         self.undo()
 
     def undo(self) -> None:
-        """Undo what was exchanged, of a round of which nothing is on its way any more."""
+        """Undo what was exchanged, of a transaction of which nothing is on its way any more."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
             bucket_exchange.let_go()
 
     def settle(self) -> None:
-        """Wait until nothing of this round is on its way any more."""
+        """Wait until nothing of this transaction is on its way any more."""
         for operation in self.operations.values():
             with suppress(Exception):
                 operation.wait()
@@ -246,7 +248,7 @@ class Round:
         return any(each.ready_at is not None for each in self.exchanged.values())
 
     def finite(self) -> bool:
-        """Tell whether the round has an update to apply."""
+        """Tell whether the transaction has an update to apply."""
         return not self._stopped and all(each.finite for each in self.exchanged.values())
 
     def apply(self) -> None:
@@ -282,7 +284,7 @@ class Round:
         )
 
     def skip(self) -> None:
-        """Make all gradients NaN, and undo the round: nothing of it is left in the residuals."""
+        """Make all gradients NaN, and undo the transaction, in the residuals, too."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
             bucket_exchange.poison()
