@@ -40,8 +40,8 @@ from .exchange.residual_state import ResidualState, fits
 from .hooked.bucket_exchanges import BucketExchanges, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
-from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
+from .hooked.optimizer_checks import look_at_optimizers
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers

@@ -52,8 +52,8 @@ from .hooked.bucket_exchanges import BucketExchanges
 from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
-from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import OneStep, flags_of
+from .hooked.optimizer_checks import look_at_optimizers
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS

@@ -74,7 +74,7 @@ class _DistributedOptimizer(Readings):
         self._synchronized = False
         self._skip = False
         self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
-        self._in_hand = Listener()  # else that of `adapt`
+        self._current_batch = Listener()  # else that of `adapt`
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
@@ -139,7 +139,7 @@ class _DistributedOptimizer(Readings):
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
-            self._in_hand.enter(here)
+            self._current_batch.enter(here)
             self._world = here
         if not self._reducer.peers.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
@@ -255,7 +255,7 @@ class _DistributedOptimizer(Readings):
             self._local.restore()
         self._reducer.commit()
         self._skip = False
-        self._in_hand.end_step()
+        self._current_batch.end_step()
         self._world.step += 1
         if self._reducer.peers.takes_part:
             self._replicas.after_step(self.state)
@@ -323,7 +323,7 @@ class _DistributedOptimizer(Readings):
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._reducer.drop()
-        self._in_hand.drop()
+        self._current_batch.drop()
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ..wire import EXACT, Format
 from .calibrated import calibrate
 from .calibration import Calibration
 from .choice import Budget, Correction, choose
-from .lag import Training, lag_steps
+from .convergence_delay import Training, lag_steps
 from .network import Network
 from .prediction import Candidate, Prediction, Traffic, predict
 from .rates import DEFAULT_RATES, CodingRate, Rates

@@ -17,7 +17,7 @@ from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .cache import Facts, as_json, cache_path, calibration_from, load, save
 from .calibration import Calibration, assumed, measure
-from .crowding import ranks_per_core
+from .core_oversubscription import ranks_per_core
 from .probes import Clock
 from .recheck import still_holds
 

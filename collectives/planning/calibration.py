@@ -35,9 +35,9 @@ from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
-from .calls import DENSITY, measure_calls, own_call_seconds, picks
-from .crowding import ranks_per_core
+from .core_oversubscription import ranks_per_core
 from .network import Network
+from .per_call_overhead import DENSITY, measure_calls, own_call_seconds, picks
 from .probes import (
     NOT_MEASURED,
     SMALLEST_ALLREDUCE_BYTES,

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from ..wire import Format
 from .calibration import Calibration
-from .lag import WITHOUT_END, Training
+from .convergence_delay import WITHOUT_END, Training
 from .network import Network
 from .prediction import USUAL_WIDENINGS, Candidate, Prediction, most_bytes, predict
 

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 from ..algorithms.growth import USUAL_GROWTH
 from ..wire import EXACT, Format
 from .bucket import Bucket
+from .convergence_delay import lag_steps
 from .formats import message_bytes, most_message_bytes
-from .lag import lag_steps
 from .network import Network
 from .rates import Rates
 from .schedules import Order, Round, list_sizes, schedule

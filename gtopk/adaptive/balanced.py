@@ -22,8 +22,8 @@ from ..buckets.parameters import trained_by
 from ..objects import decode, encode
 from ..step.grad_scaler import loss_scale
 from ..step.samples import whole_number
+from .batches.current_batch import CurrentBatch
 from .batches.epochs import Epochs
-from .batches.in_hand import InHand
 from .batches.next_world import entered, is_over
 from .batches.same_stream import require_the_same
 from .batches.sources import open_source
@@ -70,7 +70,7 @@ class BalancedLoader:
         self.dataset = job.loader.dataset
         self._memory = Memory(world.rank)
         self._timer = job.timer or GradientTimer(job.optimizer)
-        self._in_hand = InHand.of(job.optimizer)
+        self._current_batch = CurrentBatch.of(job.optimizer)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
         self._aims = options.policy == "goodput"
@@ -209,9 +209,9 @@ class BalancedLoader:
                 try:
                     yield batch
                 except GeneratorExit:  # the script has broken it off
-                    self._in_hand.leave(cut)
+                    self._current_batch.leave(cut)
                     raise
-                self._in_hand.let_go(cut)
+                self._current_batch.let_go(cut)
                 self.drain()
 
     def _hand_over(self, cut: Cut) -> None:
@@ -219,7 +219,7 @@ class BalancedLoader:
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         reduction = self._options.loss_reduction
-        self._in_hand.take(cut, self.num_samples, reduction, self._world)
+        self._current_batch.take(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from .batches.in_hand import InHand
+from .batches.current_batch import CurrentBatch
 from .noise_scale import Noise
 
 Factor = Callable[[float, Noise | None, float], float]
@@ -46,8 +46,8 @@ class LearningRate:
     def __init__(self, optimizer: torch.optim.Optimizer, scaling: str, reference: float) -> None:
         self._factor = FACTORS[scaling]
         self._reference = reference
-        self._in_hand = InHand.of(optimizer)
+        self._current_batch = CurrentBatch.of(optimizer)
 
     def scale(self, samples: int, noise: Noise | None) -> None:
         """Set the factor for a batch of so many samples over all ranks."""
-        self._in_hand.factor = self._factor(samples / self._reference, noise, self._reference)
+        self._current_batch.factor = self._factor(samples / self._reference, noise, self._reference)

@@ -10,7 +10,7 @@ moments.py           Adam's, before the selection
 node_exchange.py     sums inside a node, picks between the nodes
 deltas.py            what a step changed in place of gradients, for Adasum
 exchanges.py         which exchange a compression stands for
-automatic.py         the one that runs what a judge says
-judge.py             from predictions first, from measurements then
+automatic.py         the one that runs what a selector says
+algorithm_selector.py from predictions first, from measurements then
 calibration.py       what the predictions go by
 """

@@ -1,4 +1,4 @@
-"""The automatic exchange: all ranks run what rank 0's judge says, and tell it what that takes.
+"""The automatic exchange: all ranks run what rank 0's selector says, and tell it what that takes.
 
 What looking costs: the calibration, about two seconds or nothing from the cache; some dense steps,
 first where sparse may be slower, later where it cannot, when they are a hundredth of what has
@@ -36,6 +36,7 @@ from collectives.transports import Transport
 
 from ..buckets.buckets import Bucket
 from ..compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
+from .algorithm_selector import AlgorithmSelector, Measured
 from .calibration import calibration_of
 from .exchange import (
     DenseExchange,
@@ -45,7 +46,6 @@ from .exchange import (
     SparseExchange,
     open_residual,
 )
-from .judge import Judge, Measured
 from .residual import Residual
 
 _log = logging.getLogger("gtopk")
@@ -77,7 +77,7 @@ class AutomaticExchange:
         self.share = share
         self.room_share = room_share
         self.residual: Residual = open_residual(bucket, compression)
-        self.judge: Judge | None = None  # None: the ranks have not met yet
+        self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
         self._progress = progress
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # and not applied yet
@@ -88,7 +88,7 @@ class AutomaticExchange:
     @property
     def signature(self) -> str:
         """Return the options, and what is about to run."""
-        now = str(self.judge.chosen.candidate) if self.judge else "undecided"
+        now = str(self.selector.chosen.candidate) if self.selector else "undecided"
         return f"{self.compression.signature()}, now {now}"
 
     @property
@@ -97,13 +97,13 @@ class AutomaticExchange:
         return not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        if self.judge is None:
-            self.judge = self._begin(bucket, transport)
-        elif len(self._seen) >= self.judge.window:
-            self._look(self.judge, bucket, transport)
+        if self.selector is None:
+            self.selector = self._begin(bucket, transport)
+        elif len(self._seen) >= self.selector.window:
+            self._look(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
         self._exchanged = exchanged if transport.size > 1 else None
-        return dataclasses.replace(exchanged, predicted_seconds=self.judge.chosen.seconds)
+        return dataclasses.replace(exchanged, predicted_seconds=self.selector.chosen.seconds)
 
     def apply(self, bucket: Bucket) -> None:
         """Apply as what ran does; that belongs to what the step took."""
@@ -124,26 +124,26 @@ class AutomaticExchange:
         """Return it of what runs."""
         return self._exchange.sent_mass()
 
-    def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
+    def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
-        judge = Judge(
+        selector = AlgorithmSelector(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.share
         )
-        self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
+        self._run(selector, agreed(selector.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(
                 "compression of %s elements begins with %s, expected to take %.3g ms a step%s, in "
                 "a training of %s steps (Compression.auto(steps=...)); links and rates: %s",
                 f"{bucket.length:,}",
-                judge.chosen.candidate,
-                1e3 * judge.chosen.seconds,
-                ", to measure what has to be beaten" if judge.probing else "",
+                selector.chosen.candidate,
+                1e3 * selector.chosen.seconds,
+                ", to measure what has to be beaten" if selector.probing else "",
                 f"{self.compression.steps:,}",
                 calibration.origin,
             )
-        return judge
+        return selector
 
     def _see(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
         if self._to_settle:
@@ -161,19 +161,19 @@ class AutomaticExchange:
             )
         )
 
-    def _look(self, judge: Judge, bucket: Bucket, transport: Transport) -> None:
+    def _look(self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport) -> None:
         """Hold what was measured against what was predicted, the same on every rank."""
         *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
         self._seen.clear()
         # The slowest rank decides; for the time to hide behind, the one with the least of it.
         *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
-        measured, before = Measured(*parts)._replace(room_seconds=-room), judge.chosen
-        candidate = agreed(judge.judge(measured, -backward), transport)
+        measured, before = Measured(*parts)._replace(room_seconds=-room), selector.chosen
+        candidate = agreed(selector.reconsider(measured, -backward), transport)
         changed = candidate != before.candidate
         if changed:
-            self._run(judge, candidate, bucket)
+            self._run(selector, candidate, bucket)
         else:
-            judge.run(candidate)  # with what was learnt of it
+            selector.run(candidate)  # with what was learnt of it
         if transport.rank == 0:
             room_ms = 1e3 * measured.room_seconds
             _log.log(
@@ -184,15 +184,15 @@ class AutomaticExchange:
                 1e3 * measured.seconds,
                 1e3 * before.seconds,
                 f", of which backward may hide {room_ms:.3g}" if room_ms else "",
-                f"; from now on {judge.chosen.candidate}, expected to take "
-                f"{1e3 * judge.chosen.seconds:.3g}"
+                f"; from now on {selector.chosen.candidate}, expected to take "
+                f"{1e3 * selector.chosen.seconds:.3g}"
                 if changed
                 else "",
             )
 
-    def _run(self, judge: Judge, candidate: Candidate, bucket: Bucket) -> None:
+    def _run(self, selector: AlgorithmSelector, candidate: Candidate, bucket: Bucket) -> None:
         """Run another candidate from now on; the residual stays."""
-        judge.run(candidate)
+        selector.run(candidate)
         self._to_settle = SETTLING_STEPS
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)

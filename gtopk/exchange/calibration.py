@@ -13,8 +13,8 @@ import torch
 
 from collectives.kernels import clear_at
 from collectives.planning import Calibration, calibrate
-from collectives.planning.calls import DENSITY
 from collectives.planning.formats import FORMATS
+from collectives.planning.per_call_overhead import DENSITY
 from collectives.planning.probes import agree_on_slowest
 from collectives.planning.rates import Rates
 from collectives.transports import Transport

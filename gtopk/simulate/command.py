@@ -23,7 +23,7 @@ from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
 from .cluster import GIGABIT, Cluster, Death, Slowdown
-from .hushed import hushed
+from .log_filter import hushed
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .networks import NETWORKS
 from .page import page

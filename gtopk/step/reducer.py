@@ -36,8 +36,8 @@ from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
-from .step_transaction import StepTransaction
 from .samples import Samples, note_stepper
+from .step_transaction import StepTransaction
 from .weights import LocalClip
 
 _log = logging.getLogger("gtopk")

@@ -22,7 +22,6 @@ from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .batch_in_hand import BatchInHand
 from .check import check
 from .claimed_batches import ClaimedBatches
 from .class_sizes import ClassSizes
@@ -34,6 +33,7 @@ from .periods import Periods
 from .report import Report, report_of
 from .shared_model import SharedModel, layout_of, require_shareable, states_of
 from .sizes import Sizer, default_thresholds
+from .workers_batch import BatchInHand
 from .writer import Writer
 
 

@@ -12,7 +12,7 @@ from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, Format, Network
 from collectives.planning.calibration import agree_on_rates, measure_network, measure_rates
-from collectives.planning.calls import measure_calls
+from collectives.planning.per_call_overhead import measure_calls
 from collectives.transports import Transport
 
 from ...machine import load, this_machine

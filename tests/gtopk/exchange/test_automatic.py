@@ -26,7 +26,7 @@ from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.exchange import automatic, calibration, exchange
-from gtopk.exchange.judge import FIRST_WINDOW, Judge
+from gtopk.exchange.algorithm_selector import FIRST_WINDOW, AlgorithmSelector
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Sum
 from gtopk.step import hooks
@@ -119,7 +119,7 @@ CANDIDATES = [
 ]
 
 
-class Restless(Judge):
+class Restless(AlgorithmSelector):
     """Says something else after every step."""
 
     def begin(self, backward_seconds: float) -> Candidate:
@@ -127,7 +127,7 @@ class Restless(Judge):
         self.said = 0
         return CANDIDATES[0]
 
-    def judge(self, measured: Any, backward_seconds: float) -> Candidate:
+    def reconsider(self, measured: Any, backward_seconds: float) -> Candidate:
         self.said += 1
         # Two steps of each: one in which it changes over, and one after it.
         return CANDIDATES[self.said // 2 % len(CANDIDATES)]
@@ -136,7 +136,7 @@ class Restless(Judge):
 @pytest.fixture
 def restless(monkeypatch, calibrated):
     calibrated(FREE)
-    monkeypatch.setattr(automatic, "Judge", Restless)
+    monkeypatch.setattr(automatic, "AlgorithmSelector", Restless)
     monkeypatch.setattr(automatic, "SETTLING_STEPS", 0)
 
 
@@ -263,7 +263,7 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
                 optimizer.step()
             step = optimizer.last_step
             densities = {
-                bucket_exchange.exchange.judge.chosen.candidate
+                bucket_exchange.exchange.algorithm_selector.chosen.candidate
                 for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
             }
             assert len(densities) == 1, "alike in all buckets of a size"

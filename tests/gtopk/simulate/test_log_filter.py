@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from gtopk.simulate.hushed import hushed
+from gtopk.simulate.log_filter import hushed
 from gtopk.world import stragglers
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.adaptive.batches.in_hand import InHand
+from gtopk.adaptive.batches.current_batch import CurrentBatch
 from gtopk.adaptive.learning_rate import LearningRate
 from gtopk.world.state import World
 from tests.gtopk.adaptive.batches.test_next_world import in_turn
@@ -182,10 +182,10 @@ def test_a_modes_own_step_leaves_no_factor(mode: str, options: dict[str, Any]) -
         script = Script()
         factors = []
         for _ in script.adapted(5, mode=mode, **options):
-            factors.append(InHand.of(script.optimizer).factor)
+            factors.append(CurrentBatch.of(script.optimizer).factor)
             script.step()
         assert len(factors) == 2
-        assert {*factors, InHand.of(script.optimizer).factor} == {1.0}
+        assert {*factors, CurrentBatch.of(script.optimizer).factor} == {1.0}
 
     on_ranks(1, program)
 

@@ -1,4 +1,4 @@
-"""InHand: the batch that an optimizer's next step is of, and what that step has of it.
+"""CurrentBatch: the batch that an optimizer's next step is of, and what that step has of it.
 
 hand-over   this rank's gradients weigh the batch's samples, the rates have its factor
 step        the rates are multiplied, and put back
@@ -16,7 +16,7 @@ from ...step.samples import Samples
 from ...world.state import World
 
 
-class InHand(Listener):
+class CurrentBatch(Listener):
     """What is in hand of an optimizer; one, whichever loaders it has.
 
     The batch handed out last counts. If each loader multiplied the rates by itself, one would put
@@ -55,11 +55,11 @@ class InHand(Listener):
             self._adam.factor = factor
 
     @classmethod
-    def of(cls, optimizer: Any) -> InHand:
+    def of(cls, optimizer: Any) -> CurrentBatch:
         """Return the optimizer's, made where there is none."""
-        known = getattr(optimizer, "_in_hand", None)
+        known = getattr(optimizer, "_current_batch", None)
         if not isinstance(known, cls):
-            known = optimizer._in_hand = cls(optimizer)
+            known = optimizer._current_batch = cls(optimizer)
         return known
 
     def take(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:

@@ -1,4 +1,4 @@
-"""The judge believes the model first and the clock last."""
+"""The selector believes the model first and the clock last."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from hypothesis import strategies as st
 from collectives.cost import Link
 from collectives.planning import EXACT, Calibration, Candidate, CodingRate, Network, Rates
 from gtopk.compression import Compression
-from gtopk.exchange.judge import FIRST_WINDOW, LONGEST_WINDOW, PROBE_STEPS, Judge, Measured
+from gtopk.exchange.algorithm_selector import (
+    FIRST_WINDOW,
+    LONGEST_WINDOW,
+    PROBE_STEPS,
+    AlgorithmSelector,
+    Measured,
+)
 
 RESNET50 = 25_557_032
 RATES = Rates(1.2e-9, 3.5e-8, {EXACT: CodingRate(1e-9, 3e-9)}, copy_seconds=1e-9)
 SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, who knows, dense wins
 
 
-def judge(bits_per_second: float, ranks: int = 8, **options) -> Judge:
+def selector(bits_per_second: float, ranks: int = 8, **options) -> AlgorithmSelector:
     network = Network(ranks, Link.of(bits_per_second, 50e-6))
     calibration = Calibration(network, RATES, "made up")
-    return Judge(Compression.auto(wire="raw", values="exact", **options), calibration, RESNET50)
+    return AlgorithmSelector(
+        Compression.auto(wire="raw", values="exact", **options), calibration, RESNET50
+    )
 
 
 class Truth:
@@ -32,39 +40,41 @@ class Truth:
     def __init__(self, **seconds: tuple[float, float, float]) -> None:
         self.seconds = {name.replace("_", "-"): parts for name, parts in seconds.items()}
 
-    def of(self, one: Judge) -> Measured:
+    def of(self, one: AlgorithmSelector) -> Measured:
         return Measured(*self.seconds[one.chosen.candidate.algorithm])
 
 
-def as_predicted(one: Judge) -> Measured:
+def as_predicted(one: AlgorithmSelector) -> Measured:
     chosen = one.chosen
     merge_seconds = chosen.code_seconds + chosen.merge_seconds
     return Measured(chosen.select_seconds, merge_seconds, chosen.communicate_seconds)
 
 
-def run(one: Judge, truth: Truth, steps: int, backward_seconds: float = 0.0) -> list[str]:
+def run(
+    one: AlgorithmSelector, truth: Truth, steps: int, backward_seconds: float = 0.0
+) -> list[str]:
     """Return the algorithm of every step."""
     ran: list[str] = []
     candidate = one.begin(backward_seconds)
     one.run(candidate)
     while len(ran) < steps:
         ran += [candidate.algorithm] * one.window
-        candidate = one.judge(truth.of(one), backward_seconds)
+        candidate = one.reconsider(truth.of(one), backward_seconds)
         one.run(candidate)
     return ran
 
 
 def test_a_clear_matter_is_not_probed():
-    one = judge(SLOW)
+    one = selector(SLOW)
     assert one.begin(0.0).algorithm != "dense"
     assert not one.probing
-    one = judge(FAST)
+    one = selector(FAST)
     assert one.begin(0.0).algorithm == "dense"
     assert not one.probing
 
 
 def test_what_is_no_clear_matter_begins_with_some_steps_of_dense():
-    one = judge(MIDDLING)
+    one = selector(MIDDLING)
     assert one.begin(0.0).algorithm == "dense"
     assert one.probing
     assert one.window == PROBE_STEPS
@@ -72,12 +82,12 @@ def test_what_is_no_clear_matter_begins_with_some_steps_of_dense():
 
 @pytest.mark.parametrize("bits_per_second", [SLOW, MIDDLING, FAST])
 def test_what_comes_true_stays(bits_per_second):
-    one = judge(bits_per_second)
+    one = selector(bits_per_second)
     candidate = one.begin(0.0)
     one.run(candidate)
     before = None
     for _ in range(10):
-        before, candidate = candidate, one.judge(as_predicted(one), 0.0)
+        before, candidate = candidate, one.reconsider(as_predicted(one), 0.0)
         one.run(candidate)
     assert candidate == before
     assert one.switches == 0
@@ -97,17 +107,17 @@ def test_what_a_third_more_or_less_tells_of_the_links_has_it_look_again(
     bits_per_second, factor, then
 ):
     """Just below, it stays with what runs."""
-    one = judge(bits_per_second)
+    one = selector(bits_per_second)
     one.run(one.begin(0.0))
     for _ in range(2):
-        one.run(one.judge(as_predicted(one), 0.0))
+        one.run(one.reconsider(as_predicted(one), 0.0))
     measured = as_predicted(one)
     on_the_wire = factor * measured.communicate_seconds
-    assert one.judge(measured._replace(communicate_seconds=on_the_wire), 0.0).algorithm == then
+    assert one.reconsider(measured._replace(communicate_seconds=on_the_wire), 0.0).algorithm == then
 
 
 def test_a_network_that_is_slower_than_measured_ends_in_compression():
-    one = judge(FAST)
+    one = selector(FAST)
     sparse = (0.03, 0.01, 0.02)
     ran = run(
         one, Truth(dense=(0, 0, 2.0), topk_allgather=sparse, gtopk=sparse, oktopk=sparse), 300
@@ -120,7 +130,7 @@ def test_a_network_that_is_slower_than_measured_ends_in_compression():
 
 
 def test_a_network_that_is_faster_than_measured_ends_dense():
-    one = judge(SLOW)
+    one = selector(SLOW)
     sparse = (0.03, 0.01, 0.0003)
     ran = run(
         one, Truth(dense=(0, 0, 0.03), topk_allgather=sparse, gtopk=sparse, oktopk=sparse), 300
@@ -131,21 +141,21 @@ def test_a_network_that_is_faster_than_measured_ends_dense():
 
 @pytest.mark.parametrize("congested_steps", [FIRST_WINDOW, 100, 1000])
 def test_dense_is_back_when_a_congestion_has_passed(congested_steps):
-    one, clear, congested = judge(FAST), judge(FAST), judge(SLOW)
+    one, clear, congested = selector(FAST), selector(FAST), selector(SLOW)
     one.run(one.begin(0.0))
     ran: list[str] = []
     while len(ran) < 5000:
         links = congested if len(ran) < congested_steps else clear
         links.run(one.chosen.candidate)
         ran += [one.chosen.candidate.algorithm] * one.window
-        one.run(one.judge(as_predicted(links), 0.0))
+        one.run(one.reconsider(as_predicted(links), 0.0))
     assert {*ran} > {"dense"}
     assert ran[-1] == "dense"
 
 
 def test_merging_that_is_slower_than_measured_ends_dense():
     """The links are as measured: dense must not be taken to be as much slower."""
-    one = judge(SLOW)
+    one = selector(SLOW)
     dense = 2 * 7 / 8 * RESNET50 * 4 * 8 / SLOW
     sparse = (0.1, 20.0, 0.1)
     truth = Truth(dense=(0, 0, dense), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
@@ -154,7 +164,7 @@ def test_merging_that_is_slower_than_measured_ends_dense():
 
 def test_copies_that_are_slower_than_measured_end_in_compression():
     """The links are as measured, and dense's copies are what takes so long."""
-    one = judge(FAST)
+    one = selector(FAST)
     sparse = (0.03, 0.002, 0.0003)
     truth = Truth(dense=(0.08, 0, 0.001), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
     assert run(one, truth, 2000)[-1] != "dense"
@@ -179,7 +189,7 @@ def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
 ):
     random = np.random.default_rng(seed)
     truth = Truth(dense=dense, topk_allgather=topk, gtopk=gtopk, oktopk=oktopk)
-    one = judge(bits_per_second)
+    one = selector(bits_per_second)
     candidate = one.begin(0.0)
     one.run(candidate)
     ran, steps = {candidate.algorithm}, 0
@@ -187,7 +197,7 @@ def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
         steps += one.window
         noise = random.uniform(0.97, 1.03)
         measured = Measured(*(noise * part for part in truth.of(one)))
-        candidate = one.judge(measured._replace(room_seconds=room), 0.0)
+        candidate = one.reconsider(measured._replace(room_seconds=room), 0.0)
         one.run(candidate)
         ran.add(candidate.algorithm)
     assert one.switches <= math.log2(steps / FIRST_WINDOW) + 1
@@ -200,14 +210,14 @@ def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.1, 10))
 def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, true, slower):
     """The model holds, but for its links and the speed of the machine."""
-    one, real = judge(said), judge(true)
+    one, real = selector(said), selector(true)
     candidate = one.begin(0.0)
     one.run(candidate)
     real.begin(0.0)
     for _ in range(12):
         real.run(candidate)
         select, merge, communicate, *_ = as_predicted(real)
-        candidate = one.judge(Measured(slower * select, slower * merge, communicate), 0.0)
+        candidate = one.reconsider(Measured(slower * select, slower * merge, communicate), 0.0)
         one.run(candidate)
     final = real.run(candidate).scaled(slower, slower, 1.0)
     dense = real.run(Candidate("dense")).scaled(slower, slower, 1.0)
@@ -216,28 +226,28 @@ def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, t
 
 def test_dense_is_tried_in_the_end_where_short_messages_do_not_tell_of_the_bandwidth():
     """Latency is what they take, and it is as measured; the link carries 47 times as much."""
-    one, real = judge(8.8e9), judge(4.2e11)
+    one, real = selector(8.8e9), selector(4.2e11)
     ran = [one.run(one.begin(0.0)).candidate.algorithm]
     for _ in range(12):
         real.run(one.chosen.candidate)
         ran += [one.chosen.candidate.algorithm] * one.window
-        one.run(one.judge(as_predicted(real), 0.0))
+        one.run(one.reconsider(as_predicted(real), 0.0))
     assert ran[0] != "dense"
     assert ran[-1] == "dense"
 
 
 def test_dense_is_tried_at_a_hundredth_of_the_time_at_most():
-    one = judge(SLOW)
+    one = selector(SLOW)
     passed, steps = 0.0, 0
     one.run(one.begin(0.0))
     while not one.probing:
         measured = as_predicted(one)
         passed += one.window * measured.seconds
         steps += one.window
-        one.run(one.judge(measured, 0.0))
+        one.run(one.reconsider(measured, 0.0))
     dense_seconds = as_predicted(one).seconds
     assert 0.008 * passed < PROBE_STEPS * dense_seconds <= 0.01 * passed
-    sparse = one.judge(as_predicted(one), 0.0)
+    sparse = one.reconsider(as_predicted(one), 0.0)
     assert sparse.algorithm != "dense"  # what it was, measured and not modelled now
     assert one.run(sparse)
     assert not one.probing
@@ -249,11 +259,11 @@ def test_a_short_training_is_done_first_with_wide_updates():
     truth = Truth(dense=(0.0, 0.0, 0.1), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
 
     def ends(steps: int, elsewhere_seconds: float) -> str:
-        one = judge(MIDDLING, steps=steps)
+        one = selector(MIDDLING, steps=steps)
         one.run(one.begin(elsewhere_seconds))
         for _ in range(12):
             measured = truth.of(one)._replace(elsewhere_seconds=elsewhere_seconds)
-            one.run(one.judge(measured, 0.0))
+            one.run(one.reconsider(measured, 0.0))
         return one.chosen.candidate.algorithm
 
     assert ends(10**9, 0.9) != "dense"  # density 0.001 on 8 ranks: up to 500 steps more
@@ -273,25 +283,25 @@ def test_a_short_training_is_done_first_with_wide_updates():
 )
 def test_what_hides_behind_backward_is_left_dense(room_seconds, steps, ends_dense):
     """Sparse takes a thirtieth of dense's time, of which little or nothing is waited for."""
-    one = judge(1e9, steps=steps)
+    one = selector(1e9, steps=steps)
     one.run(one.begin(3.0))
     ran = []
     for _ in range(30):
         hidden = as_predicted(one)._replace(elsewhere_seconds=4.9, room_seconds=room_seconds)
-        one.run(one.judge(hidden, 3.0))
+        one.run(one.reconsider(hidden, 3.0))
         ran.append(one.chosen.candidate.algorithm)
     assert set(ran[10:]) == {ran[-1]}
     assert (ran[-1] == "dense") == ends_dense
 
 
 def test_when_backward_hides_less_it_looks_again():
-    one = judge(1e9)
+    one = selector(1e9)
     one.run(one.begin(3.0))
 
     def after(windows: int, room_seconds: float) -> str:
         for _ in range(windows):
             hidden = as_predicted(one)._replace(elsewhere_seconds=3.0, room_seconds=room_seconds)
-            one.run(one.judge(hidden, 3.0))
+            one.run(one.reconsider(hidden, 3.0))
         return one.chosen.candidate.algorithm
 
     assert after(5, 2.0) == "dense"
@@ -300,21 +310,21 @@ def test_when_backward_hides_less_it_looks_again():
 
 
 def test_a_longer_backward_pass_hides_a_higher_density():
-    one = judge(SLOW, hide_behind_backward=True)
+    one = selector(SLOW, hide_behind_backward=True)
     first = one.begin(0.1)
     predicted = one.run(first)
     assert predicted.exchange_seconds <= 0.1
     measured = as_predicted(one)
-    assert one.judge(measured, 0.13) == first  # about the same
-    assert one.judge(measured, 0.136).density > first.density
+    assert one.reconsider(measured, 0.13) == first  # about the same
+    assert one.reconsider(measured, 0.136).density > first.density
     one.run(first)
-    second = one.judge(measured, 0.3)
+    second = one.reconsider(measured, 0.3)
     assert second.density > 2 * first.density
     assert one.run(second).exchange_seconds <= 0.3
 
 
 def test_bytes_leave_room_for_the_agreement():
-    one = judge(SLOW, bytes_per_step=1e5)
+    one = selector(SLOW, bytes_per_step=1e5)
     predicted = one.run(one.begin(0.0))
     assert 0.99e5 < predicted.sent.most_bytes < 1e5 - 7 * 24
 
@@ -324,7 +334,7 @@ def test_the_bytes_that_are_asked_for_suffice(share):
     def begin(bytes_per_step: float) -> None:
         calibration = Calibration(Network(8, Link.of(SLOW, 50e-6)), RATES, "made up")
         options = Compression.auto(wire="raw", values="exact", bytes_per_step=bytes_per_step)
-        Judge(options, calibration, RESNET50, share=share).begin(0.0)
+        AlgorithmSelector(options, calibration, RESNET50, share=share).begin(0.0)
 
     with pytest.raises(ValueError, match=r"must be at least \d+ on 8 ranks .* got 300") as error:
         begin(300)

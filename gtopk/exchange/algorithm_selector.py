@@ -1,18 +1,18 @@
-"""The judge: which candidate to run, from predictions first and from measurements then.
+"""The selector: which candidate to run, from predictions first and from measurements then.
 
-    begin    with what calibration expects to cost least
-    judge    after a window of steps: where measured and predicted seconds part by more than a
-             third, or dense was measured to be better, correct the parameters and choose anew
-    probe    either of them: unless sparse is CLEARLY better than dense is expected to be, some
-             steps of dense first, so that what has to be beaten is measured, not modelled; else
-             as soon as they take no more than a PREMIUM of the time that has passed, for the model
-             may be wrong by any factor where short messages do not tell of a link's bandwidth; and
-             again where links prove faster than they were when it was measured
+    begin       with what calibration expects to cost least
+    reconsider  after a window of steps: where measured and predicted seconds part by more than a
+                third, or dense was measured to be better, correct the parameters and choose anew
+    probe       either of them: unless sparse is CLEARLY better than dense is expected to be, some
+                steps of dense first, so that the time to beat is measured, not modelled. Otherwise
+                as soon as they take no more than a PREMIUM of the time that has passed, for the
+                model may be wrong by any factor where short messages do not tell a link's
+                bandwidth. And again where links prove faster than when it was measured
 
 A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
-updates make a training of so many steps take (collectives.planning.lag): what counts is when the
-training is done. Seconds that fit the room behind the backward pass lengthen nothing: where dense
-fits it is the best there is. Nothing is known of that room until a window has been measured.
+updates make a training of so many steps take (`planning.convergence_delay`): what counts is when
+the training is done. Seconds that fit the room behind the backward pass lengthen nothing: where
+dense fits it is the best there is. Nothing is known of that room until a window has been measured.
 
 It learns of other ranks nothing, and asks nobody: given the same numbers, it says the same.
 """
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
         return self.select_seconds + self.merge_seconds + self.communicate_seconds
 
 
-class Judge:
+class AlgorithmSelector:
     """Chooses for one gradient of `length` values of `value_bytes`.
 
     share:       of the step's budget, where it is one of bytes or seconds.
@@ -128,7 +128,7 @@ class Judge:
         self.chosen = self._predicted(candidate).scaled(*self._correction(candidate.algorithm))
         return self.chosen
 
-    def judge(self, measured: Measured, backward_seconds: float) -> Candidate:
+    def reconsider(self, measured: Measured, backward_seconds: float) -> Candidate:
         """Return what to run next, often what runs now, after a window of measured steps."""
         running = self.chosen
         before = self._training

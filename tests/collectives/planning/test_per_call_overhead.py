@@ -12,7 +12,7 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link, rounds
 from collectives.planning import Network, Rates, calls
-from collectives.planning.calls import CALLS_SECONDS, measure_calls
+from collectives.planning.per_call_overhead import CALLS_SECONDS, measure_calls
 from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.planning.schedules import GATHER_SENDS, SEARCH_SENDS
 from collectives.transports import local_world
