@@ -11,7 +11,7 @@ import pytest
 
 from collectives import run_ranks
 from collectives.cost import Link, rounds
-from collectives.planning import Network, Rates, calls
+from collectives.planning import Network, Rates, per_call_overhead
 from collectives.planning.per_call_overhead import CALLS_SECONDS, measure_calls
 from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.planning.schedules import GATHER_SENDS, SEARCH_SENDS
@@ -28,7 +28,7 @@ ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep no seconds of the real world in a virtual one."""
-    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: list[float]) -> Rates:
@@ -77,12 +77,12 @@ def test_what_few_entries_take_beside_their_messages_are_their_calls(
         ), apart
 
 
-@pytest.mark.parametrize("rank", [0, 1, calls._MOST - 1])
+@pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MOST - 1])
 def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
     """For Ok-Topk, whose parts and blocks are then as even as the schedule takes them for."""
-    size = calls._MOST
-    mine, regions = calls.even_picks(rank, size)
-    other, _ = calls.even_picks((rank + 1) % size, size)
+    size = per_call_overhead._MOST
+    mine, regions = per_call_overhead.even_picks(rank, size)
+    other, _ = per_call_overhead.even_picks((rank + 1) % size, size)
     cut = regions.record()["cut"]
     per_region = np.histogram(mine.indices, cut[0])[0]
     assert per_region.tolist() == [mine.entries // size] * size
@@ -92,7 +92,7 @@ def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
 
 
 def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
-    monkeypatch.setattr(calls, "_MOST", 4)
+    monkeypatch.setattr(per_call_overhead, "_MOST", 4)
     found = found_on(virtual, 9, 1, 5e-4, [0.0] * 9)
     sends = 3 + SEARCH_SENDS + GATHER_SENDS
     lists = 3 * 3 / 8 * (rounds(9) - 1)  # of nine ranks' allgather
@@ -128,7 +128,7 @@ def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch
         network = Network(size, world.between)
         return measure_calls(transport, network, COSTLESS, world.clock(transport.rank))
 
-    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=sleep))
     found, *_ = run_ranks(world.world, program)
     # They leave a barrier further apart than a latency then, which tells a little.
     assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.25)
@@ -145,8 +145,8 @@ def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
 
         return run
 
-    each = {name: noted(name, reduce) for name, reduce in calls.ALGORITHMS.items()}
-    monkeypatch.setattr(calls, "ALGORITHMS", each)
+    each = {name: noted(name, reduce) for name, reduce in per_call_overhead.ALGORITHMS.items()}
+    monkeypatch.setattr(per_call_overhead, "ALGORITHMS", each)
 
     def seen_at(latency: float) -> list[str]:
         world = virtual(2, Link(latency, 0.0))
