@@ -11,8 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 
-import light_torch  # noqa: F401
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

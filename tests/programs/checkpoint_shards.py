@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import light_torch  # noqa: F401
-
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
