@@ -202,5 +202,6 @@ class _Circle(Endpoint):
     def receive(self, source: int) -> Array:
         return self._group.receive((self._group.rank - source) % self._group.size)
 
+    exchange = Transport.exchange
     exchange_all = Transport.exchange_all
     _receive_each = Transport._receive_each
