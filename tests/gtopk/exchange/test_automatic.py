@@ -263,7 +263,7 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
                 optimizer.step()
             step = optimizer.last_step
             densities = {
-                bucket_exchange.exchange.algorithm_selector.chosen.candidate
+                bucket_exchange.exchange.selector.chosen.candidate
                 for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
             }
             assert len(densities) == 1, "alike in all buckets of a size"
