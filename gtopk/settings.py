@@ -171,9 +171,9 @@ THREADS: Final = _text(
 )
 CHECK_GRADIENTS: Final = _zero_or_one(
     "GTOPK_CHECK_GRADIENTS",
-    "`1`: gradients on the host that are changed by `.data` or NumPy while their bucket is on its "
-    "way make the exchange begin again, at the cost of reading them twice; changes that torch "
-    "counts are always noticed",
+    "`1`: any change of a gradient on the host by `.data` or NumPy while its bucket is on its way "
+    "makes the exchange begin again, at the cost of reading gradients twice. Changes that torch "
+    "counts, and a factor that all values have, are always noticed",
 )
 CALIBRATION: Final = _text(
     "GTOPK_CALIBRATION",

@@ -260,14 +260,18 @@ class Bucket:
             part.sub_((part * self.scale).to(gradient.dtype).to(part.dtype) / self.scale)
         return rest if bool(rest.any()) else None
 
-    def mark(self) -> torch.Tensor | None:
+    def mark(self, whole: bool) -> torch.Tensor | None:
         """Return what tells this step's gradients from changed ones, int64.
 
-        None on a GPU, where it would read them all twice and launch seven kernels a parameter:
-        there only changes that torch counts are noticed.
+        whole: by all of their values, which are read for it; else by some of the largest gradient,
+            which show a factor that all have: a GradScaler's, which torch does not count.
+        None on a GPU, which would have to be waited for: only what torch counts is noticed there.
         """
         if _on_gpu(self.device):
             return None
+        if not whole:
+            largest = max(self.gradients, key=torch.Tensor.numel)
+            return _some_of(largest.reshape(-1))
         ordered = zip(self.gradients, self.strides, strict=True)
         marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
         return torch.stack([mark.to(self.device) for mark in marks])
@@ -376,8 +380,13 @@ def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
     )
+    return torch.stack([bits, _some_of(flat)])
+
+
+def _some_of(flat: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a sum of values all over a tensor, int64."""
     some = flat[:: max(1, flat.numel() // _SOME)].sum()
-    return torch.stack([bits, some.double().view(torch.int64)])
+    return some.double().view(torch.int64)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from collectives.transports import Transport
 
+from .. import settings
 from ..buckets.buckets import Bucket
 from ..buckets.placeholders import lacks_gradient
 from .exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
@@ -38,6 +39,7 @@ class BucketExchange:
         self.exchange = exchange
         self._taken: list[tuple[torch.Tensor | None, int]] = []
         self._mark: torch.Tensor | None = None
+        self._marks_whole = False
         # Of the parameters: without CuPy, the bucket of those on a GPU is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
@@ -117,13 +119,14 @@ class BucketExchange:
 
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
-        self._mark = self.bucket.mark()
+        self._marks_whole = settings.CHECK_GRADIENTS.read()
+        self._mark = self.bucket.mark(self._marks_whole)
 
     def is_as_taken(self) -> bool:
         """Tell whether nobody has changed a gradient since `take`, and `watch`.
 
-        Changes in place are counted by torch; those by `.data` and by NumPy are not, and show in
-        the gradients' bits, which are looked at on the host only (`Bucket.mark`).
+        Changes in place are counted by torch. Those by `.data`, by NumPy and by a GradScaler are
+        not, and show in the gradients' values, on the host only, as far as `Bucket.mark` looks.
         """
         alike = all(
             p.grad is gradient and (gradient is None or gradient._version == version)
@@ -131,7 +134,8 @@ class BucketExchange:
         )
         residual = self.exchange.residual
         alike = alike and (residual is None or residual.options_are_as_read())
-        mark = self.bucket.mark() if alike and self._mark is not None else None
+        look = alike and self._mark is not None
+        mark = self.bucket.mark(self._marks_whole) if look else None
         return alike and (mark is None or self._mark is None or torch.equal(mark, self._mark))
 
     def missing(self) -> list[str]:

@@ -32,7 +32,6 @@ from torch.utils.weak import TensorWeakRef
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from .. import settings
 from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
 from ..engine.agreement import describe_missing
@@ -157,8 +156,7 @@ class StepTransaction:
         """Exchange a bucket, but not the last, while the program goes on."""
         self._take(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
-        if settings.CHECK_GRADIENTS.read():
-            self.bucket_exchanges[index].watch()
+        self.bucket_exchanges[index].watch()
 
     @property
     def void(self) -> bool:

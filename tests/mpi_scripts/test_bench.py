@@ -40,8 +40,17 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
     results = (out / "results.md").read_text()
     assert results.startswith("# Measured on ")
     parts = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL))
-    asked = ["selection", "adverse", "wire", "engine", "engine", "optimizer", "convergence.py"]
-    asked += ["simulated_scaling.py", "--markdown", "dense-library", "resnet18", "predictions.py"]
+    asked = ["selection", "adverse", "wire", "engine", "engine", "optimizer"]
+    for shapes in ("one-50m", "resnet50-shapes", "160x1000", "1000x10"):
+        asked += [f"--model {shapes} --rounds 9 --json", f"--model {shapes} --rounds 9 --ways"]
+    asked += [
+        "convergence.py",
+        "simulated_scaling.py",
+        "--markdown",
+        "dense-library",
+        "resnet18",
+        "predictions.py",
+    ]
     asked += ["--simulate", "lstm-ptb", "alexnet", "--compute real"]
     for (title, said), word in zip(parts.items(), asked, strict=True):
         assert re.search(rf"^ran .*{re.escape(word)}", said, re.MULTILINE)

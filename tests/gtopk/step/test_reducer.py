@@ -425,8 +425,9 @@ def put_others(model: Any, optimizer: Any, step: int) -> None:
 def test_gradients_changed_after_backward_are_those_that_count(
     threads, caplog, monkeypatch, disturb, on_one_rank
 ):
-    torch_counts = disturb in (clip_in_place, put_others)
-    monkeypatch.setenv("GTOPK_CHECK_GRADIENTS", "0" if torch_counts else "1")
+    # A factor that all values have shows in some of them.
+    whole = disturb in (clamp_behind_torch, clip_by_numpy)
+    monkeypatch.setenv("GTOPK_CHECK_GRADIENTS", f"{whole:d}")
 
     def sometimes(model: Any, optimizer: Any, step: int) -> None:
         if optimizer._world.rank == 1 or not on_one_rank:
@@ -442,14 +443,6 @@ def test_gradients_changed_after_backward_are_those_that_count(
     for one, other in zip(early, late, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1].tobytes() == other[1].tobytes()
-
-
-def test_changes_behind_torch_are_not_looked_for_unless_asked(threads, caplog):
-    """What was on its way counts, on all ranks alike; only the last bucket has the change."""
-    with caplog.at_level(logging.INFO, "gtopk"):
-        ends = threads(3, lambda t: train(t, Compression.gtopk(0.3), negate_behind_torch))
-    assert not [r for r in caplog.records if "without overlap" in r.getMessage()]
-    assert all(torch.equal(ends[0][0], end[0]) for end in ends)
 
 
 @pytest.mark.parametrize("on_one_rank", [False, True])
