@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import light_torch  # noqa: F401
-
 import torch
 
 import gtopk

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import light_torch  # noqa: F401
-
 import torch
 
 import gtopk.torch as hvd
