@@ -23,7 +23,7 @@ from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
 from .cluster import GIGABIT, Cluster, Death, Slowdown
-from .log_filter import hushed
+from .log_filter import filtered_logs
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .networks import NETWORKS
 from .page import page
@@ -253,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     return described
 
 
-@hushed()
+@filtered_logs()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
     options = parser().parse_args(arguments)

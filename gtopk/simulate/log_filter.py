@@ -21,7 +21,7 @@ class _Hush(logging.Filter):
 
 
 @contextlib.contextmanager
-def hushed() -> Iterator[None]:
+def filtered_logs() -> Iterator[None]:
     """Pass over what is no word on the cluster that is simulated: ranks share these cores."""
     logger, hush = logging.getLogger("gtopk"), _Hush()
     logger.addFilter(hush)
