@@ -27,6 +27,7 @@ from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
 from .exchange.residual_state import unsent
+from .recording.start import recorder_of
 from .reduce_ops import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
@@ -253,8 +254,8 @@ class _AdasumOptimizer(Wrapping):
             skipped=skipped,
             ranks=self._world.size,
         )
-        if self._world.recorder is not None:
-            self._world.recorder.note_step(self.last_step)
+        if (recorder := recorder_of(self._world)) is not None:
+            recorder.note_step(self.last_step)
         self._begun = now
         self._select_seconds = self._communicate_seconds = 0.0
 

@@ -18,6 +18,8 @@ from .compression import Compression
 from .exchange.residual_state import state_before
 from .logs import EVERYWHERE
 from .recording import looks
+from .recording.start import recorder_of
+from .recording.timeline import Span, Step, timeline_of
 from .reduce_ops import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import (
@@ -35,7 +37,6 @@ from .step.samples import Samples
 from .step.skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
 from .step.weights import agreed_norm
 from .telemetry import StepReport, report
-from .timeline.timeline import Span, Step
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
 from .wrapped import checkpoint as optimizer_checkpoint
@@ -176,18 +177,18 @@ class _DistributedOptimizer(Readings):
         if not self._skip:
             seconds = transaction.ready - ended_before if ended_before else None
             self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
-        if (recorder := self._world.recorder) is not None:
+        if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
             if not self._skip and looks.is_due(self._reducer.progress.steps):
                 looks.look(recorder, self._reducer.planned.bucket_exchanges)
-        if self._world.timeline is not None:
+        if (timeline := timeline_of(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = (
                 Span("BACKWARD", began, began + self._reducer.progress.backward_seconds),
                 Span("SYNCHRONIZE", begun, self._exchange_ended),
             )
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
-            self._world.timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
+            timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
             culprits = zip(self._reducer.peers.ranks, transaction.culprits, strict=False)
             where = "; ".join(

@@ -11,7 +11,7 @@ import torch
 from .engine.clocks import agree_on_now, clock_offset
 from .recording.endpoint import parse_address
 from .recording.settings import Settings
-from .recording.start import start
+from .recording.start import recorder_of, start
 from .world import world
 
 
@@ -49,7 +49,7 @@ def log(**values: Any) -> None:
         raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
     if not world.is_initialized():
         return
-    recorder = world.current().recorder
+    recorder = recorder_of(world.current())
     if recorder is not None:
         recorder.note_values({name: _number(value) for name, value in values.items()})
 
@@ -67,7 +67,7 @@ def log_samples(count: int) -> None:
         raise ValueError(f"the number of samples must be at least 0, got {samples}")
     if not world.is_initialized():
         return
-    recorder = world.current().recorder
+    recorder = recorder_of(world.current())
     if recorder is not None:
         recorder.note_samples(samples)
 

@@ -14,10 +14,11 @@ from ..engine import Operation
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged, Progress
 from ..recording import looks
+from ..recording.start import recorder_of
+from ..recording.stragglers import Stragglers
 from ..step.expected_step import ExpectedStep
 from ..step.peers import Peers
 from ..telemetry import Seen, StepReport, report
-from ..world.stragglers import Stragglers
 
 
 class HookSteps:
@@ -89,7 +90,7 @@ class HookSteps:
         self._counted += counted
         if counted:
             self.stragglers.note(self._counted, self.last.compute_seconds or None)
-        if (recorder := self._world.recorder) is not None:
+        if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last)
             if counted and looks.is_due(self._counted):
                 looks.look(recorder, bucket_exchanges)

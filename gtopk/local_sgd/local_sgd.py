@@ -26,6 +26,7 @@ from ..buckets.parameters import name_parameters, require_known
 from ..compression import Compression, ErrorFeedback, check_count, hides_behind_backward
 from ..exchange.exchanges import require_compression
 from ..recording import looks
+from ..recording.start import recorder_of
 from ..replicas.replicas import checksums
 from ..step.momentum import require_one_momentum
 from ..telemetry import StepReport
@@ -249,7 +250,7 @@ class _LocalSGD(Wrapping):
             local_steps=made,
             predicted_seconds=self._exchange.expected.seconds,
         )
-        if (recorder := self._world.recorder) is not None:
+        if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
             if outcome.moves and looks.is_due(self._exchange.steps):
                 looks.look(recorder, [self._exchange])

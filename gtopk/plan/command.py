@@ -19,10 +19,10 @@ from collectives.planning.formats import FORMATS
 from ..arguments import as_argument, number_in, share
 from ..replay.simulate import SimulationError
 from . import simulation
-from .comparison import Cluster, Comparison, compare
+from .comparison import LABELS, Cluster, Comparison, compare
 from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
-from .show import LABELS, render, show
+from .show import render, show
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
 MOST_RANKS = 65_536

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from collectives.cost import BreakEven, Link, break_even
+from collectives.cost import ERROR, BreakEven, Link, break_even
 from collectives.planning import (
     Budget,
     Calibration,
@@ -21,7 +22,18 @@ from collectives.planning import (
 from collectives.planning.choice import SPARSE, offered
 from collectives.planning.prediction import USUAL_WIDENINGS
 
+from ..units import SPACE, about_bandwidth_text, rough_bandwidth_text
+
 DENSE: Final = Candidate("dense")
+LABELS = {
+    "dense": "dense allreduce",
+    "topk-allgather": "top-k allgather",
+    "gtopk-tree": "gTop-k, a tree",
+    "gtopk": "gTop-k",
+    "oktopk": "Ok-Topk",
+    "hierarchical": "hierarchical",
+}
+_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 @dataclass(frozen=True)
@@ -201,3 +213,28 @@ def _in_quickest_format(
         ),
         key=lambda found: found.seconds,
     )
+
+
+def where_it_pays(edge: BreakEven) -> str:
+    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
+
+    Its bounds alone where it cannot be told to a fifth.
+    """
+    none, every = "at most, perhaps at no bandwidth", "at least, perhaps at every bandwidth"
+    side, at_slow, at_fast = ("above", every, none) if edge.above else ("below", none, every)
+    lowest, highest = map(rough_bandwidth_text, (edge.lowest, edge.highest))
+    match edge.lowest, edge.highest:
+        case 0.0, 0.0:
+            return "at no bandwidth"
+        case math.inf, math.inf:
+            return "at every bandwidth"
+        case 0.0, math.inf:
+            return "at no bandwidth or at every one: the two times are too close to tell"
+        case 0.0, _:
+            return f"{side} {highest} {at_slow}: a time may be {_OFF}"
+        case _, math.inf:
+            return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
+    bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
+    if not edge.is_a_number or edge.bits_per_second is None:
+        return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"
+    return f"{side} {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from collectives.cost import ERROR, BreakEven
 from collectives.planning import Prediction
 from collectives.wire.indices import USUAL_INDICES
 
 from ..charts.terminal import wants_colour
 from ..units import (
-    SPACE,
-    about_bandwidth_text,
     bandwidth_text,
     bytes_text,
     count_text,
     digits,
-    rough_bandwidth_text,
     seconds_text,
 )
-from .comparison import Comparison
+from .comparison import LABELS, Comparison, where_it_pays
 
-LABELS = {
-    "dense": "dense allreduce",
-    "topk-allgather": "top-k allgather",
-    "gtopk-tree": "gTop-k, a tree",
-    "gtopk": "gTop-k",
-    "oktopk": "Ok-Topk",
-    "hierarchical": "hierarchical",
-}
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
 _ACCURACY = "docs/tuning.md"
-_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 def render(comparison: Comparison, rates_origin: str) -> list[str]:
@@ -172,31 +158,6 @@ def verdict(comparison: Comparison) -> str:
         f"{found} At this latency it pays {where}.{less} "
         f"Density {density} may cost accuracy: {_ACCURACY}."
     )
-
-
-def where_it_pays(edge: BreakEven) -> str:
-    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
-
-    Its bounds alone where it cannot be told to a fifth.
-    """
-    none, every = "at most, perhaps at no bandwidth", "at least, perhaps at every bandwidth"
-    side, at_slow, at_fast = ("above", every, none) if edge.above else ("below", none, every)
-    lowest, highest = map(rough_bandwidth_text, (edge.lowest, edge.highest))
-    match edge.lowest, edge.highest:
-        case 0.0, 0.0:
-            return "at no bandwidth"
-        case math.inf, math.inf:
-            return "at every bandwidth"
-        case 0.0, math.inf:
-            return "at no bandwidth or at every one: the two times are too close to tell"
-        case 0.0, _:
-            return f"{side} {highest} {at_slow}: a time may be {_OFF}"
-        case _, math.inf:
-            return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
-    bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
-    if not edge.is_a_number or edge.bits_per_second is None:
-        return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"
-    return f"{side} {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"
 
 
 def show(lines: Sequence[str]) -> None:

@@ -9,56 +9,71 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
+from weakref import WeakKeyDictionary
 
 from collectives.cores import usable_cores
-from collectives.transports import Transport
 
 from .. import __version__
-from ..engine.clocks import Offset
 from ..machine import processor
 from ..settings import PROMETHEUS, RUN, TENSORBOARD
+from ..world.state import World, register
+from . import timeline
 from .endpoint import Address, Endpoint
 from .files import LineFile
 from .lines import FORMAT, Line, path_of
 from .rank_file import has_ended
 from .recorder import Recorder, Sink
 from .scalars import Scalars
-from .settings import Settings
+from .settings import Settings, settings_from
 
 _log = logging.getLogger("gtopk")
 _written: Final[set[Path]] = set()
 
 
-class Recorded(Protocol):
-    """A world, as far as its recording goes."""
+@dataclass
+class _Records:
+    """What is recorded of a world.
 
-    recorder: Recorder | None
-    recordings: Settings
-    recorded_to: set[str]
-    resumed: bool
-    step: int
-    clock: Offset
-    began_unix_seconds: float
+    settings:    what was asked to be recorded, by the environment or the script.
+    recorder:    what records its steps, while something does.
+    recorded_to: the folders that it was recorded to so far.
+    """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def transport(self) -> Transport: ...
+    settings: Settings
+    recorder: Recorder | None = None
+    recorded_to: set[str] = field(default_factory=set)
 
 
-def start(world: Recorded, settings: Settings) -> None:
+_records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
+
+
+def _records_of(world: World) -> _Records:
+    found = _records.get(world)
+    if found is None:  # it was made before this was imported
+        found = _records[world] = _Records(settings_from())
+    return found
+
+
+def recorder_of(world: World) -> Recorder | None:
+    """Return what records the steps of a world; None where nothing does."""
+    return _records_of(world).recorder
+
+
+def settings_of(world: World) -> Settings:
+    """Return what was asked to be recorded of a world."""
+    return _records_of(world).settings
+
+
+def start(world: World, settings: Settings) -> None:
     """Record what this rank does from now on; a recording that goes on ends.
 
     Raises OSError where a file or an endpoint cannot be opened, ImportError without tensorboard.
     """
-    stop(world, "it is recorded elsewhere from now on")
+    _end(world, "it is recorded elsewhere from now on")
     _tell_of_earlier_run(world, settings)
     with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
         sinks = []
@@ -66,23 +81,51 @@ def start(world: Recorded, settings: Settings) -> None:
             sinks.append(opening())
             opened.callback(sinks[-1].close)
         opened.pop_all()
-    world.recordings = settings
+    _records_of(world).settings = settings
     _record(world, sinks)
 
 
-def start_if_asked(world: Recorded) -> None:
-    """Record what was asked for at the world's start; where that cannot be, say so and train."""
-    _tell_of_earlier_run(world, world.recordings)
-    sinks = []
-    for variable, opening in _openings(world, world.recordings).items():
-        try:
-            sinks.append(opening())
-        except (ImportError, OSError) as error:
-            _log.warning("rank %d trains without what %s asks for: %s", world.rank, variable, error)
-    _record(world, sinks)
+class _WorldRecords:
+    """Records what the environment or the world before asks for; a WorldObserver."""
+
+    def join(self, world: World, before: World | None) -> bool:
+        settings = settings_from() if before is None else settings_of(before)
+        _records[world] = _Records(settings)
+        return settings.asked
+
+    def start(self, world: World) -> None:
+        """Record what was asked for; where that cannot be, say so and train."""
+        settings = settings_of(world)
+        _tell_of_earlier_run(world, settings)
+        sinks = []
+        for variable, opening in _openings(world, settings).items():
+            try:
+                sinks.append(opening())
+            except (ImportError, OSError) as error:
+                _log.warning(
+                    "rank %d trains without what %s asks for: %s", world.rank, variable, error
+                )
+        _record(world, sinks)
+
+    def open_set(self, world: World, number: int) -> None:
+        pass
+
+    def resume(self, world: World) -> None:
+        if (recorder := recorder_of(world)) is not None:
+            recorder.note_resumed()
+
+    def leave(self, world: World) -> None:
+        pass
+
+    def pause(self, world: World) -> None:
+        _pause(world)
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        if (recorder := recorder_of(world)) is not None:
+            recorder.end(how, in_order)
 
 
-def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sink]]:
+def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]:
     """Return how to open what is asked for, by the variable that does."""
     found: dict[str, Callable[[], Sink]] = {}
     if settings.run:
@@ -96,7 +139,7 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
     return found
 
 
-def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
+def _tell_of_earlier_run(world: World, settings: Settings) -> None:
     """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
     path = path_of(settings.run, world.rank) if settings.run else None
     if world.rank or world.resumed or path is None or path in _written:
@@ -110,33 +153,36 @@ def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
         )
 
 
-def _record(world: Recorded, sinks: list[Sink]) -> None:
+def _record(world: World, sinks: list[Sink]) -> None:
     if sinks:
-        began, every = time.perf_counter(), world.recordings.every
-        world.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
-        world.recorded_to.add(world.recordings.run)
+        records, began = _records_of(world), time.perf_counter()
+        every = records.settings.every
+        records.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
+        records.recorded_to.add(records.settings.run)
         if world.resumed:
-            world.recorder.note_resumed()
+            records.recorder.note_resumed()
 
 
-def stop(world: Recorded, how: str, in_order: bool = True) -> None:
-    """Write how this rank ends, and nothing more."""
-    if world.recorder is not None:
-        world.recorder.end(how, in_order)
-    pause(world)
+def _end(world: World, how: str) -> None:
+    """Write how this recording ends, and nothing more."""
+    if (recorder := recorder_of(world)) is not None:
+        recorder.end(how, True)
+    _pause(world)
 
 
-def pause(world: Recorded) -> None:
+def _pause(world: World) -> None:
     """Write what was noted: the run is not over, it goes on in another world."""
-    if world.recorder is not None:
-        world.recorder.close()
-        world.recorder = None
+    records = _records_of(world)
+    if records.recorder is not None:
+        records.recorder.close()
+        records.recorder = None
 
 
-def _begin(world: Recorded, began: float) -> Line:
+def _begin(world: World, began: float) -> Line:
     """Return who this rank is."""
     import torch
 
+    records = _records_of(world)
     return {
         "what": "begin",
         "format": FORMAT,
@@ -144,8 +190,8 @@ def _begin(world: Recorded, began: float) -> Line:
         "ranks": world.size,
         "local_rank": world.local_rank,
         "step": world.step,
-        "every": world.recordings.every,
-        "again": world.recordings.run in world.recorded_to,
+        "every": records.settings.every,
+        "again": records.settings.run in records.recorded_to,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
         "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed
@@ -160,3 +206,8 @@ def _begin(world: Recorded, began: float) -> Line:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+# Both, whoever imports what records: every world is observed.
+register(timeline.WorldTimelines())
+register(_WorldRecords())

@@ -12,6 +12,7 @@ from collectives.transports import Transport
 
 from ..engine.agreement import name_ranks
 from ..logs import EVERYWHERE
+from ..recording.start import recorder_of
 from ..step.reducer import Reducer
 from ..world import world
 from .healing import pack, put_in, spread_majority
@@ -108,8 +109,8 @@ class ReplicaCheck:
             became,
             extra=EVERYWHERE,
         )
-        if here.recorder is not None:
-            here.recorder.note_parted([each.name for each in parted], heals)
+        if (recorder := recorder_of(here)) is not None:
+            recorder.note_parted([each.name for each in parted], heals)
 
     def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
         """Make the parameters that parted those of most ranks again; return what was done."""

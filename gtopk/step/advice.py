@@ -15,8 +15,7 @@ from collectives.cost import BreakEven, Link, break_even
 from collectives.planning import Calibration, Candidate, Prediction, Rates
 
 from ..compression import ErrorFeedback, SparseCompression, usual_density
-from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
-from ..plan.show import LABELS, where_it_pays
+from ..plan.comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
 from ..units import (
     bandwidth_text,
     bytes_text,

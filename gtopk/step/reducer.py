@@ -24,10 +24,10 @@ from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..logs import EVERYWHERE
+from ..recording.stragglers import Stragglers
 from ..reduce_ops import Average
 from ..world import world
 from ..world.state import World
-from ..world.stragglers import Stragglers
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks

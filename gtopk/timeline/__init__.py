@@ -1,5 +1,4 @@
 """The timeline: what ranks did when, as traces that Chrome and Perfetto show.
 
-timeline.py   a rank's trace
-command.py    `gtopk timeline`: those of all ranks as one
+command.py    `gtopk timeline`: the traces of all ranks as one; recording/timeline.py writes them
 """

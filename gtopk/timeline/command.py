@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ..recording.timeline import RANK
 from ..units import seconds_text
-from .timeline import RANK
 
 _PATTERN: Final = "timeline-*.json"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS
@@ -15,31 +15,62 @@ from ..engine import Engine
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
 from ..errors import HorovodInternalError
-from ..recording import start as recording
-from ..recording.recorder import Recorder
-from ..recording.settings import Settings, settings_from
-from ..timeline import timeline
 from . import checked_messages
 from .gpu_messages import gpus_in_sight, over_gpus
 from .unfinished import Unfinished
-
-if TYPE_CHECKING:
-    pass
-
 
 _log = logging.getLogger("gtopk")
 FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
 _MOMENT_SECONDS: Final = 5.0
 
 
+class WorldObserver(Protocol):
+    """What happens to a world, in this order; each is called on the rank's own thread."""
+
+    def join(self, world: World, before: World | None) -> bool:
+        """Begin to observe; tell whether the ranks' clocks must be compared for it.
+
+        before: the world that the same ranks have left for this one.
+        """
+        ...
+
+    def start(self, world: World) -> None:
+        """The world stands: its clock is known."""
+        ...
+
+    def open_set(self, world: World, number: int) -> None:
+        """A process set was added."""
+        ...
+
+    def resume(self, world: World) -> None:
+        """The world goes on from a step of an earlier run."""
+        ...
+
+    def leave(self, world: World) -> None:
+        """Every operation is over."""
+        ...
+
+    def pause(self, world: World) -> None:
+        """The run goes on in another world."""
+        ...
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        """The rank ends; how, in the words of a record. Called again, it changes nothing."""
+        ...
+
+
+_observers: Final[list[WorldObserver]] = []
+
+
+def register(observer: WorldObserver) -> None:
+    """Have an observer hear of every world that is made from now on."""
+    _observers.append(observer)
+
+
 class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
-    timeline:   what records its operations, while something does.
-    recorder:   what records its steps, while something does.
-    recordings: what was asked to be recorded, by the environment or the script.
-    recorded_to: the folders that it was recorded to so far.
     resumed:    whether it went on from a run before it.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
@@ -57,16 +88,12 @@ class World:
     failures:   of that, what went wrong; known once this rank has left.
     """
 
-    def __init__(self, transport: Transport, recordings: Settings | None = None) -> None:
-        """recordings: those of the world before; None: what the environment asks for."""
+    def __init__(self, transport: Transport, before: World | None = None) -> None:
+        """before: the world that the same ranks have left for this one."""
         self.rank, self.size = transport.rank, transport.size
         self.on_change: Callable[[], None] = lambda: None  # of step or advice
         self._step = 0
         self._advice = ""
-        self.timeline: timeline.Timeline | None = None
-        self.recorder: Recorder | None = None
-        self.recordings = settings_from() if recordings is None else recordings
-        self.recorded_to: set[str] = set()
         self.resumed = False
         self.advised = False
         self.termination_requested = False
@@ -97,15 +124,16 @@ class World:
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
         self.carried: set[int] = set()  # sets of the world before, which nobody has added again
-        # Ranks of different versions may differ in anything: refuse them before they do.
-        recorded = self.recordings.asked or timeline.is_of_every_rank()
+        self._observers = tuple(_observers)
+        needs_clock = [each.join(self, before) for each in self._observers]
         self.clock: Offset
         self.began_unix_seconds: float
+        # Ranks of different versions may differ in anything: refuse them before they do.
         init = self.engine.submit(
             "init",
             [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
             meet,
-            flags=recorded,
+            flags=any(needs_clock),
         )
         try:
             self.clock, self.began_unix_seconds = init.wait()
@@ -141,7 +169,8 @@ class World:
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
             engine.where = self.where
         self.sets[number] = Members(tuple(ranks), engine)
-        timeline.watch(self, number)
+        for each in self._observers:
+            each.open_set(self, number)
 
     def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
         """Open the sets of the world before, under the same numbers; every rank calls it.
@@ -171,7 +200,8 @@ class World:
         self.leave(reason)
         if self.failures:
             reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
-        recording.stop(self, reason, in_order)
+        self.note_end(reason, in_order)
+        self.pause()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
@@ -183,7 +213,8 @@ class World:
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
         staying = self.engine.close(reason, leave_timeout_seconds)
-        timeline.stop(self)
+        for each in self._observers:
+            each.leave(self)
         for end in self._endings:
             try:
                 end()
@@ -224,8 +255,8 @@ class World:
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""
         self.step, self.resumed = step, True
-        if self.recorder is not None:
-            self.recorder.note_resumed()
+        for each in self._observers:
+            each.resume(self)
 
     def note_preempted(self, ranks: Sequence[int]) -> None:
         """Note the ranks that are preempted, as all ranks do in the same step."""
@@ -233,5 +264,15 @@ class World:
 
     def note_end(self, how: str, in_order: bool) -> None:
         """Have the record say how this rank ends, before it does."""
-        if self.recorder is not None:
-            self.recorder.end(how, in_order)
+        for each in self._observers:
+            each.end(self, how, in_order)
+
+    def observe(self) -> None:
+        """Have the observers begin: the world stands."""
+        for each in self._observers:
+            each.start(self)
+
+    def pause(self) -> None:
+        """Have the observers write what they have: the run ends, or goes on in another world."""
+        for each in self._observers:
+            each.pause(self)

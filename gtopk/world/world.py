@@ -20,9 +20,6 @@ from .. import logs, settings, standard_streams
 from ..engine.agreement import name_ranks
 from ..errors import HorovodInternalError, InvalidCallError
 from ..launch import Launched, launched_by, require_sound_ranks
-from ..recording import start as recording
-from ..recording.settings import Settings
-from ..timeline import timeline
 from . import failure_file
 from .guard import Guard, describe
 from .joining import join, left_apart
@@ -67,13 +64,13 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
         _init(comm)
 
 
-def _init(comm: MPI.Intracomm | Sequence[int] | None, recordings: Settings | None = None) -> None:
+def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = None) -> None:
     global _communicator
     finish_leaving()
     require_sound_ranks()
     transport = _join(comm, launched_by(), failure_file.folder_from())
     amiss = left_apart(transport.size) if comm is None else None
-    init_on(transport, recordings)
+    init_on(transport, before)
     _communicator = comm
     if amiss is not None:
         _log.warning(amiss)
@@ -93,14 +90,14 @@ def _join(
         raise
 
 
-def init_on(transport: Transport, recordings: Settings | None = None) -> None:
-    """Make a transport the world of this process, until `shutdown`; recordings: as of World."""
+def init_on(transport: Transport, before: World | None = None) -> None:
+    """Make a transport the world of this process, until `shutdown`; before: as of World."""
     global _process, _guard, _handled
     heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
-    here = World(transport, recordings)
+    here = World(transport, before)
     guard = Guard(here, heartbeat_seconds, failures)
     try:
         guard.install()
@@ -113,8 +110,7 @@ def init_on(transport: Transport, recordings: Settings | None = None) -> None:
     if (error := sys.exc_info()[1]) is not None:
         with suppress(AttributeError):
             setattr(error, _MARK, _handled)
-    timeline.start_if_asked(_process)
-    recording.start_if_asked(_process)
+    here.observe()
     atexit.register(_at_exit)
 
 
@@ -191,11 +187,11 @@ def rejoin() -> None:
         )
     for lost in here.failures:
         _log.error("%s", lost)
-    recording.pause(here)
+    here.pause()
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
-    _init(_communicator, here.recordings)
+    _init(_communicator, here)
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice

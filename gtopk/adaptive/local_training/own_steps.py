@@ -11,10 +11,11 @@ from typing import Any
 
 from ...engine import Operation
 from ...recording import looks
+from ...recording.start import recorder_of
+from ...recording.timeline import Span, Step, timeline_of
 from ...step.expected_step import ExpectedStep
 from ...step.peers import Peers
 from ...telemetry import Seen, StepReport, report
-from ...timeline.timeline import Span, Step
 from ...world.state import World
 from .round_exchange import RoundExchange
 from .spent import Bounds, Spent
@@ -63,7 +64,7 @@ class OwnSteps:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
             self._exchanged += ran.exchanged.finite
-            recorder = self._world.recorder
+            recorder = recorder_of(self._world)
             if recorder is not None and ran.exchanged.finite and looks.is_due(self._exchanged):
                 looks.look(recorder, [exchange])
 
@@ -85,10 +86,10 @@ class OwnSteps:
             local_steps=local_steps,
             covers=self._covers,
         )
-        if (recorder := self._world.recorder) is not None:
+        if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(done)
-        if self._world.timeline is not None:
-            self._world.timeline.note_step(self._drawn(done, computed, waits))
+        if (timeline := timeline_of(self._world)) is not None:
+            timeline.note_step(self._drawn(done, computed, waits))
 
     def _drawn(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
         """Return the step as the timeline shows it: whole, and what was computed and waited."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...recording import start  # noqa: F401 -- observes every world that is made from now on
 from ...world import process_sets as sets
 from ...world import world
 from ...world.process_sets import ProcessSet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import settings
-from ...timeline import timeline
+from ...recording import timeline
 from ...world.world import current
 
 

@@ -14,6 +14,7 @@ import gtopk.torch as hvd
 from gtopk.recording import start
 from gtopk.recording.endpoint import Address
 from gtopk.recording.reading import Run, read_run
+from gtopk.recording.start import recorder_of, settings_of
 from gtopk.world import world
 
 
@@ -46,7 +47,7 @@ def training() -> Iterator[Training]:
 
 def recorded(folder: Path) -> Run:
     """Return what is recorded so far."""
-    if world.is_initialized() and (recorder := world.current().recorder) is not None:
+    if world.is_initialized() and (recorder := recorder_of(world.current())) is not None:
         recorder.flush()
     return read_run(folder)
 
@@ -169,21 +170,21 @@ def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
     before = world.current()
     train_in_batches(training, 8, fails_before=5)
     assert world.current() is not before
-    assert world.current().recordings == before.recordings
-    assert before.recordings.prometheus == Address("127.0.0.1", 0)
+    assert settings_of(world.current()) == settings_of(before)
+    assert settings_of(before).prometheus == Address("127.0.0.1", 0)
     hvd.shutdown()
     hvd.init()
-    assert world.current().recorder is None  # the script asked in that world
+    assert recorder_of(world.current()) is None  # the script asked in that world
 
 
 def test_where_one_cannot_be_opened_what_was_opened_before_is_closed(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gtopk.record(prometheus="0")
-    (endpoint,) = world.current().recorder._sinks
+    (endpoint,) = recorder_of(world.current())._sinks
     port = str(endpoint.address.port)
     monkeypatch.setattr("gtopk.recording.start.Scalars", lambda folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         gtopk.record(prometheus=port, tensorboard=str(tmp_path))
     gtopk.record(prometheus=port)
-    assert world.current().recorder is not None
+    assert recorder_of(world.current()) is not None

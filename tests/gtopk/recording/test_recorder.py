@@ -26,6 +26,7 @@ from gtopk.recording.looks import is_due, look
 from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
+from gtopk.recording.start import recorder_of
 from gtopk.run_report.words import happenings
 from gtopk.telemetry import batch
 from gtopk.world import world
@@ -147,7 +148,7 @@ def test_nothing_is_recorded_unless_asked_for(
     hvd.init()
     gtopk.log(loss=1.0)
     gtopk.log_samples(8)
-    assert world.current().recorder is None
+    assert recorder_of(world.current()) is None
     hvd.shutdown()
     assert list(tmp_path.iterdir()) == []
 

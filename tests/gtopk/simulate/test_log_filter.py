@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from gtopk.recording import stragglers
 from gtopk.simulate.log_filter import filtered_logs
-from gtopk.world import stragglers
 
 
 def test_words_on_this_machine_and_repetitions_are_passed_over(

@@ -12,8 +12,8 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import Transport
 from gtopk.engine.clocks import Offset
+from gtopk.recording.timeline import Span, Step, Timeline, Whose, path_of
 from gtopk.timeline.command import main, read_traces
-from gtopk.timeline.timeline import Span, Step, Timeline, Whose, path_of, start_if_asked
 from gtopk.world import world
 
 
@@ -105,7 +105,7 @@ def test_all_ranks_of_a_run_say_when_it_began(
 
     def run(transport: Transport) -> None:
         with world.entered(transport) as here:
-            start_if_asked(here)
+            here.observe()
 
     begun = []
     for ranks in (3, 3, 2):

@@ -16,10 +16,10 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch import periods
 from gtopk.adaptive.partitioning.cursor import by_speed
+from gtopk.recording import timeline
 from gtopk.recording.reading import RankRecord, Run, Step, read_run
 from gtopk.run_report.page import page
 from gtopk.telemetry import parts
-from gtopk.timeline import timeline
 from gtopk.top.show import as_lines
 from gtopk.top.status import status_of
 from gtopk.world import world

@@ -17,9 +17,10 @@ import gtopk
 from collectives.transports import LocalTransport
 from gtopk.engine import Engine
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.recording import stragglers
 from gtopk.recording.reading import read_run
-from gtopk.world import stragglers, world
-from gtopk.world.stragglers import SLOW, Stragglers, Told, crowded
+from gtopk.recording.stragglers import SLOW, Stragglers, Told, crowded
+from gtopk.world import world
 
 PROMISED_STEPS = 22
 RANKS = 3

@@ -15,8 +15,8 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk.engine import Event
-from gtopk.timeline import timeline
-from gtopk.timeline.timeline import Timeline
+from gtopk.recording import timeline
+from gtopk.recording.timeline import Timeline
 from gtopk.world import world
 from tests.gtopk.traces_read import records_in, rows_in
 

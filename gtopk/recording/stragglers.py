@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
+from .start import recorder_of
+
 if TYPE_CHECKING:
     from ..engine import Engine, Operation
-    from .state import World
+    from ..world.state import World
 
 _log = logging.getLogger("gtopk")
 _EVERY: Final = 6  # steps: no two windows share one
@@ -128,7 +130,7 @@ class Stragglers:
         if told.hosts:
             self._hosts, self._crowded = told.hosts, told.crowded
         score = self.scores[self._engine.transport.rank]
-        if (recorder := self._world.recorder) is not None and score is not None:
+        if (recorder := recorder_of(self._world)) is not None and score is not None:
             recorder.note_score(score)
         if self._engine.transport.rank == 0:
             self._say(told)

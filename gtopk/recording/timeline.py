@@ -41,14 +41,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
-
-from collectives.transports import Transport
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 from .. import settings
 from ..engine import Engine, Event, Observer
 from ..engine.clocks import Offset
-from ..engine.members import Members
+from ..world.state import World
 
 _log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
@@ -247,72 +246,79 @@ class Timeline:
         }[event.what]
 
 
-class Recorded(Protocol):
-    """A world, as far as its recording goes."""
-
-    timeline: Timeline | None
-    clock: Offset
-    began_unix_seconds: float
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def transport(self) -> Transport: ...
-    @property
-    def sets(self) -> Mapping[int, Members]: ...
+_timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
 
 
-def start(world: Recorded, path: str, mark_cycles: bool = False) -> None:
+def timeline_of(world: World) -> Timeline | None:
+    """Return what records the operations of a world; None where nothing does."""
+    return _timelines.get(world)
+
+
+def start(world: World, path: str, mark_cycles: bool = False) -> None:
     """Record what happens from now on into a file, on rank 0; one that is being written ends."""
     if world.rank == 0:
         _start(world, Timeline(path, world.transport.name, mark_cycles))
 
 
-def _start(world: Recorded, timeline: Timeline) -> None:
+def _start(world: World, timeline: Timeline) -> None:
     stop(world)
-    world.timeline = timeline
+    _timelines[world] = timeline
     for number in world.sets:
-        watch(world, number)
+        _watch(world, number)
 
 
-def watch(world: Recorded, number: int) -> None:
+def _watch(world: World, number: int) -> None:
     """Record what a process set does, too, where the world is recorded and this rank is in it."""
-    engine = world.sets[number].engine
-    if world.timeline is not None and engine is not None:
-        world.timeline.watch(engine, f" (process set {number})" if number else "")
+    engine, timeline = world.sets[number].engine, _timelines.get(world)
+    if timeline is not None and engine is not None:
+        timeline.watch(engine, f" (process set {number})" if number else "")
 
 
-def stop(world: Recorded) -> None:
+def stop(world: World) -> None:
     """Finish the file, where one is being written."""
-    if world.timeline is not None:
-        world.timeline.close()
-        world.timeline = None
+    timeline = _timelines.pop(world, None)
+    if timeline is not None:
+        timeline.close()
 
 
-def start_if_asked(world: Recorded) -> None:
-    """Record into what GTOPK_TIMELINE or HOROVOD_TIMELINE names, if one does."""
-    path, cycles = settings.HOROVOD_TIMELINE.read(), settings.MARK_CYCLES.read()
-    if is_of_every_rank():
-        folder, name = Path(settings.TIMELINE.read()), world.transport.name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = str(path_of(folder, world.rank))
-            whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
-            _start(world, Timeline(path, name, cycles, whose))
-        except OSError as error:
-            _log.warning("%s must name a folder to write to, got %s", settings.TIMELINE.name, error)
-    elif path not in ("", "DYNAMIC"):
-        try:
-            start(world, path, cycles)
-        except OSError as error:
-            _log.warning("HOROVOD_TIMELINE must name a file to write, got %s", error)
+class WorldTimelines:
+    """Records into what GTOPK_TIMELINE or HOROVOD_TIMELINE names; a WorldObserver."""
 
+    def join(self, world: World, before: World | None) -> bool:
+        return settings.TIMELINE.read() != ""
 
-def is_of_every_rank() -> bool:
-    """Tell whether the environment asks for a trace of every rank."""
-    return settings.TIMELINE.read() != ""
+    def start(self, world: World) -> None:
+        path, cycles = settings.HOROVOD_TIMELINE.read(), settings.MARK_CYCLES.read()
+        if settings.TIMELINE.read():
+            folder, name = Path(settings.TIMELINE.read()), world.transport.name
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = str(path_of(folder, world.rank))
+                whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
+                _start(world, Timeline(path, name, cycles, whose))
+            except OSError as error:
+                variable = settings.TIMELINE.name
+                _log.warning("%s must name a folder to write to, got %s", variable, error)
+        elif path not in ("", "DYNAMIC"):
+            try:
+                start(world, path, cycles)
+            except OSError as error:
+                _log.warning("HOROVOD_TIMELINE must name a file to write, got %s", error)
+
+    def open_set(self, world: World, number: int) -> None:
+        _watch(world, number)
+
+    def resume(self, world: World) -> None:
+        pass
+
+    def leave(self, world: World) -> None:
+        stop(world)
+
+    def pause(self, world: World) -> None:
+        pass
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        pass
 
 
 def path_of(folder: Path, rank: int) -> Path:
