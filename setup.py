@@ -15,7 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-core = SimpleNamespace(**runpy.run_path(str(ROOT / "collectives/kernels/host/sources.py")))
+core = SimpleNamespace(**runpy.run_path(str(ROOT / "collectives/kernels/host/library.py")))
 
 
 class build_core(build_ext):

@@ -6,25 +6,30 @@
 So momentum and the like follow this rank's own gradients and differ from rank to rank; parameters
 do not. What is alike in the deltas is averaged and what differs adds up: the learning rate is that
 of a single rank, however many there are (Maleki et al. 2021).
+
+Deltas: what a step changed, compressed and side by side, as the ranks combine it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from collectives.transports import Traffic
+from collectives.algorithms import adasum
+from collectives.transports import Traffic, Transport
 
+from .buckets.arrays import from_array, to_array
 from .buckets.parameters import name_parameters, refuse_complex, require_trained, with_gradients
 from .buckets.placeholders import place
 from .compression import Compression, Compressor
 from .engine import Work
-from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
 from .exchange.residual_state import unsent
 from .recording.start import recorder_of
@@ -38,6 +43,62 @@ from .world import world
 from .world.state import World
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
+
+
+class _Fused(NamedTuple):
+    """The compressed tensors of one dtype: their places in the list, and all their elements."""
+
+    places: list[int]
+    lengths: list[int]
+    array: NDArray[Any]
+
+
+class Deltas:
+    """Tensors that become those of all ranks, combined each by itself.
+
+    compressor: its compressed form is what is combined. Raises ValueError where that is not of
+    floating-point numbers.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], compressor: type[Compressor]) -> None:
+        self._compressor = compressor
+        self._compressed = [compressor.compress(tensor) for tensor in tensors]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, (tensor, _) in enumerate(self._compressed):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        others = [str(dtype) for dtype in by_dtype if not dtype.is_floating_point]
+        if others:
+            raise ValueError(
+                f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
+                f"{', '.join(others)}"
+            )
+        self._fused = [self._fuse(places) for places in by_dtype.values()]
+
+    def _fuse(self, places: list[int]) -> _Fused:
+        arrays = [to_array(self._compressed[place][0]) for place in places]
+        return _Fused(places, [array.size for array in arrays], np.concatenate(arrays))
+
+    @property
+    def elements(self) -> int:
+        """Return how many values they have."""
+        return sum(fused.array.size for fused in self._fused)
+
+    def allreduce(self, transport: Transport) -> None:
+        """Combine them over the ranks by Adasum."""
+        for _, lengths, array in self._fused:
+            adasum.allreduce(transport, array, lengths)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them decompressed, the same bits on every rank after `allreduce`."""
+        decompressed: list[torch.Tensor] = [tensor for tensor, _ in self._compressed]
+        for places, lengths, array in self._fused:
+            parts = np.split(array, np.cumsum(lengths)[:-1])
+            for index, part in zip(places, parts, strict=True):
+                compressed, context = self._compressed[index]
+                tensor = from_array(part, compressed)
+                decompressed[index] = self._compressor.decompress(tensor, context)
+        return decompressed
+
 
 _log = logging.getLogger("gtopk")
 _KEY: Final = "adasum"

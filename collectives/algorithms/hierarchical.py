@@ -11,23 +11,65 @@
 A node sends as much as one rank would alone: its shards have k entries together. With one rank in
 each node this is the reduction across, bit for bit. Shi et al. 2021 (HiTopKComm) reduce dense
 gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one residual, in shards.
+
+Across: the sparse reduction that a hierarchy runs between its nodes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import wire
 from ..kernels import contains, merge, sum_by_index
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
-from .across import Across, open_across
+from . import gtopk, oktopk
 from .alive import alive_bytes, pack_alive, unpack_alive
+from .gtopk_options import GtopkOptions
 from .nodes import checked_nodes, find_nodes
+from .options import check_names
 from .outcome import Outcome, examine, lowest, put_together, refused, settle
+from .regions import Regions
+
+ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]
+
+
+class Across(NamedTuple):
+    """A reduction that is told a shard's share of k and of k_out, and who refused already.
+
+    k_out: how many entries the whole update may have, where the algorithm has this dial; else k.
+    """
+
+    reduce: ReduceList
+    k_out: int
+
+
+def open_across(name: str, format: Format, options: dict[str, Any], k: int, length: int) -> Across:
+    """Return "gtopk" or "oktopk" with its options; raise ValueError where one is out of bounds."""
+    if name == "gtopk":
+        check_names(name, gtopk.reduce, options)
+        options_of_all = GtopkOptions(format, **options).checked()
+
+        def by_gtopk(
+            picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
+        ) -> Outcome:
+            return gtopk.reduce_list(picks, k, transport, options_of_all, refused_by)
+
+        return Across(by_gtopk, k)
+    if name == "oktopk":
+        check_names(name, oktopk.reduce, options)
+        regions = options.get("regions") or Regions()
+
+        def by_oktopk(
+            picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
+        ) -> Outcome:
+            return oktopk.reduce_list(picks, k, k_out, transport, format, regions, refused_by)
+
+        return Across(by_oktopk, oktopk.checked_k_out(k, options.get("k_out"), length))
+    raise ValueError(f"across must be one of gtopk, oktopk; got {name!r}")
 
 
 def reduce(

@@ -8,7 +8,6 @@ residual_names.py    residuals of parameters that are named otherwise now
 residual.py          what was not sent yet
 moments.py           Adam's, before the selection
 node_exchange.py     sums inside a node, picks between the nodes
-deltas.py            what a step changed in place of gradients, for Adasum
 exchanges.py         which exchange a compression stands for
 automatic.py         the one that runs what a selector says
 algorithm_selector.py from predictions first, from measurements then

@@ -1,7 +1,7 @@
 """Watchdog: ends a process whose start takes too long, or can come to nothing any more.
 
-A program of its own, and of the standard library alone (deadline.py starts it): what it watches may
-hold Python's lock all the while. It ends when its stdin does.
+A program of its own, and of the standard library alone: what it watches may hold Python's lock all
+the while. `world.joining` starts it; it ends when its stdin does.
 
 Argument: a `Lookout` as a list in JSON.
 """

@@ -2,8 +2,6 @@
 
 local_sgd.py        rounds of inner steps, and the outer step that ends one
 outer_exchange.py   what replicas have changed in a round, reduced to one gradient
-outer_report.py     what an outer step cost
-lost_replicas.py    replicas that were not finite any more, and became the others'
 """
 
 from .local_sgd import LocalSGD, averaging, nesterov

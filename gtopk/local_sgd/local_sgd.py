@@ -10,6 +10,10 @@
 Law: S + sum e_i(new) = sum e_i(old) + sum w_i (z - x_i). With rounds of one step, all entries sent
 and plain descent of rate 1 outside, z' is the mean of the ranks' models. Dense with Nesterov
 momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
+
+Lost replicas: those that were not finite when models were exchanged, and became the others'.
+
+What an outer step cost: its exchange, and the steps of the round that it ends.
 """
 
 from __future__ import annotations
@@ -17,27 +21,107 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from collectives.wire import NOTHING_CODED
+
 from ..buckets.parameters import name_parameters, require_known
 from ..compression import Compression, ErrorFeedback, check_count, hides_behind_backward
+from ..engine.agreement import name_ranks
 from ..exchange.exchanges import require_compression
 from ..recording import looks
 from ..recording.start import recorder_of
-from ..replicas.replicas import checksums
+from ..replicas.replicas import BUFFERS_STAY, checksums
 from ..step.momentum import require_one_momentum
+from ..step.skip_counter import SkipCounter
 from ..telemetry import StepReport
 from ..world import world
 from ..world.process_sets import ProcessSet, global_process_set
 from ..wrapped import checkpoint as optimizer_checkpoint
 from ..wrapped.tree import lay_out_as_parameters
 from ..wrapped.wrapping import Wrapping, wrap
-from .lost_replicas import LostReplicas
 from .outer_exchange import Outcome, OuterExchange
-from .outer_report import report_of
+
+
+def report_of(
+    outcome: Outcome,
+    *,
+    step: int,
+    compute_seconds: float,
+    synchronize_seconds: float,
+    elements: int,
+    local_steps: int,
+    predicted_seconds: float | None,
+) -> StepReport:
+    """Return the report of an outer step.
+
+    compute_seconds: of all steps of the round. elements: values of all parameters.
+    predicted_seconds: of the exchange, where it predicts nothing itself.
+    """
+    operation, done = outcome.operation, outcome.exchanged
+    coded = done.coded if done else NOTHING_CODED
+    return StepReport(
+        step=step,
+        algorithm=done.algorithm if done else "",
+        compute_seconds=compute_seconds,
+        synchronize_seconds=synchronize_seconds,
+        select_seconds=done.select_seconds if done else 0.0,
+        apply_seconds=0.0,
+        agree_seconds=operation.agree_seconds,
+        communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
+        merge_seconds=done.merge_seconds if done else 0.0,
+        code_seconds=coded.seconds,
+        hidden_seconds=0.0,
+        working_seconds=done.seconds if done else 0.0,
+        buckets=1,
+        exchange_seconds=done.seconds if done else 0.0,
+        predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
+        sent_bytes=operation.traffic.sent_bytes,
+        sent_messages=operation.traffic.sent_messages,
+        bytes_counted=done.bytes_counted if done else True,
+        coded_entries=coded.entries,
+        coded_bytes=coded.bytes,
+        elements=elements,
+        samples=None,
+        selected=done.selected if done else 0,
+        updated=done.updated if done else 0,
+        skipped=not outcome.moves,
+        local_steps=local_steps,
+        covers="outer step",
+        ranks=operation.ranks,
+    )
+
+
+class LostReplicas(SkipCounter):
+    """How many there were, of all ranks; a row is of outer steps that went without some."""
+
+    def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:
+        """Warn, on every rank, of replicas that are not finite.
+
+        lost:  by rank, the parameters that are not; none: their sum is what is not.
+        moved: whether the outer step has changed the model, by the replicas of the others.
+        Raises FloatingPointError where that were more outer steps in a row than may be.
+        """
+        self.count += len(lost)
+        where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
+        why = f"a replica is not finite on {where}" if lost else "the sum of replicas overflowed"
+        _log.warning(
+            "rank %d: outer step %d %s: %s",
+            rank,
+            step,
+            f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
+            f"{why}; {BUFFERS_STAY}" if moved else why,
+        )
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} outer steps in a row were without some replicas, the last, "
+                f"number {step}, because {why}"
+            )
+        )
+
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
 

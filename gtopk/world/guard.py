@@ -9,18 +9,23 @@ it freezes, or its host or link is gone
 
 What is said goes to stderr, into the run's record and into a file (failure_file), where there are.
 Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
+
+The error file: where torchrun looks for what a rank failed with, and when, to name the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
@@ -30,8 +35,32 @@ from .. import standard_streams
 from ..engine import Engine
 from ..errors import HorovodInternalError
 from ..heartbeat.heartbeat import Heartbeat, Lost
-from ..launch.error_file import write_error_file
 from . import failure_file
+
+_PATH: Final = "TORCHELASTIC_ERROR_FILE"
+_CONSEQUENCE_SECONDS: Final = 10  # within which torchrun notices a rank's end
+
+
+def write_error_file(
+    text: str, error: BaseException | None, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Tell torchrun what this rank failed with; without torchrun, do nothing.
+
+    error: with its traceback; None: another rank is the cause. Then the failure is dated later:
+    torchrun calls the earliest the root cause, and dates who was killed when it notices.
+    """
+    path = environ.get(_PATH)
+    if not path:
+        return
+    when = int(time.time())
+    extra = {"timestamp": str(when + _CONSEQUENCE_SECONDS)}
+    if error is not None:
+        stack = "".join(traceback.format_exception(error))
+        extra = {"py_callstack": f"{text}\n{stack}", "timestamp": str(when)}
+    with contextlib.suppress(OSError):  # it ends anyway, and has said why
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
 
 _WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
 _STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost

@@ -8,15 +8,20 @@
 GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
 over NCCL, "staged" through pinned host memory. Where none is named, `gpu_messages` lays NCCL over
 the launcher's, if every rank has a GPU.
+
+An end to what no Python code can interrupt: MPI's start waits for ever for a rank that ended.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,8 +30,7 @@ from collectives.errors import PeerError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from .. import settings
-from ..launch import Launched, carried_by, launched_by, require_sound_ranks
-from ..launch.deadline import deadline
+from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
@@ -37,6 +41,34 @@ from .communicators import communicator_of, is_communicator
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import TCPStore
+
+
+_LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to
+
+
+@contextmanager
+def deadline(lookout: Lookout) -> Iterator[None]:
+    """Kill this process, and say why, should what is looked for come before the body ends.
+
+    By a process of its own: the body may hold Python's lock all the while.
+    """
+    if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
+        yield
+        return
+    program = os.path.abspath(watchdog.__file__)
+    dog = subprocess.Popen(
+        [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
+    )
+    assert dog.stdin is not None
+    try:
+        yield
+    finally:
+        dog.stdin.close()
+        try:
+            dog.wait(_LEAVES_SECONDS)
+        except subprocess.TimeoutExpired:  # it reads in /proc, where a page fault may hold it up
+            dog.kill()
+
 
 _OVER_ANOTHER: Final = ("nccl", "staged")
 

@@ -1,8 +1,14 @@
-"""World: what a rank has of the job: its transport, its engine, where it sits, its records."""
+"""World: what a rank has of the job: its transport, its engine, where it sits, its records.
+
+Checked messages: whether all that ranks send each other travels with a checksum.
+
+Unfinished: what all ranks have under way together, and finish before they leave.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -15,13 +21,35 @@ from ..engine import Engine
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
 from ..errors import HorovodInternalError
-from . import checked_messages
 from .gpu_messages import gpus_in_sight, over_gpus
-from .unfinished import Unfinished
+
+
+class Unfinished(Protocol):
+    """Something that every rank has under way, or none."""
+
+    def is_ready(self) -> bool:
+        """Tell whether this rank's part is done, so that `begin` would not wait."""
+
+    def begin(self, engine: Engine) -> Callable[[], None]:
+        """Submit what finishes it, which runs once all ranks have; return what ends it.
+
+        That is called once this rank has left, and raises what went wrong.
+        """
+
+
+def wanted_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return what the environment says; raise ValueError where that is nothing, or cannot be."""
+    is_wanted = settings.CHECK_MESSAGES.read(environ)
+    if is_wanted and transport.name == "nccl":
+        raise ValueError(
+            f"{settings.CHECK_MESSAGES.name}=1 cannot have NCCL's messages checked: unset it, or "
+            "let the GPUs' messages go through the hosts (GTOPK_TRANSPORT=staged)"
+        )
+    return is_wanted
+
 
 _log = logging.getLogger("gtopk")
 FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
-_MOMENT_SECONDS: Final = 5.0
 
 
 class WorldObserver(Protocol):
@@ -107,7 +135,7 @@ class World:
         nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
-        checks_messages = checked_messages.wanted_on(transport)
+        checks_messages = wanted_on(transport)
 
         def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared

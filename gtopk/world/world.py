@@ -1,4 +1,9 @@
-"""The world of this process: joined by `init`, left by `shutdown` or when the program ends."""
+"""The world of this process: joined by `init`, left by `shutdown` or when the program ends.
+
+Leaving while an exception is handled: nobody can tell whether it will end the program.
+
+In a `finally` it goes on its way, and the guard ends the job; in an `except` the program goes on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -23,11 +28,39 @@ from ..launch import Launched, launched_by, require_sound_ranks
 from . import failure_file
 from .guard import Guard, describe
 from .joining import join, left_apart
-from .leaving import Leaving
 from .state import FAILED_SECONDS, World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+_EXCEPTION_SECONDS: Final = 1.0  # what an exception gets to come out, before the others are told
+
+
+class Leaving:
+    """A rank that leaves the world in a moment, while its program goes on.
+
+    close: leaves in good order; returns when every rank has left.
+    guard: stays, for the exception to come out.
+    """
+
+    def __init__(self, close: Callable[[], object], guard: Guard) -> None:
+        self.guard = guard
+        self._close = close
+        self._now = threading.Event()
+        self._thread = threading.Thread(target=self._leave, name="gtopk-leaving", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Leave now; return when every rank has left."""
+        self._now.set()
+        self._thread.join()
+        self.guard.remove()
+
+    def _leave(self) -> None:
+        self._now.wait(_EXCEPTION_SECONDS)
+        self._close()
+        self.guard.retire()
 
 
 _log = logging.getLogger("gtopk")

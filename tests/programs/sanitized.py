@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from collectives.kernels.host import sources
+from collectives.kernels.host import library as sources
 from tests.sharing import locked
 
 ROOT = Path(__file__).parents[2]

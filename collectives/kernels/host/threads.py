@@ -1,17 +1,52 @@
-"""How many threads a loop may use: the cores that are free, none more under oversubscription."""
+"""How many threads a loop may use: the cores that are free, none more under oversubscription.
+
+How many ranks share this machine, as the launchers' variables say it.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
 from ... import environment
 from ...cores import usable_cores
-from .local_ranks import in_slurm_step, local_ranks
+
+# Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
+_COUNTS: Final = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+)
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks run here; 1 where nobody says so."""
+    said = [environ.get(name, "") for name in _COUNTS]
+    if in_slurm_step(environ):
+        said += [_tasks_here(environ), environ.get("SLURM_NTASKS_PER_NODE", "")]
+    return max([1, *(int(text) for text in said if text.isdecimal())])
+
+
+def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether srun started this process: a batch script has most of the variables, too."""
+    return "SLURM_STEP_ID" in environ
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """Return what SLURM says of this node: of "8(x2),4" the nodes 0 and 1 have 8, node 2 has 4."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = itertools.chain.from_iterable([count] * int(times or 1) for count, times in found)
+    node = environ.get("SLURM_NODEID", "0")
+    return next(itertools.islice(tasks, int(node) if node.isdecimal() else 0, None), "")
+
 
 # A few cores draw all that the memory gives; more would be taken from autograd for nothing.
 _MOST: Final = 8

@@ -6,12 +6,19 @@
 
 Where ranks meet, everything computed is applied, and all know what is left of the epoch. A pass
 ends when a rank has computed all that was dealt to it, or when one drains.
+
+Scaled gradients: what GradScaler leaves to an optimizer that unscales its gradients itself.
+
+Of fused optimizers it unscales nothing: it hangs `grad_scale` and `found_inf` on them for the time
+of `step`. A round adds up micro-batches of different scales, and steps later: both are taken down
+meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -33,7 +40,20 @@ from ..partitioning.dealing import Passes
 from .agreed_settings import AgreedSettings
 from .round_wire import RoundWire
 from .rounds import Rounds
-from .scaled_gradients import taken_down
+
+_HUNG: Final = ("grad_scale", "found_inf")
+
+
+@contextmanager
+def taken_down(optimizer: Any) -> Iterator[tuple[float, bool]]:
+    """Return what the gradients were multiplied with, and whether they have overflowed."""
+    hung = {name: vars(optimizer).pop(name) for name in _HUNG if name in vars(optimizer)}
+    scale, overflow = (hung.get(name) for name in _HUNG)
+    try:
+        yield 1.0 if scale is None else float(scale), overflow is not None and bool(overflow)
+    finally:
+        vars(optimizer).update(hung)
+
 
 _log = logging.getLogger("gtopk")
 SAFE_MOMENTUM: Final = 0.5

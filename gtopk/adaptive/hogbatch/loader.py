@@ -5,23 +5,27 @@
     end        of several nodes: their models are merged with all that was done
 
 No worker waits for another until an epoch is over; what needs all of them is between epochs.
+
+Periods: what a worker does in a quarter of a second, as a step of the run's record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...world.state import World
 from ..batches.epochs import Epochs
 from ..batches.next_world import is_over, require_its_world
 from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
+from .board import Board, now_nanoseconds
 from .check import check
 from .claimed_batches import ClaimedBatches
 from .class_sizes import ClassSizes
@@ -29,12 +33,52 @@ from .device_classes import NAMES, class_of
 from .evaluation import BATCH, before, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
-from .periods import Periods
 from .report import Report, report_of
 from .shared_model import SharedModel, layout_of, require_shareable, states_of
 from .sizes import Sizer, default_thresholds
 from .workers_batch import BatchInHand
 from .writer import Writer
+
+PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
+
+
+class Counts(NamedTuple):
+    """What a worker's board says of it."""
+
+    updates: int = 0
+    samples: int = 0
+    skipped: int = 0
+
+
+class Periods:
+    """Reports what a worker has done since its last report; one update at least, but at the end."""
+
+    def __init__(self, steps: OwnSteps, board: Board, world: World) -> None:
+        self._steps, self._board, self._world = steps, board, world
+        self._reported, self._since = Counts(), 0
+
+    def begin(self) -> None:
+        """Begin one with an epoch."""
+        self._since = now_nanoseconds()
+
+    def poll(self) -> None:
+        """End one, and begin another, where it has lasted long enough."""
+        is_due = now_nanoseconds() - self._since >= PERIOD_NANOSECONDS
+        if is_due and self._board["updates"] > self._reported.updates:
+            self.end()
+
+    def end(self) -> None:
+        """Report what was done since the last report, and begin another period."""
+        board, before = self._board, self._reported
+        now = Counts(board["updates"], board["samples"], board["skipped"])
+        self._reported, self._since = now, now_nanoseconds()
+        self._steps.computed()
+        self._steps.close(
+            self._world.step - 1,
+            now.samples - before.samples,
+            now.updates - before.updates,
+            skipped=now.skipped > before.skipped,
+        )
 
 
 class HogbatchLoader:

@@ -5,6 +5,12 @@ fast classes    they are its own copy, and the shared ones for a step
 
 So every step is one in place, of the model and the optimizer's state as they are by then, whatever
 the optimizer makes of both; what is old in it is the gradient.
+
+Audit: how much of the workers' steps never reached the shared model.
+
+    where it began + every worker's steps - where it is = lost
+
+The race: two workers read an element, both add, and the one that writes last wins.
 """
 
 from __future__ import annotations
@@ -13,13 +19,60 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
+from collectives.transports import Transport
+
 from ...world.state import World
-from .audit import Audit
 from .board import Board
 from .device_copy import DeviceCopy
 from .shared_model import SharedModel, require_in_place
+
+
+class Audit:
+    """One worker's account, of the parameters.
+
+    Rounding is the smaller part of what it finds where parameters are float64.
+    """
+
+    def __init__(self, shared: SharedModel, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._shared = shared.parameters
+        self._begin = [tensor.double().clone() for tensor in self._shared]
+        self._steps = [torch.zeros_like(each) for each in self._begin]
+        self._distance = 0.0
+
+    @torch.no_grad()
+    def in_place(self, apply: Callable[[], None]) -> None:
+        """Take in what a step in place changes: computed on a copy, and added at once."""
+        shared = [parameter.data for parameter in self._parameters]
+        before = [tensor.clone() for tensor in shared]
+        for parameter, copy in zip(self._parameters, before, strict=True):
+            parameter.data = copy.clone()
+        apply()
+        steps = [p.data - copy for p, copy in zip(self._parameters, before, strict=True)]
+        for parameter, tensor, step in zip(self._parameters, shared, steps, strict=True):
+            parameter.data = tensor
+            tensor.add_(step)
+        for total, step in zip(self._steps, steps, strict=True):
+            total.add_(step)
+            self._distance += float(step.double().abs().sum())
+
+    def lost(self, world: World) -> float:
+        """Return the lost share of all steps, in L1; all ranks call it together."""
+        steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
+        sums = np.append(steps, self._distance)
+
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            transport.allreduce(sums)
+
+        name = f"adapt.audit.{next(world.sets[0].unnamed)}"
+        world.engine.submit(name, [f"{len(sums)} numbers"], work).wait()
+        now = torch.cat([tensor.double().reshape(-1) for tensor in self._shared])
+        begin = torch.cat([each.reshape(-1) for each in self._begin])
+        missing = begin + torch.from_numpy(sums[:-1]) - now
+        return float(missing.abs().sum()) / max(float(sums[-1]), 1e-300)
 
 
 class Writer:

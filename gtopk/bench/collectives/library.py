@@ -2,18 +2,94 @@
 
 The baselines are made of them: what they cost is what the library makes of the network, and not
 what our transports do.
+
+Gloo's own collectives, through torch.distributed's default process group.
+
+MPI's own collectives, through mpi4py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+import torch.distributed as distributed
 
 from collectives.cost import dense_bytes
 from collectives.transports import Traffic, Transport
 from collectives.vector import Array
+
+
+class MpiLibrary:
+    """MPI's blocking calls on some of MPI.COMM_WORLD's ranks; all of those must make it."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.name = MPI.Get_library_version().split(",")[0].strip()
+        world = MPI.COMM_WORLD
+        self._communicator = world.Create(world.group.Incl(ranks))
+
+    def allreduce(self, array: Array) -> None:
+        self._communicator.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
+
+    def allgather(self, message: Array) -> Array:
+        gathered = np.empty(self._communicator.size * message.size, np.uint8)
+        self._communicator.Allgather(message, gathered)
+        return gathered
+
+    def send(self, message: Array, to: int) -> None:
+        self._communicator.Send(message, to)
+
+    def receive(self, message: Array, source: int) -> None:
+        self._communicator.Recv(message, source)
+
+    def broadcast(self, message: Array, root: int) -> None:
+        self._communicator.Bcast(message, root)
+
+    def barrier(self) -> None:
+        self._communicator.Barrier()
+
+
+class GlooLibrary:
+    """Gloo's blocking calls on some of the default group's ranks; all of its ranks must make it."""
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        """transport: torch.distributed's, of all ranks; where they have met they meet again."""
+        if not distributed.is_initialized():
+            met: Any = transport
+            store = distributed.distributed_c10d.PrefixStore("gtopk.bench", met.store)
+            distributed.init_process_group(
+                "gloo", store=store, rank=transport.rank, world_size=transport.size
+            )
+        self.name = f"gloo of torch {torch.__version__}"
+        self._ranks = ranks
+        self._group: Any = distributed.new_group(list(ranks), backend="gloo")
+
+    def allreduce(self, array: Array) -> None:
+        distributed.all_reduce(torch.from_numpy(array), group=self._group)
+
+    def allgather(self, message: Array) -> Array:
+        gathered = torch.empty(len(self._ranks) * message.size, dtype=torch.uint8)
+        rows = list(gathered.view(len(self._ranks), -1))
+        distributed.all_gather(rows, torch.from_numpy(message), group=self._group)
+        array: Array = gathered.numpy()
+        return array
+
+    def send(self, message: Array, to: int) -> None:
+        distributed.send(torch.from_numpy(message), self._ranks[to], group=self._group)
+
+    def receive(self, message: Array, source: int) -> None:
+        distributed.recv(torch.from_numpy(message), self._ranks[source], group=self._group)
+
+    def broadcast(self, message: Array, root: int) -> None:
+        distributed.broadcast(torch.from_numpy(message), self._ranks[root], group=self._group)
+
+    def barrier(self) -> None:
+        distributed.barrier(group=self._group)
 
 
 class Library(Protocol):
@@ -112,12 +188,8 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> Reckoning:
     """
     library: Library
     if transport.name == "mpi":
-        from .mpi_library import MpiLibrary
-
         library = MpiLibrary(ranks)
     elif transport.name == "torch.distributed":
-        from .gloo_library import GlooLibrary
-
         library = GlooLibrary(transport, ranks)
     else:
         library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)

@@ -1,4 +1,7 @@
-"""`gtopk bench engine` as people call it: on every rank of a launcher, or alone on threads."""
+"""`gtopk bench engine` as people call it: on every rank of a launcher, or alone on threads.
+
+Gradients to reduce: as many and as large as a network's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from collectives.errors import PeerError
 from collectives.transports import Transport, local_world, run_ranks
@@ -17,8 +21,32 @@ from ...launch import launched_by
 from ...machine import Machine, load, this_machine
 from ...world.joining import join
 from ..words import add_words, one_of
-from .gradients import resnet50, small
 from .measure import GOAL_RATIO, Record, measure, table
+
+# Of a bottleneck block: its width, and how many of them follow each other.
+_STAGES: Final = ((64, 3), (128, 4), (256, 6), (512, 3))
+
+
+def resnet50() -> list[int]:
+    """Return the lengths of ResNet-50's 161 parameters, 25,557,032 in all (He et al. 2015)."""
+    lengths = [3 * 64 * 7 * 7, 64, 64]
+    channels = 64
+    for width, blocks in _STAGES:
+        wide = 4 * width
+        for block in range(blocks):
+            lengths += [channels * width, width, width]
+            lengths += [9 * width * width, width, width]
+            lengths += [width * wide, wide, wide]
+            if block == 0:
+                lengths += [channels * wide, wide, wide]
+            channels = wide
+    return [*lengths, 1000 * channels, 1000]
+
+
+def small() -> list[int]:
+    """Return the lengths of as many small parameters."""
+    return [1000] * len(resnet50())
+
 
 _GRADIENTS = {"resnet50": resnet50, "small": small}
 _TIMEOUT_SECONDS = 3600.0

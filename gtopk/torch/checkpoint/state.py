@@ -6,16 +6,30 @@
 
 A run on as many ranks gets everything as it was. On another number every rank gets rank 0's, and
 the residual is dealt out: its sum stays.
+
+The random numbers that are still to come: torch's, NumPy's and Python's generators.
+
+Keys of dicts in what torch.distributed.checkpoint wrote: it has text for all, and no empty dict.
+
+    {"milestones": Counter({3: 1, 5: 1}), "state": {}}    as saved
+    {"milestones": {"3": 1, "5": 1}}                      as written
+
+What they were is known from the state of what they are loaded into, where that has them; from the
+names of its parameters, in an optimizer's; and from the ranks, in their residuals.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from ...errors import DamagedError
@@ -29,10 +43,88 @@ from .agreement import spread
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
 from .residuals import share
-from .rng import check_generators, put_generators, take_generators
 from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes
-from .text_keys import keyed
 from .tree import Taken, put_together, take_apart
+
+
+def keyed(written: Any, like: Any) -> Any:
+    """Return a state with the keys, types of dicts, and empty dicts that were saved.
+
+    like: the state now of what it is loaded into; anything else where there is none.
+    A key that is not there yet is an integer where all that are there are; else it stays text.
+    """
+    if type(written) is list:
+        items = like if isinstance(like, list) else []
+        return [keyed(item, of) for item, of in zip_longest(written, items[: len(written)])]
+    if type(written) is not dict:
+        return written
+    state: dict[Any, Any] = copy.copy(like) if isinstance(like, dict) else {}
+    there = dict(state)
+    state.clear()
+    written = _add_known_keys(written, there)
+    keys = {str(key): key for key in there}
+    are_integers = bool(there) and all(type(key) is int for key in there)
+    for text, value in written.items():
+        key = keys.get(text, _integer(text) if are_integers else text)
+        state[key] = keyed(value, there.pop(key, None))
+    state |= {key: each for key, each in there.items() if isinstance(each, dict) and not each}
+    return state
+
+
+def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
+    """Return an optimizer's state, or a part of residuals, with what DCP has left out of it.
+
+    The keys that are known to be in it are added to what it is like.
+    """
+    groups = written.get("param_groups")
+    if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
+        names = [name for group in groups for name in group["params"]]
+        like["state"] = dict.fromkeys(names) | like.get("state", {})
+        return {"state": {}, **written}
+    if optimizer_checkpoint.is_part({"held": {}, **written}):
+        ranks = range(written["ranks"])
+        like["held"] = dict.fromkeys(ranks) | like.get("held", {})
+        return {"held": {rank: {} for rank in ranks}, **written}  # none has a residual
+    return written
+
+
+def _integer(text: Any) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def take_generators() -> dict[str, Any]:
+    """Return the state of this rank's generators; of GPUs', the current one's."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": (version, np.array(words, np.uint32), gauss),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def check_generators(state: dict[str, Any]) -> None:
+    """Raise an error for what `put_generators` could not put in; nothing is changed."""
+    torch.Generator().set_state(state["torch"])
+    np.random.RandomState().set_state(state["numpy"])
+    version, words, gauss = state["python"]
+    random.Random().setstate((version, tuple(words.tolist()), gauss))
+
+
+def put_generators(state: dict[str, Any]) -> None:
+    """Make the generators go on from a state."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
 
 _log = logging.getLogger("gtopk")
 

@@ -1,7 +1,6 @@
 """Horovod's operations on tensors, and what they are asked about: `horovod.torch.mpi_ops`.
 
-lifecycle.py     init
-topology.py      ranks and sizes
+lifecycle.py     init, ranks and sizes, barrier, join, the timeline
 builds.py        what can be used here
 handles.py       operations in flight
 tensors.py       what tensors are taken, and how they travel
@@ -14,8 +13,6 @@ broadcasting.py  broadcast and its forms
 exchanging.py    alltoall
 scattering.py    reducescatter and its forms
 sparse.py        allreduce of sparse tensors
-meeting.py       barrier, join
-tracing.py       the timeline
 
 Operations are matched across ranks by name, and checked before data moves. Names are optional:
 without one, an operation is named by a counter.
@@ -57,8 +54,20 @@ from .builds import (
 )
 from .exchanging import alltoall, alltoall_async
 from .handles import poll, synchronize
-from .lifecycle import init
-from .meeting import barrier, join
+from .lifecycle import (
+    barrier,
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from .scattering import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -66,16 +75,6 @@ from .scattering import (
     reducescatter_async,
 )
 from .sparse import sparse_allreduce_async
-from .topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
-from .tracing import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -1,18 +1,117 @@
-"""Lifecycle: joining the world with its process sets, and leaving it."""
+"""Lifecycle: joining the world with its process sets, and leaving it.
+
+Topology: how many ranks there are, and where this one sits.
+
+Barrier and join: operations without tensors.
+
+The timeline: a record of what the ranks do, written while they run.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...recording import start  # noqa: F401 -- observes every world that is made from now on
+from ... import settings
+from ...recording import (
+    start,  # noqa: F401 -- observes every world that is made from now on
+    timeline,
+)
+from ...step.join_shadow import break_off_steps
 from ...world import process_sets as sets
 from ...world import world
-from ...world.process_sets import ProcessSet
+from ...world.process_sets import ProcessSet, global_process_set
+from ...world.world import current
 from .handles import forget_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to record, on rank 0, into a file in Chrome's trace format.
+
+    mark_cycles: also when the ranks agreed on what to do next.
+    Raises ValueError where HOROVOD_TIMELINE is neither DYNAMIC nor a file.
+    """
+    here = current()
+    if not settings.HOROVOD_TIMELINE.read():
+        raise ValueError(
+            "start_timeline needs HOROVOD_TIMELINE in the environment: DYNAMIC, or a file"
+        )
+    timeline.start(here, file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the record."""
+    here = current()
+    timeline.stop(here)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called it; what is in flight stays so."""
+    name = f"barrier.noname.{next(process_set.members.unnamed)}"
+    # Agreeing on the operation is the barrier.
+    process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and return the rank that said so last.
+
+    Until all have, this one contributes zeros to the others' allreduces; averages are still over
+    all ranks. Other operations are an error while a rank has joined. A step that has come as far as
+    `backward()` here is broken off: the others take it without this rank's gradients, and its
+    residual is what it was before.
+
+    device: accepted for Horovod's scripts, not needed.
+    """
+    everyone = global_process_set.members
+    engine = global_process_set.engine
+    break_off_steps(engine)
+    last: int = engine.join().wait()
+    # Who joined early has counted fewer operations without a name than the others.
+    count = next(everyone.unnamed)
+    counts = engine.submit(
+        "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
+    ).wait()
+    everyone.unnamed = itertools.count(max(counts))
+    return last
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return current().size
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return current().rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return current().local_size
+
+
+def local_rank() -> int:
+    """Return this rank's index on its host."""
+    return current().local_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a rank with this local rank."""
+    return current().cross_size
+
+
+def cross_rank() -> int:
+    """Return the index of this host among them."""
+    return current().cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Tell whether every host has as many ranks."""
+    return current().is_homogeneous
 
 
 def init(

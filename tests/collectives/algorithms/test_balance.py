@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms.balance import is_even, moves
+from collectives.algorithms.oktopk import is_even, moves
 
 
 def test_the_moves_are_as_drawn() -> None:

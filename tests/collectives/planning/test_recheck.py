@@ -9,8 +9,8 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network, calibrate
+from collectives.planning.calibrated import LONG_SECONDS, still_holds
 from collectives.planning.calibration import measure_network
-from collectives.planning.recheck import LONG_SECONDS, still_holds
 from collectives.transports import local_world
 
 HOSTS = Calibration(Network(3, Link.of(100e6, 2e-3)), DEFAULT_RATES, "kept")

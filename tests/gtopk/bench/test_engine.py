@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.bench.engine.gradients import resnet50, small
+from gtopk.bench.engine.command import resnet50, small
 from gtopk.cli import main
 
 

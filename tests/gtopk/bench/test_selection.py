@@ -17,8 +17,7 @@ import torch
 from collectives import SELECTORS, SparseVector, select
 from collectives.kernels import device, why_not_compiled
 from gtopk.bench.selection import command, gpu, rescans
-from gtopk.bench.selection.cases import cases
-from gtopk.bench.selection.command import SOURCES, main
+from gtopk.bench.selection.command import SOURCES, cases, main
 from gtopk.bench.selection.gradients import Training, open_source
 from gtopk.bench.selection.measure import Answer
 from gtopk.bench.selection.methods import COPY, FLOOR, all_methods

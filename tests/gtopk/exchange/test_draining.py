@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gtopk.exchange.draining import MOST_STEPS, share_to_send
-from gtopk.exchange.residual import Residual
+from gtopk.exchange.residual import MOST_STEPS, Residual, share_to_send
 
 
 def drained(gradient: float, held: float) -> list[float]:

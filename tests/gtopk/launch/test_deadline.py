@@ -12,8 +12,8 @@ import time
 import pytest
 
 from gtopk.launch import watchdog
-from gtopk.launch.deadline import deadline
 from gtopk.launch.watchdog import Lookout, Roll
+from gtopk.world.joining import deadline
 
 
 def test_a_body_in_time_is_left_alone(capfd) -> None:
@@ -25,7 +25,7 @@ def test_a_body_in_time_is_left_alone(capfd) -> None:
 def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> None:
     program = (
         "import ctypes\n"
-        "from gtopk.launch.deadline import deadline\n"
+        "from gtopk.world.joining import deadline\n"
         "from gtopk.launch.watchdog import Lookout\n"
         "with deadline(Lookout(0.2, 'rank 1 is late')):\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
@@ -40,7 +40,7 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
 def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     (tmp_path / "rank.py").write_text(
         "import ctypes, math, os\n"
-        "from gtopk.launch.deadline import deadline\n"
+        "from gtopk.world.joining import deadline\n"
         "from gtopk.launch.parent import launcher\n"
         "from gtopk.launch.watchdog import Lookout\n"
         "with deadline(Lookout(math.inf, '', launcher(), 'torchrun is gone')):\n"
@@ -93,7 +93,7 @@ sys.exit(code % 256)
 """
 WAITS = """
 import math, time
-from gtopk.launch.deadline import deadline
+from gtopk.world.joining import deadline
 from gtopk.launch.launched import Launched
 from gtopk.launch.parent import ranks_here
 from gtopk.launch.watchdog import Lookout, Roll
@@ -134,7 +134,7 @@ def test_how_long_ago_a_process_was_started_is_told() -> None:
 def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
     path = tmp_path / "failures" / "failure_rank1.json"
     body = (
-        "from gtopk.launch.deadline import deadline\n"
+        "from gtopk.world.joining import deadline\n"
         "from gtopk.launch.watchdog import Lookout\n"
         f"lookout = Lookout(0.2, 'rank 1 is late', file={str(path)!r}, record={{'rank': 1}})\n"
         "with deadline(lookout):\n"

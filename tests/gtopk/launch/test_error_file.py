@@ -6,7 +6,7 @@ import time
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gtopk.launch.error_file import write_error_file
+from gtopk.world.guard import write_error_file
 
 
 def test_torchrun_reads_what_a_rank_failed_with_and_when(tmp_path):

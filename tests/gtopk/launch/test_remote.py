@@ -8,7 +8,7 @@ import pytest
 
 from gtopk.launch import LaunchError, Mpi
 from gtopk.launch.hosts import Host
-from gtopk.launch.remote import (
+from gtopk.runner.ranks import (
     host_options,
     interface_environment,
     refuse_other_than_open_mpi,

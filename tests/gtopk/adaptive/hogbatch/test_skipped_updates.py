@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gtopk.adaptive.hogbatch.skipped_updates import SkippedUpdates, all_finite
+from gtopk.adaptive.hogbatch.workers_batch import SkippedUpdates, all_finite
 
 LARGE = {
     torch.float16: 60_000.0,

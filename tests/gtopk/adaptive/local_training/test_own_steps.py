@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch import periods
+from gtopk.adaptive.hogbatch import loader as periods
 from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.recording import timeline
 from gtopk.recording.reading import RankRecord, Run, Step, read_run

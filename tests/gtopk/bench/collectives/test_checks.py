@@ -7,13 +7,13 @@ import pytest
 
 from collectives import reduce
 from collectives.transports import Transport
-from gtopk.bench.collectives.checks import (
+from gtopk.bench.collectives.contenders import Outcome
+from gtopk.bench.collectives.rounds import (
     WrongResultError,
     check_agreement,
     check_conservation,
     digest,
 )
-from gtopk.bench.collectives.contenders import Outcome
 from gtopk.replay.invented_picks import picks
 
 SIZE = 3

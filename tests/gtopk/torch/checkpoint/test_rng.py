@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from gtopk.torch.checkpoint.rng import put_generators, take_generators
+from gtopk.torch.checkpoint.state import put_generators, take_generators
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from gtopk.torch.checkpoint.text_keys import keyed
+from gtopk.torch.checkpoint.state import keyed
 
 
 @pytest.mark.parametrize(
