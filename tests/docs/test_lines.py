@@ -14,12 +14,12 @@ LONGEST = 140
 
 
 def long_lines(page: str) -> Iterator[int]:
-    """Return the numbers of lines that are too long, without tables, code and links' targets."""
+    """Return which lines are too long, but for tables, pictures, code, and targets of links."""
     inside = False
     for number, line in enumerate(page.splitlines(), 1):
         if line.lstrip().startswith("```"):
             inside = not inside
-        elif not inside and not line.lstrip().startswith("|"):
+        elif not inside and not line.lstrip().startswith(("|", "![")):
             words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", line))
             if len(words) > LONGEST:
                 yield number
