@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure the tables and pictures of docs/measured, and the main one of docs/convergence.md,
+# Measure the tables and pictures of docs/measured, of convergence.md the main one,
 # one after the other: some 40 minutes on 2 cores. Keep the machine quiet. The pages name the
 # commands of the others.
 #

@@ -8,8 +8,8 @@ step, and be sent when it has gathered the threshold t, every t / g_i steps:
 
 So the model is as if it had taken that many steps less; half a step of these are dense's own. The
 lag is one of steps, not a factor: it matters in a short training and not in a long one. Gradients
-that cancel out wait for less: it is an upper bound, of which docs/convergence.md has measured
-shares.
+that cancel out wait for less: it is an upper bound, of which
+docs/measured/convergence.md has measured shares.
 """
 
 from __future__ import annotations

@@ -24,11 +24,22 @@ os.chdir(tempfile.mkdtemp())
 """
 
 
+_PRINTED: Final = ("text", "console")
+
+
 def notebook(page: str) -> str:
-    """Return the notebook, as its file has it: prose, files written, commands run."""
+    """Return the notebook, as its file has it: prose, files written, commands run.
+
+    What the page shows after a command, as what it prints, is the output of its cell.
+    """
     cells = [_cell("code", _BEGIN, 0)]
+    before = ""
     for number, block in enumerate(blocks(page), 1):
-        cells.append(_cell(*_content(block), number))
+        if before == "bash" and block.language in _PRINTED:
+            cells[-1]["outputs"] = [_printed(block.text)]
+        else:
+            cells.append(_cell(*_content(block), number))
+        before = block.language
     made = {
         "cells": cells,
         "metadata": {
@@ -39,6 +50,12 @@ def notebook(page: str) -> str:
         "nbformat_minor": 5,
     }
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def _printed(text: str) -> dict[str, Any]:
+    """Return what a cell has printed."""
+    lines = text.splitlines(keepends=True)
+    return {"name": "stdout", "output_type": "stream", "text": lines}
 
 
 def _content(block: Block) -> tuple[str, str]:

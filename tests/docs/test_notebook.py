@@ -18,3 +18,11 @@ def test_files_are_written_commands_run_and_nothing_is_installed() -> None:
     assert [cell["cell_type"] for cell in cells] == ["code", "markdown", "code", "code"]
     texts = ["".join(cell["source"]) for cell in cells]
     assert texts[1:] == ["Words.", "%%bash\nset -e\ngtopk a", "%%writefile a.py\nb = 1"]
+
+
+def test_what_the_page_shows_after_a_command_is_stored_as_its_output() -> None:
+    page = "```bash\na\n```\n\nProse.\n\n```bash\nb\n```\n\n```text\nc\nd\n```\n"
+    cells = json.loads(notebook(page))["cells"][1:]
+    assert [cell["cell_type"] for cell in cells] == ["code", "markdown", "code"]
+    assert cells[0]["outputs"] == []
+    assert cells[2]["outputs"][0]["text"] == ["c\n", "d\n"]
