@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ..cost import Link
 from ..vector import Array
 from .counter import Counter
 from .departure import DepartureNotice
 from .node_memory import NodeMemory
+from .pacing import Clock
 from .streams import Streams
 from .traffic import Traffic
 from .transport import Path, Step, Transport
@@ -46,6 +48,13 @@ class View(Transport):
 
     def check_messages(self) -> None:
         self._carrier.check_messages()
+
+    @property
+    def link(self) -> Link | None:
+        return self._carrier.link
+
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        self._carrier.emulate(link, clock)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         return self._carrier.send_from(self, message, self.ranks[to])

@@ -20,6 +20,7 @@ from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from
 from ..timeline import timeline
 from . import checked_messages
+from .emulated_link import emulate_on
 from .gpu_messages import gpus_in_sight, over_gpus
 from .unfinished import Unfinished
 
@@ -81,6 +82,7 @@ class World:
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
         checks_messages = checked_messages.wanted_on(transport)
+        emulate_on(transport)
 
         def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared
