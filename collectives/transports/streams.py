@@ -27,7 +27,7 @@ class Streams(Transport):
         return None
 
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Send a message on a stream as `send_on` does; checked or paced where all are."""
+        """Send a message on a stream as `send_on` does; checked or paced."""
         if self.checks_messages:
             message = append_checksum(message)
         pacer = self.pacer
@@ -44,7 +44,7 @@ class Streams(Transport):
         return finish
 
     def receive_for(self, stream: Transport, source: int) -> Array:
-        """Return the next message of a stream as `receive_on` does; checked or paced where all are."""
+        """Return the next message of a stream as `receive_on` does; checked or paced."""
         message = self.receive_on(stream, source)
         if self.pacer is not None and source != self.rank:
             message, begins = split_stamp(message, source)

@@ -168,7 +168,7 @@ class Transport(Endpoint):
 
     @property
     def handles_messages(self) -> bool:
-        """Whether every message is checked or paced: none may be the library's, or of GPUs alone."""
+        """Whether every message is checked or paced: none may be a library's own, or a GPU's."""
         return self.checks_messages or self.link is not None
 
     @abstractmethod

@@ -12,9 +12,9 @@ from ..charts.markup import prose
 from ..charts.page import facts as list_of_facts
 from ..charts.page import page as shared_page
 from ..units import bytes_text, count_text, digits, points_text, seconds_text
-from .figures import figures
+from .figures import figures, race_figure
 from .reaching import epochs_text, heading, level
-from .record import Record, checked
+from .record import METHODS, Record, checked
 from .verdicts import (
     accuracy_verdict,
     bytes_verdict,
@@ -36,12 +36,14 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def page(records: Sequence[Record]) -> str:
     """Return the whole page."""
+    records, race = records[: len(METHODS)], race_figure(records)
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     return shared_page(
         TITLE,
         style,
         f"""<h1>{TITLE}</h1>
 <p class="lead">{escape(what_was_run(records[0]))}</p>
+{race and f"<h2>Here, and over a slow network</h2>{race}"}
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
 <dl class="tiles">{tiles(records)}</dl>
 <h2>All four</h2>

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--interfaces", help="network interfaces for the ranks, such as eth0")
     add(
         "--link",
-        type=_link,
+        type=parse_link,
         metavar="RATE[,LATENCY]",
         help="emulate a network between the ranks of this host, such as 100mbit,0.4ms: gtopk's "
         "messages are paced, those of torch.distributed (DDP's own allreduce) are not",
@@ -95,7 +95,8 @@ def _hosts(text: str) -> list[Host]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _link(text: str) -> str:
+def parse_link(text: str) -> str:
+    """Return an option's text that GTOPK_LINK takes."""
     try:
         settings.parse_link(text)
     except ValueError as error:

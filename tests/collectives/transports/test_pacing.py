@@ -214,7 +214,7 @@ def test_a_message_without_its_stamp_names_its_sender():
 
 
 def test_ranks_of_several_hosts_have_no_clock_in_common():
-    with pytest.raises(ValueError, match="ranks of one host.*has 2 of 4 ranks on its host"):
+    with pytest.raises(ValueError, match=r"ranks of one host.*has 2 of 4 ranks on its host"):
         local_world(4, node_size=2)[0].emulate(LINK)
 
 
