@@ -8,16 +8,19 @@
     link     gtopk run -n RANKS --link RATE gtopk bench collectives ...
              ranks of this machine, whose messages are paced by the transport
 
-Neither adds a latency of its own. The ranks share this machine's cores, hosts with the kernel's TCP.
+Neither adds a latency of its own. Ranks share this machine's cores: what else runs there makes goes
+longer, so that the shortest of each are held beside each other, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +29,7 @@ ALGORITHMS: Final = {"dense": "dense", "topk-allgather": "top-k allgather", "gto
 
 
 def measure(start: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the median seconds of each algorithm, by its name in the benchmark."""
+    """Return the seconds of each go of each algorithm, by its name in the benchmark."""
     found = folder / "found.json"
     command = [
         *start,
@@ -37,7 +40,7 @@ def measure(start: list[str], options: argparse.Namespace, folder: Path) -> dict
     ]
     subprocess.run(command, check=True, cwd=HERE.parent, stdout=subprocess.DEVNULL)
     records = json.loads(found.read_text(encoding="utf-8"))["records"]
-    return {record["algorithm"]: record["seconds"]["median"] for record in records}
+    return {record["algorithm"]: record["seconds_by_round"] for record in records}
 
 
 def main() -> None:
@@ -62,19 +65,27 @@ def main() -> None:
                     for way, start in (("hosts", hosts), ("link", link))
                 }
                 rows.append({"rate": rate, "ranks": ranks, **measured})
-                print(f"{rate}, {ranks} ranks: {measured}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print(
-        "| rate | P | | emulated hosts | emulated link | link / hosts |\n|---|---|---|---|---|---|"
-    )
+    print(table(rows))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the medians, their ratio, and that of the shortest goes, as Markdown."""
+    lines = [
+        "| rate | P | | emulated hosts | emulated link | ratio | of the shortest |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         for name, label in ALGORITHMS.items():
-            hosts_ms, link_ms = (1e3 * row[way][name] for way in ("hosts", "link"))
-            print(
-                f"| {row['rate']} | {row['ranks']} | {label} | {hosts_ms:.1f} ms | "
-                f"{link_ms:.1f} ms | {link_ms / hosts_ms:.2f} |"
+            hosts, link = row["hosts"][name], row["link"][name]
+            medians = [statistics.median(seconds) for seconds in (hosts, link)]
+            shown = " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in medians)
+            lines.append(
+                f"| {row['rate']} | {row['ranks']} | {label} | {shown} "
+                f"| {medians[1] / medians[0]:.2f} | {min(link) / min(hosts):.2f} |"
             )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ def loss_over_seconds(records: Sequence[Record], all_records: Sequence[Record]) 
     lines = []
     for record in records:
         curve = [(x.place(seconds), y.place(loss)) for seconds, loss in mean_curve(record)]
-        # One mark for each tenth of the time: marks of a curve that is over early stay apart.
-        apart = (RIGHT - LEFT) / 10
-        marked = curve[:1]
-        marked += [point for point in curve if point[0] - marked[-1][0] >= apart]
-        lines.append(series(record["method"], curve, [*marked[1:], curve[-1]]))
+        marked = [curve[-1]]  # and others, so far apart that those of a short line are, too
+        for point in reversed(curve):
+            if marked[-1][0] - point[0] >= (RIGHT - LEFT) / 12:
+                marked.append(point)
+        lines.append(series(record["method"], curve, marked))
     x_ticks = {value: seconds_text(value) if value else "0" for value in x.ticks()}
     axes = frame(x, y, x_ticks, {loss: f"{loss:g}" for loss in y.ticks()}, ("", "training loss"))
     over = f"over an emulated link of {records[0]['link']}" if records[0]["link"] else "as it is"

@@ -7,6 +7,7 @@ import pytest
 from gtopk.demo.record import METHODS, Machine, Record
 
 LABELS = ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes")
+LINK = "100 Mbit/s"
 MACHINE = Machine(
     cores=2,
     processor="an imagined processor",
@@ -59,3 +60,15 @@ def records() -> list[Record]:
             METHODS, LABELS, selected, sent, seconds, strict=True
         )
     ]
+
+
+@pytest.fixture
+def linked(records: list[Record]) -> list[Record]:
+    """Return them, and dense and gTop-k over a link: 24 s and 6 s, to one loss."""
+    more = []
+    for record, wall in ((records[0], 24.0), (records[2], 6.0)):
+        seconds = [[0.0, wall / 3, 2 * wall / 3, wall]]
+        losses = record["loss_by_epoch"][:1]
+        more.append({**record, "link": LINK, "seconds": wall, "seeds": 1})
+        more[-1] |= {"seconds_by_epoch": seconds, "loss_by_epoch": losses}
+    return [*records, *more]
