@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -118,6 +119,42 @@ def _switch(name: str, about: str, default: bool, shown: str) -> Setting[bool]:
     return Setting(name, about, parse, default, shown)
 
 
+class EmulatedLink(NamedTuple):
+    """The link that each rank is to have, in both directions."""
+
+    bits_per_second: float
+    latency_seconds: float
+
+
+_LINK: Final = re.compile(r"([\d.]+) ?([kmg])bit(?:/s)?(?:, ?([\d.]+) ?(us|ms|s))?", re.IGNORECASE)
+_BITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_link(text: str) -> EmulatedLink:
+    """Return the link that a text such as "100mbit" or "1gbit,0.4ms" names; ValueError for others.
+
+    Without a latency it adds none to what this machine takes.
+    """
+    said = _LINK.fullmatch(text.strip())
+    try:
+        if said is None:
+            raise ValueError
+        rate, of, latency, unit = said.groups("")
+        link = EmulatedLink(
+            float(rate) * _BITS[of.lower()],
+            float(latency) * _SECONDS[unit.lower()] if latency else 0.0,
+        )
+        if not link.bits_per_second:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            "a rate above 0 and, after a comma, a latency if it has one, such as 100mbit, 1gbit "
+            "or 100mbit,0.4ms"
+        ) from None
+    return link
+
+
 # How the ranks are joined, and how they talk.
 
 TRANSPORT: Final = _text(  # its check is where transports are opened: `world.joining`
@@ -157,6 +194,15 @@ CHECK_MESSAGES: Final = _zero_or_one(
     "GTOPK_CHECK_MESSAGES",
     "`1`: [a checksum on every message](../reliability.md#a-checksum-on-every-message). Equal on "
     "all ranks",
+)
+
+LINK: Final[Setting[EmulatedLink | None]] = Setting(
+    "GTOPK_LINK",
+    "[an emulated link](../recipes/slow-ethernet.md#feel-it-on-one-machine) for every rank, on one "
+    "host: `100mbit`, `1gbit`, `100mbit,0.4ms`. Equal on all ranks",
+    parse_link,
+    None,
+    "unset",
 )
 
 # What computes.
@@ -309,6 +355,7 @@ SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
         INTERFACE,
         ALLOW_PICKLE,
         CHECK_MESSAGES,
+        LINK,
     ),
     "What computes": (KERNELS, THREADS, CHECK_GRADIENTS, CALIBRATION, SIMGRID_PYTHON),
     "What is recorded and logged": (

@@ -12,7 +12,7 @@ from ..transports.transport import Transport
 
 def find_nodes(transport: Transport) -> list[list[int]]:
     """Return the ranks of every host; one small allgather."""
-    lowest = np.array([min(transport.neighbours())], np.int64)
+    lowest = np.array([min(transport.node())], np.int64)
     nodes: dict[int, list[int]] = {}
     for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
         if message.size != lowest.nbytes:

@@ -94,10 +94,11 @@ def measure(
     rates = agree_on_rates(transport, measure_rates(formats, clock))
     rates = measure_calls(transport, network, rates, clock)
     (took,) = agree_on_slowest(transport, [clock() - begun])
-    where = (
-        f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
-    )
-    return Calibration(network, rates, f"measured {where} in {took:.1f} s")
+    where = f"{nodes} host{'s' * (nodes > 1)}"
+    if transport.link is not None:
+        where = f"one host over an {transport.link_text}"
+    ranks = f"{transport.size} rank{'s' * (transport.size > 1)}"
+    return Calibration(network, rates, f"measured on {ranks} of {where} in {took:.1f} s")
 
 
 def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
@@ -115,7 +116,7 @@ def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
 
 def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
     """Return the network, and on how many nodes the ranks are."""
-    node = transport.neighbours()
+    node = transport.node()
     place = node.index(transport.rank)
     places = transport.gather_object([node[0], len(node)])
     nodes = sorted({first for first, _ in places})

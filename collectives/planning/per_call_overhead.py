@@ -124,7 +124,7 @@ def measure_calls(
     if transport.size == 1:
         return rates
     inside = network.ranks_per_node > 1
-    group = transport.subset(transport.neighbours()) if inside else transport
+    group = transport.subset(transport.node()) if inside else transport
     size = network.ranks_per_node if inside else network.ranks
     is_full = group.size == size  # else of a node with fewer ranks than others
     circle = _Circle(group)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ..cost import Link
 from ..vector import Array
 from .counter import Counter
 from .departure import DepartureNotice
 from .node_memory import NodeMemory
+from .pacing import Clock, Pacer
 from .streams import Streams
 from .traffic import Traffic
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
@@ -53,6 +56,13 @@ class View(Transport):
 
     def check_messages(self) -> None:
         self._carrier.check_messages()
+
+    @property
+    def link(self) -> Link | None:
+        return self._carrier.link
+
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        self._carrier.emulate(link, clock)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         return self._carrier.send_from(self, message, self.ranks[to])
@@ -108,7 +118,7 @@ class Carrier(Streams):
     """One rank of a world; a subclass connects it to the others.
 
     It implements `send_on`, `receive_on`, `announce_departure`, `collect_departures` (into
-    `_left`), `abort`, `neighbours` and `library`; and `_wake`, where a waiting thread looks at
+    `_left`), `abort`, `neighbours` and `own_library`; and `_wake`, where a waiting thread looks at
     `_left` only when woken.
     tag_limit: tags of streams lie below it.
     """
@@ -123,6 +133,7 @@ class Carrier(Streams):
         self._making_a_view = threading.Lock()
         self._counters: dict[Path, int] = {}  # made so far, by stream
         self._checks_messages = False
+        self._pacer: Pacer | None = None
 
     @property
     def checks_messages(self) -> bool:
@@ -130,6 +141,29 @@ class Carrier(Streams):
 
     def check_messages(self) -> None:
         self._checks_messages = True
+
+    @property
+    def pacer(self) -> Pacer | None:
+        return self._pacer
+
+    @property
+    def link(self) -> Link | None:
+        return self._pacer and self._pacer.link
+
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        if len(self.neighbours()) < self.size:
+            raise ValueError(
+                f"a link is emulated between ranks of one host, whose clock they share: rank "
+                f"{self.rank} has {len(self.neighbours())} of {self.size} ranks on its host"
+            )
+        self._pacer = Pacer(link, clock)
+
+    def library(self) -> str:
+        return f"{self.own_library()}{f', {self.link_text}' if self.link else ''}"
+
+    @abstractmethod
+    def own_library(self) -> str:
+        """Return name and version of what carries the messages, whatever link is emulated."""
 
     def conclude(self) -> None:
         self.conclude_on(self)

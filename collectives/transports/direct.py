@@ -5,7 +5,7 @@ A message is announced with its size, and follows on the same stream of MPI's me
     send()     announce  wait for the caller's CUDA stream  Isend from the GPU
     receive()  learn the size, take GPU memory, wait until it is free  receive into it
 
-Where messages are checked, all of them are staged: it is the host that checks.
+Where messages are checked or paced, all of them are staged: it is the host that does so.
 
 MPI knows nothing of CUDA's streams: the host polls an event until the message is made, or until
 whoever had the memory before is done with it.
@@ -82,7 +82,7 @@ class DirectTransport(StagedTransport):
         return DirectTransport(host, self._timeout_seconds, carrier=self._carrier, parent=self)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        if not is_on_device(message) or self.checks_messages:
+        if not is_on_device(message) or self.handles_messages:
             return super().send(message, to)
         if message.dtype != np.uint8 or message.ndim != 1 or not message.flags.c_contiguous:
             raise ValueError(

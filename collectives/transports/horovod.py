@@ -185,7 +185,7 @@ class HorovodTransport(Carrier):
     def neighbours(self) -> list[int]:
         return self._neighbours
 
-    def library(self) -> str:
+    def own_library(self) -> str:
         return f"Horovod {self._version}"
 
 

@@ -70,7 +70,7 @@ class LocalTransport(Carrier):
     def counter_on(self, stream: Transport) -> LocalCounter:
         return LocalCounter(self._counts, self.name_counter(stream))
 
-    def library(self) -> str:
+    def own_library(self) -> str:
         return "threads of one process"
 
 

@@ -204,13 +204,14 @@ class MpiTransport(Carrier):
         Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
         allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends more
         and waits for rendezvous: from 12 kB on one made of send and receive takes its place
-        (docs/measured/collectives.md), as it does wherever messages are checked.
+        (docs/measured/collectives.md), as it does wherever messages are checked
+        or paced.
         """
         if self.size == 1:
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
         by_hand |= loses_nan(reduction, array.dtype.name)
-        if is_narrow(array.dtype) or by_hand or self.checks_messages:
+        if is_narrow(array.dtype) or by_hand or self.handles_messages:
             super().allreduce(array, reduction)
             return
         mpi_op = {
@@ -238,7 +239,7 @@ class MpiTransport(Carrier):
         )
 
     def native_bytes(self) -> int:
-        return sys.maxsize if self._reduces_itself or self.checks_messages else 0
+        return sys.maxsize if self._reduces_itself or self.handles_messages else 0
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         """Fill the others' parts in place; small ones of one size by MPI's own allgather.
@@ -247,7 +248,7 @@ class MpiTransport(Carrier):
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
         parts = array[bounds[0] : bounds[-1]]
-        ours = self.checks_messages or len(sizes) > 1 or parts.nbytes > _SMALL_BYTES
+        ours = self.handles_messages or len(sizes) > 1 or parts.nbytes > _SMALL_BYTES
         if self.size == 1 or ours:
             super().allgather_into(array, bounds)
             return
@@ -318,6 +319,11 @@ class MpiTransport(Carrier):
                 return test()
 
         return wait_until(tested, stream, [] if peer is None else [peer], self.timeout_seconds)
+
+    def progress(self) -> None:
+        if not self._mpi.Is_finalized():
+            with self._calling:
+                self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE)
 
     def collect_departures(self) -> None:
         if self._mpi.Is_finalized():
@@ -404,5 +410,5 @@ class MpiTransport(Carrier):
             lambda: self._has_departed or self._mpi.Is_finalized(),
         )
 
-    def library(self) -> str:
+    def own_library(self) -> str:
         return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()

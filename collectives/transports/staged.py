@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cost import Link
 from ..errors import MismatchError
 from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
@@ -21,6 +22,7 @@ from .counter import Counter
 from .departure import DepartureNotice
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory
+from .pacing import Clock
 from .transport import Path, Step, Transport
 
 
@@ -169,6 +171,13 @@ class StagedTransport(Transport):
 
     def check_messages(self) -> None:
         self.host.check_messages()
+
+    @property
+    def link(self) -> Link | None:
+        return self.host.link
+
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        self.host.emulate(link, clock)
 
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:

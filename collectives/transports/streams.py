@@ -9,6 +9,7 @@ from ..vector import Array
 from .checksum import append_checksum, strip_checksum
 from .counter import Counter
 from .node_memory import NodeMemory
+from .pacing import STAMP_BYTES, Pacer, append_stamp, split_stamp
 from .sharing import share
 from .transport import Step, Transport
 
@@ -20,16 +21,42 @@ class Streams(Transport):
     streams at once.
     """
 
+    @property
+    def pacer(self) -> Pacer | None:
+        """This rank's end of the link that is emulated; None: messages take what they take."""
+        return None
+
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Send a message on a stream as `send_on` does; with a checksum where they are checked."""
+        """Send a message on a stream as `send_on` does; checked or paced."""
         if self.checks_messages:
             message = append_checksum(message)
-        return self.send_on(stream, message, to)
+        pacer = self.pacer
+        if pacer is None or to == self.rank:
+            return self.send_on(stream, message, to)
+        begins, is_gone_at = pacer.leave(message.size)
+        sent = self.send_on(stream, append_stamp(message, begins), to)
+        stream.traffic.count(-STAMP_BYTES, 0)  # no network would carry it
+
+        def finish() -> None:
+            sent()
+            self._await(pacer, stream, is_gone_at)
+
+        return finish
 
     def receive_for(self, stream: Transport, source: int) -> Array:
-        """Return the next message of a stream as `receive_on` does, checked where all are."""
+        """Return the next message of a stream as `receive_on` does; checked or paced."""
         message = self.receive_on(stream, source)
+        if self.pacer is not None and source != self.rank:
+            message, begins = split_stamp(message, source)
+            self._await(self.pacer, stream, self.pacer.arrive(begins, message.size))
         return strip_checksum(message, source) if self.checks_messages else message
+
+    def _await(self, pacer: Pacer, stream: Transport, at: float) -> None:
+        stream.traffic.count_wait(max(0.0, at - pacer.clock.now()))
+        pacer.clock.wait_until(at, self.progress)
+
+    def progress(self) -> None:
+        """Let messages go on, where they only do so while somebody calls what carries them."""
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

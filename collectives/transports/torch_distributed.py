@@ -251,7 +251,7 @@ class TorchDistributedTransport(Carrier):
         )
 
     def native_bytes(self) -> int:
-        return sys.maxsize if self.checks_messages else NATIVE_BYTES
+        return sys.maxsize if self.handles_messages else NATIVE_BYTES
 
     def _explain_any(self, error: Exception) -> PeerError:
         """Return the error about the peer whose loss ended an allreduce, once it is known."""
@@ -297,7 +297,7 @@ class TorchDistributedTransport(Carrier):
     def counter_on(self, stream: Transport) -> StoreCounter:
         return StoreCounter(self.store, self.name_counter(stream), stream)
 
-    def library(self) -> str:
+    def own_library(self) -> str:
         return f"gloo of torch {self._torch.__version__}"
 
 

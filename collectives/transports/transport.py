@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..cost import Link
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
@@ -28,6 +29,7 @@ from .counter import Counter
 from .departure import DepartureNotice
 from .endpoint import Endpoint
 from .node_memory import NodeMemory
+from .pacing import Clock
 from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
@@ -140,6 +142,35 @@ class Transport(Endpoint):
         messages, whatever the library has for them. Not checked: what NCCL carries.
         """
 
+    @property
+    def link(self) -> Link | None:
+        """The link that is emulated for each rank; None: messages take what they take."""
+        return None
+
+    @property
+    def link_text(self) -> str:
+        """The emulated link in words: "emulated link of 100 Mbit/s, 0.4 ms"; "" without one."""
+        if self.link is None:
+            return ""
+        rate, latency = self.link.bits_per_second / 1e6, 1e3 * self.link.latency_seconds
+        return f"emulated link of {rate:g} Mbit/s{f', {latency:g} ms' if latency else ''}"
+
+    @abstractmethod
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        """Have every message take what it would over such a link of each rank, on all views.
+
+        From now on: all ranks do so at the same place in their messages. Dense collectives are then
+        made of messages, whatever the library has for them. Not paced: what NCCL carries, counters
+        and shared memory.
+        clock: None: the host's.
+        Raises ValueError where the ranks are on several hosts.
+        """
+
+    @property
+    def handles_messages(self) -> bool:
+        """Whether every message is checked or paced: none may be a library's own, or a GPU's."""
+        return self.checks_messages or self.link is not None
+
     @abstractmethod
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from this transport; the same step, the same object.
@@ -179,6 +210,13 @@ class Transport(Endpoint):
     @abstractmethod
     def neighbours(self) -> list[int]:
         """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
+
+    def node(self) -> list[int]:
+        """Return the ranks that this one reaches without a network, itself included, in order.
+
+        Over an emulated link each rank is by itself.
+        """
+        return self.neighbours() if self.link is None else [self.rank]
 
     @abstractmethod
     def counter(self) -> Counter:

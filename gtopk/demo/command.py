@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from collectives.cores import usable_cores
 
 from ..launch import LaunchError, explain, rank_environment, run
+from ..runner.command import parse_link
 from ..units import about_bandwidth_text, bytes_text, count_text
 from .model import LATENCY_SECONDS, pays_below
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
 from .reaching import epochs_text, level
-from .record import PARTS, Record
+from .record import METHODS, PARTS, Record, over_link
+from .verdicts import link_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +35,8 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk demo",
         description="Train one network on real handwritten digits with dense allreduce, top-k "
-        "allgather and gTop-k, on MPI ranks of this machine, and compare them.",
+        "allgather and gTop-k, on MPI ranks of this machine, and compare them; then train with "
+        "dense and gTop-k as if a slow network joined the ranks.",
         epilog="example:\n  gtopk demo --ranks 4 --seeds 3 --out report",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=plan.density,
         help="share of entries sent; default: %(default)s",
+    )
+    described.add_argument(
+        "--link",
+        type=parse_link,
+        default=plan.link,
+        metavar="RATE[,LATENCY]",
+        help="the network to emulate, such as 1gbit,0.2ms; default: %(default)s",
     )
     described.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write; default: %(default)s"
@@ -67,7 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("ranks", "seeds", "epochs"):
         if getattr(options, name) < 1:
             return refuse(f"--{name} must be at least 1, got {getattr(options, name)}")
-    plan = Plan(options.ranks, options.seeds, options.epochs, density=options.density)
+    plan = Plan(
+        options.ranks,
+        options.seeds,
+        options.epochs,
+        density=options.density,
+        link=options.link,
+    )
     if plan.ranks > plan.most_ranks():
         return refuse(
             f"--ranks must be at most {plan.most_ranks()}, got {plan.ranks}: a step takes "
@@ -138,6 +154,8 @@ def announce(console: Console, plan: Plan) -> None:
         f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
         f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
     )
+    if plan.over_link():
+        console.print(f"Then dense and gTop-k once more, over an emulated link: {plan.link}.")
     for line in explain(rank_environment(plan.ranks)):
         console.print(f"  set: {line}", markup=False, style="dim", soft_wrap=True)
 
@@ -208,7 +226,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
         "\ncommun.",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    for record in records:
+    for record in records[: len(METHODS)]:
         parts = record["step_seconds"]
         table.add_row(
             record["label"],
@@ -228,10 +246,13 @@ def show(console: Console, records: Sequence[Record]) -> None:
         "Sent: by each rank. Accuracy: mean ± standard deviation over "
         f"seeds ({dense['seeds']}). Epochs, of {dense['epochs']}: until that mean first is "
         f"{100 * reached:.0f} %, a point below dense's end. Times: medians over steps. "
-        f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: no network "
-        "lies between them, so there is nothing here for compression to save time on.",
+        f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: in this table "
+        "no network lies between them, so there is nothing for compression to save time on.",
         style="dim",
     )
+    if linked := over_link(records):
+        said = link_verdict(*linked).words
+        console.print(f"Over an emulated link of {linked[0]['link']}: {said}", soft_wrap=True)
     identical = all(record["final_replicas_identical"] for record in records)
     console.print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
     console.print(f"Model, not measured: {model_line(dense, records[2])}", soft_wrap=True)

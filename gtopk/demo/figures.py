@@ -14,16 +14,17 @@ from .plots import (
     accuracy_floor,
     accuracy_over_bytes,
     accuracy_over_epochs,
+    loss_over_seconds,
     modelled_time_over_bandwidth,
     part_key,
     step_time_by_part,
 )
-from .record import PART_NAMES, PARTS, Record
-from .verdicts import model_verdict
+from .record import METHODS, PART_NAMES, PARTS, Record, over_link
+from .verdicts import link_verdict, model_verdict
 
 
 def figures(records: Sequence[Record]) -> str:
-    """Return the four figures."""
+    """Return the four figures of the machine as it is."""
     methods = legend((key(record["method"]), record["label"]) for record in records)
     return "\n".join(
         (
@@ -32,6 +33,35 @@ def figures(records: Sequence[Record]) -> str:
             parts_figure(records),
             model_figure(records, methods),
         )
+    )
+
+
+def race_figure(records: Sequence[Record]) -> str:
+    """Show dense and gTop-k over seconds, here and over the link; nothing where there was none."""
+    linked = over_link(records)
+    if not linked:
+        return ""
+    pairs = {
+        "This machine as it is": [records[0], records[METHODS.index("gtopk")]],
+        f"An emulated link of {linked[0]['link']}": linked,
+    }
+    every = [record for pair in pairs.values() for record in pair]
+    panels = "".join(
+        f"<div><h4>{escape(where)}</h4>{loss_over_seconds(pair, every)}"
+        f"<p>{prose(link_verdict(*pair).words)}.</p></div>"
+        for where, pair in pairs.items()
+    )
+    names = legend((key(record["method"]), record["label"]) for record in linked)
+    return figure(
+        "Training loss over seconds",
+        f'{names}<div class="pair">{panels}</div>',
+        f"Lower and further left is better. Both lines go through {linked[0]['epochs']} epochs; "
+        "the two axes of seconds differ, each ends with the slower line. Time spent to measure the "
+        "loss is left out. On the right every message waits as long as its bytes would take on "
+        "such a link of each rank, in each direction.",
+        "A network: on the left there is none between the ranks, on the right it is emulated, from "
+        f"{'one seed' if linked[0]['seeds'] == 1 else 'several seeds'}, and all ranks still "
+        "share this machine's cores.",
     )
 
 

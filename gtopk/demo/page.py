@@ -12,9 +12,9 @@ from ..charts.markup import prose
 from ..charts.page import facts as list_of_facts
 from ..charts.page import page as shared_page
 from ..units import bytes_text, count_text, digits, points_text, seconds_text
-from .figures import figures
+from .figures import figures, race_figure
 from .reaching import epochs_text, heading, level
-from .record import Record, checked
+from .record import METHODS, Record, checked, over_link
 from .verdicts import (
     accuracy_verdict,
     bytes_verdict,
@@ -36,14 +36,17 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def page(records: Sequence[Record]) -> str:
     """Return the whole page."""
+    race, linked = race_figure(records), over_link(records)
+    records = records[: len(METHODS)]
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     return shared_page(
         TITLE,
         style,
         f"""<h1>{TITLE}</h1>
 <p class="lead">{escape(what_was_run(records[0]))}</p>
+{race and f"<h2>Here, and over a slow network</h2>{race}"}
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
-<dl class="tiles">{tiles(records)}</dl>
+<dl class="tiles">{tiles(records, linked)}</dl>
 <h2>All four</h2>
 <table>{table(records)}</table>
 <p class="note">{prose(table_note(records))}</p>
@@ -54,7 +57,7 @@ def page(records: Sequence[Record]) -> str:
 {figures(records)}
 </div>
 <h2>What was run</h2>
-<dl class="facts">{facts(records)}</dl>""",
+<dl class="facts">{facts(records, linked)}</dl>""",
     )
 
 
@@ -77,12 +80,10 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def tiles(records: Sequence[Record]) -> str:
-    """Return gTop-k's bytes, accuracy and time beside dense's, at a glance."""
+def tiles(records: Sequence[Record], linked: Sequence[Record]) -> str:
+    """Return gTop-k's bytes, accuracy and times beside dense's, at a glance."""
     dense, _, gtopk, _ = records
-    sent, accuracy, time = (
-        judge(gtopk, dense) for judge in (bytes_verdict, accuracy_verdict, time_outcome)
-    )
+    sent, accuracy = (judge(gtopk, dense) for judge in (bytes_verdict, accuracy_verdict))
     contents = [
         (
             "Bytes sent",
@@ -99,22 +100,25 @@ def tiles(records: Sequence[Record]) -> str:
             accuracy.words,
             accuracy.loss,
         ),
-        (
-            "Time of a run, measured here",
-            f"{digits(gtopk['seconds'] / dense['seconds'])} times",
-            (
-                f"{seconds_text(gtopk['seconds'])}, dense {seconds_text(dense['seconds'])}: "
-                f"{time.words}"
-            ),
-            time.loss,
-        ),
+        time_tile("Time of a run, measured here", gtopk, dense),
     ]
+    if linked:
+        name = f"Time of a run, emulated {linked[0]['link']}"
+        contents.append(time_tile(name, linked[1], linked[0]))
     return "".join(
         f'<div class="{"tile loss" if loss else "tile"}">'
         f"<dt>{name}</dt>"
         f'<dd class="value">{value}</dd><dd class="detail">{prose(detail)}</dd></div>'
         for name, value, detail, loss in contents
     )
+
+
+def time_tile(name: str, gtopk: Record, dense: Record) -> tuple[str, str, str, bool]:
+    """Return a tile's name, value and detail, and whether it is a loss."""
+    outcome, loss = time_outcome(gtopk, dense)
+    mine, its = gtopk["seconds"], dense["seconds"]
+    detail = f"{seconds_text(mine)}, dense {seconds_text(its)}: {outcome}"
+    return name, f"{digits(mine / its)} times", detail, loss
 
 
 COLUMNS = (
@@ -193,7 +197,7 @@ def findings(records: Sequence[Record]) -> str:
     )
 
 
-def facts(records: Sequence[Record]) -> str:
+def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
     """Return names and values of what was run, and on what."""
     dense = records[0]
     machine = dense["machine"]
@@ -213,4 +217,8 @@ def facts(records: Sequence[Record]) -> str:
         "Python": machine["python"],
         "Started": machine["started"],
     }
+    if linked:
+        names = " and ".join(record["label"] for record in linked)
+        seeds = plural(linked[0]["seeds"], "seed")
+        entries["Over a link"] = f"emulated, {linked[0]['link']} for each rank: {names}, {seeds}"
     return list_of_facts(entries)

@@ -26,6 +26,7 @@ class Plan:
     lr: float = 0.05
     momentum: float = 0.9  # dense: the optimizer's; sparse: taken before the selection
     hidden: int = 256
+    link: str = "100mbit"  # emulated, once all was run on the machine as it is
 
     def to_json(self) -> str:
         """Return the plan as one command-line word."""
@@ -43,6 +44,14 @@ class Plan:
     def most_ranks(self) -> int:
         """Return the largest number of ranks that the training images are enough for."""
         return TRAIN_IMAGES // self.batch
+
+    def runs(self) -> int:
+        """Return how many trainings there are: every method and seed, and those over the link."""
+        return self.seeds * len(self.methods()) + len(self.over_link())
+
+    def over_link(self) -> list[Method]:
+        """Return what is run over the emulated link as well, from one seed; nothing alone."""
+        return [self.methods()[0], self.methods()[2]] if self.ranks > 1 else []
 
     def methods(self) -> list[Method]:
         """Return what is compared, in the order of the report."""

@@ -27,6 +27,7 @@ from ..units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_te
 from .marks import series
 from .model import LATENCY_SECONDS, modelled_step_seconds, pays_below, shared_compute_seconds
 from .record import PART_NAMES, PARTS, Part, Record
+from .verdicts import mean_curve
 
 SLOWEST_LINK, FASTEST_LINK = 1e7, 1e11  # bits per second, the modelled range
 BAR_ROW, BAR_HEIGHT = 92, 18  # units of the drawing
@@ -48,6 +49,25 @@ def accuracy_over_epochs(records: Sequence[Record]) -> str:
     x_ticks = {epoch: f"{epoch:.0f}" for epoch in x.ticks() if epoch == int(epoch)}
     axes = frame(x, y, x_ticks, percent_ticks(y), ("epoch", "test accuracy"))
     return drawing("Test accuracy over epochs, one line per method", [axes, clipped(lines)])
+
+
+def loss_over_seconds(records: Sequence[Record], all_records: Sequence[Record]) -> str:
+    """Draw mean training loss over seconds of training; one axis of losses for all records."""
+    every = [loss for record in all_records for _, loss in mean_curve(record)]
+    y = vertical(min(every) / 1.1, max(every) * 1.1, logarithmic=True)
+    x = horizontal(0.0, max(mean_curve(record)[-1][0] for record in records))
+    lines = []
+    for record in records:
+        curve = [(x.place(seconds), y.place(loss)) for seconds, loss in mean_curve(record)]
+        marked = [curve[-1]]  # and others, so far apart that those of a short line are, too
+        for point in reversed(curve):
+            if marked[-1][0] - point[0] >= (RIGHT - LEFT) / 12:
+                marked.append(point)
+        lines.append(series(record["method"], curve, marked))
+    x_ticks = {value: seconds_text(value) if value else "0" for value in x.ticks()}
+    axes = frame(x, y, x_ticks, {loss: f"{loss:g}" for loss in y.ticks()}, ("", "training loss"))
+    over = f"over an emulated link of {records[0]['link']}" if records[0]["link"] else "as it is"
+    return drawing(f"Training loss over seconds, {over}", [axes, clipped(lines)])
 
 
 def accuracy_over_bytes(records: Sequence[Record]) -> str:

@@ -1,5 +1,7 @@
 """The demo on one rank: trains by every method and seed; rank 0 reports and writes the records.
 
+Then dense and gTop-k once more, over an emulated link.
+
 Run by mpirun, with the plan and the path of results.json as arguments. Rank 0 prints progress as
 lines of PROGRESS and JSON, for the command that started it.
 """
@@ -26,6 +28,7 @@ from collectives.cores import usable_cores
 from .. import settings
 from ..machine import processor
 from ..telemetry import StepReport
+from ..units import bandwidth_text, seconds_text
 from ..world import world
 from .plan import PROGRESS, TEST_IMAGES, Method, Plan
 from .record import Machine, Record
@@ -44,6 +47,8 @@ class Run(NamedTuple):
     """One training run, as this rank saw it."""
 
     accuracy_by_epoch: list[float]
+    loss_by_epoch: list[float]
+    seconds_by_epoch: list[float]
     seconds: float
     steps: list[StepReport]
     selected: int
@@ -83,9 +88,11 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     together = plan.batch * hvd.size()
     accuracies: list[float] = []
+    losses, trained = [loss(model, data)], [0.0]
     steps: list[StepReport] = []
     hvd.barrier()
     begun = time.perf_counter()
+    looked_seconds = 0.0
     for epoch in range(plan.epochs):
         shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
         order = torch.randperm(len(data.y), generator=shuffle)
@@ -96,17 +103,28 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
             optimizer.step()
             steps.append(optimizer.last_step)
         if hvd.rank() == 0:
+            epoch_ended = time.perf_counter()
+            trained.append(epoch_ended - begun - looked_seconds)
             accuracies.append(accuracy(model, data))
+            losses.append(loss(model, data))
+            looked_seconds += time.perf_counter() - epoch_ended
             progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
     hvd.barrier()
     seconds = time.perf_counter() - begun
-    return Run(accuracies, seconds, steps, steps[-1].selected, replicas_identical(model))
+    identical = replicas_identical(model)
+    return Run(accuracies, losses, trained, seconds, steps, steps[-1].selected, identical)
 
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, data: Digits) -> float:
     """Return the share of the test images that the model names right."""
     return float((model(data.test_x).argmax(1) == data.test_y).float().mean())
+
+
+@torch.no_grad()
+def loss(model: torch.nn.Module, data: Digits) -> float:
+    """Return the mean cross-entropy over all training images."""
+    return float(F.cross_entropy(model(data.x), data.y))
 
 
 def replicas_identical(model: torch.nn.Module) -> bool:
@@ -120,7 +138,7 @@ def replicas_identical(model: torch.nn.Module) -> bool:
 def progress(method: Method, seed: int, epoch: int, accuracy: float, done: int, total: int) -> None:
     """Print one line of progress for the command that started the ranks."""
     fields = {
-        "method": method.label,
+        "method": f"{method.label}, emulated link" if settings.LINK.read() else method.label,
         "seed": seed,
         "epoch": epoch + 1,
         "accuracy": accuracy,
@@ -147,9 +165,12 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
     return Record(
         method=method.name,
         label=method.label,
+        link=link_in_words(),
         accuracy=statistics.fmean(accuracies),
         accuracy_by_seed=accuracies,
         accuracy_by_epoch=[run.accuracy_by_epoch for run in runs],
+        loss_by_epoch=[run.loss_by_epoch for run in runs],
+        seconds_by_epoch=[run.seconds_by_epoch for run in runs],
         bytes_per_step=statistics.fmean(hvd.allgather_object(sent)),
         bytes_counted=all(step.bytes_counted for run in runs for step in run.steps),
         density=method.density,
@@ -166,12 +187,21 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
         selected=runs[0].selected,
         epochs=plan.epochs,
         steps=len(runs[0].steps),
-        seeds=plan.seeds,
+        seeds=len(runs),
         batch_per_rank=plan.batch,
         dataset="digits",
         model="MLP " + "-".join(map(str, widths)),
         machine=machine,
     )
+
+
+def link_in_words() -> str:
+    """Return the link that is emulated, "" where none is."""
+    link = settings.LINK.read()
+    if link is None:
+        return ""
+    latency = f", {seconds_text(link.latency_seconds)}" if link.latency_seconds else ""
+    return bandwidth_text(link.bits_per_second) + latency
 
 
 def this_machine() -> Machine:
@@ -190,10 +220,11 @@ def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan.from_json(plan_json)
     os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
+    os.environ.pop(settings.LINK.name, None)  # at first
     hvd.init()
     machine = this_machine()
     methods = plan.methods()
-    total = plan.seeds * len(methods) * plan.epochs
+    total = plan.runs() * plan.epochs
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     done = 0
     # Methods in turn within a seed: the machine's mood meets all of them alike.
@@ -202,6 +233,14 @@ def main(plan_json: str, results: str) -> None:
             runs[method.name].append(train(plan, method, seed, done, total))
             done += plan.epochs
     records = [record(plan, method, runs[method.name], machine) for method in methods]
+    if plan.over_link():
+        hvd.shutdown()
+        os.environ[settings.LINK.name] = plan.link
+        hvd.init()
+    for method in plan.over_link():
+        run = train(plan, method, 0, done, total)
+        done += plan.epochs
+        records.append(record(plan, method, [run], this_machine()))
     if hvd.rank() == 0:
         Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 

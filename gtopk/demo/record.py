@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of results.json
+OVER_LINK = ("dense", "gtopk")  # which stand behind them, where a link was emulated, too
 
 Part = Literal["compute", "select", "communicate"]
 PARTS: tuple[Part, ...] = ("compute", "select", "communicate")  # of a step
@@ -46,9 +47,12 @@ class Record(TypedDict):
 
     method: str  # one of METHODS
     label: str  # the method in words: "gTop-k, equal k"
+    link: str  # that was emulated, in words: "100 Mbit/s"; "": the machine as it is
     accuracy: float  # on the test images after the last epoch, in [0, 1], mean over seeds
     accuracy_by_seed: list[float]  # [seeds]
     accuracy_by_epoch: list[list[float]]  # [seeds][epochs], after epochs 1, 2, ...
+    loss_by_epoch: list[list[float]]  # [seeds][1 + epochs], of all training images, from the start
+    seconds_by_epoch: list[list[float]]  # [seeds][1 + epochs], spent on training by then; 0 first
     bytes_per_step: float  # that a rank sends, mean over ranks and steps
     bytes_counted: bool  # True: counted on the transport; False: a formula that favours dense
     density: float  # share of the gradient's entries that a rank selects; 1.0 for dense
@@ -68,12 +72,18 @@ class Record(TypedDict):
     machine: Machine
 
 
+def over_link(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records of dense and gTop-k over the emulated link; none where there was none."""
+    return records[len(METHODS) :]
+
+
 def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
     """Return the records, or raise ValueError where a method or a field is missing."""
     methods = tuple(record.get("method") for record in records)
-    if methods != METHODS:
+    if methods not in (METHODS, METHODS + OVER_LINK):
         raise ValueError(
-            f"a report needs one record per method, in the order {METHODS}, got {methods}; "
+            f"a report needs one record per method, in the order {METHODS}, and then {OVER_LINK} "
+            f"over a link or nothing, got {methods}; "
             "run `gtopk demo` again to write results.json anew"
         )
     for record in records:

@@ -146,6 +146,36 @@ def time_outcome(record: Record, dense: Record) -> Verdict:
     return Verdict("slower, a loss", True) if ratio > 1 else Verdict("faster", False)
 
 
+def mean_curve(record: Record) -> list[tuple[float, float]]:
+    """Return (seconds of training, loss) at the start and after each epoch, means over seeds."""
+    seconds, losses = (
+        [statistics.fmean(seeds) for seeds in zip(*record[of], strict=True)]
+        for of in ("seconds_by_epoch", "loss_by_epoch")
+    )
+    return list(zip(seconds, losses, strict=True))
+
+
+def seconds_to(loss: float, record: Record) -> float | None:
+    """Return the seconds until the mean loss first is that; None: it never is."""
+    return next((seconds for seconds, mean in mean_curve(record) if mean <= loss), None)
+
+
+def link_verdict(dense: Record, sparse: Record) -> Verdict:
+    """Judge the time that both take to the loss that both reach."""
+    loss = max(min(mean for _, mean in mean_curve(record)) for record in (dense, sparse))
+    its, mine = seconds_to(loss, dense), seconds_to(loss, sparse)
+    assert its is not None
+    assert mine is not None
+    if not mine or not its:  # the first step made it worse
+        return Verdict("No epoch has brought the loss down", True)
+    times, outcome = max(its / mine, mine / its), "sooner" if mine < its else "later, a loss"
+    return Verdict(
+        f"{sparse['label']} reaches a training loss of {loss:.2g} after {seconds_text(mine)}, "
+        f"dense after {seconds_text(its)}: {digits(times)} times {outcome}",
+        mine > its,
+    )
+
+
 def replicas_verdict(records: Sequence[Record]) -> Verdict:
     """Judge whether the ranks ended with identical models."""
     parted = [record["label"] for record in records if not record["final_replicas_identical"]]

@@ -190,10 +190,12 @@ def add_up(measure_network: bool = True) -> None:
 
     from collectives.cores import allowed_cores, core_quota
 
+    from ..world.emulated_link import emulate_on
     from ..world.gpu_messages import find_out
     from ..world.joining import join
 
     world = join()
+    emulate_on(world)
     total = np.empty(_MEGABYTE // 4, np.float32)
     seconds = []
     for _ in range(5):

@@ -87,6 +87,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
         {
             "every": lambda value: _is_count(value) and value >= 1,
             "again": _is_bool,
+            "link": _is_text,
             "began_unix_seconds": _or_none(_is_date),
         },
     ),

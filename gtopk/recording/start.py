@@ -202,6 +202,7 @@ def _begin(world: World, began: float) -> Line:
         "cores": usable_cores(),
         "transport": world.transport.name,
         "library": world.transport.library(),
+        "link": world.transport.link_text,
         "gtopk": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

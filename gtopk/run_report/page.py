@@ -39,10 +39,15 @@ def opening(run: Run) -> str:
     begin = run.first.begin
     ranks, hosts = int(begin["ranks"]), len({rank.begin["host"] for rank in run.ranks})
     where = "one host" if hosts == 1 else f"{hosts} hosts"
+    over = begin["transport"]
+    emulated = ""
+    if link := begin.get("link"):
+        over += f" and an {link}"
+        emulated = " Seconds are emulated: messages waited as long as they would there."
     return (
-        f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {begin['transport']}, took "
+        f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {over}, took "
         f"{steps_taken(run)} in {seconds_text(run.seconds)}. All of it is as the ranks "
-        "measured it, unless it is called predicted."
+        f"measured it, unless it is called predicted.{emulated}"
     )
 
 

@@ -83,6 +83,8 @@ def _step(run: Run) -> Tile:
     detail = f"mean of the ranks: {percent_text(computed)} of it compute"
     if total and seconds[longest] > 0.01 * total:
         detail += f", {percent_text(seconds[longest] / total)} {longest}"
+    if run.first.begin.get("link"):
+        detail += f"; over an {run.first.begin['link']}"
     if series.is_of_several(run):
         own = statistics.fmean(step.report.local_steps for step in steps)
         detail += f"; {own:.3g} steps of a rank by itself are in one"

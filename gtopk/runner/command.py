@@ -89,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
     add("--launcher", choices=LAUNCHERS, help="default: what is installed")
     add("--mpi-args", metavar="WORDS", help="more options for mpirun, quoted as one argument")
     add("--interfaces", help="network interfaces for the ranks, such as eth0")
+    add(
+        "--link",
+        type=parse_link,
+        metavar="RATE[,LATENCY]",
+        help="emulate a network between the ranks of this host, such as 100mbit,0.4ms: gtopk's "
+        "messages are paced, those of torch.distributed (DDP's own allreduce) are not",
+    )
     add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
     add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")
     add("--dry-run", action="store_true", help="print what would be run, and stop")
@@ -111,12 +118,26 @@ def _hosts(text: str) -> list[Host]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_link(text: str) -> str:
+    """Return an option's text that GTOPK_LINK takes."""
+    try:
+        settings.parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from None
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script and return the exit code of its ranks."""
     options = parser().parse_args(arguments)
     try:
         hosts = read_hostfile(options.hostfile) if options.hostfile else options.hosts
         places = _places(options, hosts)
+        if options.link and places.elsewhere:
+            raise ValueError(
+                f"--link emulates a network between ranks of this host, and '{places.elsewhere}' "
+                "is another one"
+            )
         start = start_program(places, _program(options), _variables(options))
         if not options.dry_run:
             refuse_inside_a_job()
@@ -201,7 +222,8 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
-    return {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
+    variables = {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
+    return variables | ({settings.LINK.name: options.link} if options.link else {})
 
 
 def _say(start: Start, places: Places, as_json: bool) -> None:

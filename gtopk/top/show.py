@@ -30,6 +30,8 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
     names = by_interest({name for status in statuses for name in status.values})[:2]
     ours = [*_HEADINGS, *_MORE]
     headings = [*ours, *names, "state"]
+    if any(status.link for status in statuses):
+        headings[ours.index("step takes")] = "emulated step takes"
     logged = range(len(ours), len(ours) + len(names))
     cells = [_row(status, names) for status in statuses]
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]

@@ -29,6 +29,7 @@ class Status:
     sent_bytes: a step.
     density:    the share of the values that it sends.
     straggler_score: how fast it computes beside the fastest rank, 1.
+    link:       that is emulated, in words; "": step times are of the links that there are.
     values:     what its script logged last; None for what was not finite.
     """
 
@@ -47,6 +48,7 @@ class Status:
     residual_norm: float | None
     skipped: int
     values: dict[str, float | None]
+    link: str = ""
 
 
 def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
@@ -101,4 +103,5 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         residual_norm=rank.residuals[-1].content["norm"] if rank.residuals else None,
         skipped=sum(step.report.skipped for step in rank.steps),
         values=values,
+        link=rank.begin.get("link", ""),
     )

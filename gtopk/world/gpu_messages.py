@@ -62,6 +62,8 @@ def settled(
     """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
     if isinstance(transport, NcclTransport):
         return transport.choice
+    if settings.LINK.text(environ):
+        return Choice(Carrying.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
     if wanted := settings.TRANSPORT.read(environ):
         return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
     if lacking := [rank for rank, count in enumerate(in_sight) if not count]:

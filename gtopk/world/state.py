@@ -21,6 +21,7 @@ from ..engine import Engine
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
 from ..errors import HorovodInternalError
+from .emulated_link import emulate_on
 from .gpu_messages import gpus_in_sight, over_gpus
 
 
@@ -37,7 +38,7 @@ class Unfinished(Protocol):
         """
 
 
-def wanted_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
+def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
     """Return what the environment says; raise ValueError where that is nothing, or cannot be."""
     is_wanted = settings.CHECK_MESSAGES.read(environ)
     if is_wanted and transport.name == "nccl":
@@ -135,7 +136,8 @@ class World:
         nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
-        checks_messages = wanted_on(transport)
+        checks_messages = checks_messages_on(transport)
+        emulate_on(transport)
 
         def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared

@@ -21,6 +21,29 @@ OF_COLLECTIVES = {
 }
 
 
+LINKS = (
+    "a rate above 0 and, after a comma, a latency if it has one, such as 100mbit, 1gbit or "
+    "100mbit,0.4ms"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_second", "latency_seconds"),
+    [
+        ("100mbit", 1e8, 0.0),
+        ("1Gbit/s", 1e9, 0.0),
+        ("2.5gbit, 50us", 2.5e9, 5e-5),
+        (" 100 Mbit/s, 0.4 ms", 1e8, 4e-4),
+        ("64kbit,1s", 64e3, 1.0),
+    ],
+)
+def test_a_link_is_a_rate_and_perhaps_a_latency(
+    text: str, bits_per_second: float, latency_seconds: float
+) -> None:
+    link = settings.LINK.read({"GTOPK_LINK": text})
+    assert link == pytest.approx((bits_per_second, latency_seconds))
+
+
 @pytest.mark.parametrize("environ", [{}, None], ids=["unset", "empty"])
 @pytest.mark.parametrize("setting", ALL, ids=lambda setting: setting.name)
 def test_an_empty_variable_is_one_that_is_not_set(
@@ -50,6 +73,10 @@ def test_a_number_is_as_the_variable_says(text: str) -> None:
             for text in ("0", "-3", "2.0", "2e0", "²", "soon")
         ),
         (settings.CHECK_MESSAGES, "yes", "0 or 1"),
+        *(
+            (settings.LINK, text, LINKS)
+            for text in ("fast", "100", "0mbit", "1.2.3mbit", "100mbit,4", "100mbit,", "mbit")
+        ),
         (settings.LOG, "loud", "one of debug, info, warning, error, off"),
     ],
 )

@@ -29,6 +29,7 @@ from ...arguments import (
 )
 from ...launch import carried_by, launched_by
 from ...replay.invented_picks import DISTRIBUTIONS
+from ...world.emulated_link import emulate_on
 from ...world.joining import join
 from ..words import add_words, one_of
 from .contenders import BASELINES, parse, spelled
@@ -155,6 +156,7 @@ def on_this_rank(plan: Plan, options: argparse.Namespace) -> int:
     """Take part as one rank of a launcher's; a failure here ends the job."""
     transport = join(over=options.transport, timeout_seconds=TIMEOUT_SECONDS)
     try:
+        emulate_on(transport)
         results = run(plan, transport)
         if transport.rank == 0:
             deliver(results, options)

@@ -187,7 +187,9 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> Reckoning:
     On a rank that is not among them, what is returned must not be used.
     """
     library: Library
-    if transport.name == "mpi":
+    if transport.link is not None:  # which paces no library's own messages
+        library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)
+    elif transport.name == "mpi":
         library = MpiLibrary(ranks)
     elif transport.name == "torch.distributed":
         library = GlooLibrary(transport, ranks)

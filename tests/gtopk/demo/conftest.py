@@ -7,6 +7,7 @@ import pytest
 from gtopk.demo.record import METHODS, Machine, Record
 
 LABELS = ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes")
+LINK = "100 Mbit/s"
 MACHINE = Machine(
     cores=2,
     processor="an imagined processor",
@@ -27,9 +28,12 @@ def records() -> list[Record]:
         Record(
             method=method,
             label=label,
+            link="",
             accuracy=0.95,
             accuracy_by_seed=[0.94, 0.95, 0.96],
             accuracy_by_epoch=[[0.5, 0.9, last] for last in (0.94, 0.95, 0.96)],
+            loss_by_epoch=[[2.3, 0.8, 0.2, 0.1]] * 3,
+            seconds_by_epoch=[[0.0, wall / 3, 2 * wall / 3, wall]] * 3,
             bytes_per_step=bytes_per_step,
             bytes_counted=method != "dense",
             density=k / 80_000,
@@ -56,3 +60,15 @@ def records() -> list[Record]:
             METHODS, LABELS, selected, sent, seconds, strict=True
         )
     ]
+
+
+@pytest.fixture
+def linked(records: list[Record]) -> list[Record]:
+    """Return them, and dense and gTop-k over a link: 24 s and 6 s, to one loss."""
+    more = []
+    for record, wall in ((records[0], 24.0), (records[2], 6.0)):
+        seconds = [[0.0, wall / 3, 2 * wall / 3, wall]]
+        losses = record["loss_by_epoch"][:1]
+        more.append({**record, "link": LINK, "seconds": wall, "seeds": 1})
+        more[-1] |= {"seconds_by_epoch": seconds, "loss_by_epoch": losses}
+    return [*records, *more]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_density
-from gtopk.demo.record import METHODS
+from gtopk.demo.record import METHODS, OVER_LINK
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +31,19 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("a folder with spaces")
-    ended = demo(folder, "--ranks", "3", "--seeds", "2", "--epochs", "3", "--density", "0.05")
+    ended = demo(
+        folder,
+        "--ranks",
+        "3",
+        "--seeds",
+        "2",
+        "--epochs",
+        "3",
+        "--density",
+        "0.05",
+        "--link",
+        "50mbit,1ms",
+    )
     assert ended.returncode == 0, ended.stderr
     return ended, folder
 
@@ -39,14 +51,24 @@ def shown(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
 def test_it_writes_one_record_for_each_method(shown):
     _, folder = shown
     records = json.loads((folder / "report" / "results.json").read_text())
-    assert [record["method"] for record in records] == list(METHODS)
+    assert [record["method"] for record in records] == [*METHODS, *OVER_LINK]
+    assert [record["link"] for record in records] == [""] * 4 + ["50 Mbit/s, 1 ms"] * 2
     for record in records:
         assert {"accuracy", "bytes_per_step", "density", "seconds"} <= record.keys()
         assert 0.1 < record["accuracy"] <= 1
         assert record["seconds"] > 0
         assert record["ranks"] == 3
         assert record["final_replicas_identical"]
-        assert len(record["accuracy_by_epoch"]) == 2
+        assert len(record["accuracy_by_epoch"]) == (1 if record["link"] else 2)
+        for losses, seconds in zip(
+            record["loss_by_epoch"], record["seconds_by_epoch"], strict=True
+        ):
+            assert losses[-1] < losses[0]
+            assert seconds[0] == 0
+            assert sorted(seconds) == seconds
+        assert ("emulated link of 50 Mbit/s, 1 ms" in record["machine"]["mpi"]) == bool(
+            record["link"]
+        )
         assert len(record["accuracy_by_epoch"][0]) == 3
         assert record["steps"] == 3 * (1437 // (3 * 32))
         assert min(record["step_seconds"].values()) > 0  # dense copies into its bucket, too
@@ -58,7 +80,9 @@ def test_it_writes_one_record_for_each_method(shown):
 
 def test_the_bytes_are_those_of_the_algorithms(shown):
     _, folder = shown
-    dense, topk, gtopk, equal = json.loads((folder / "report" / "results.json").read_text())
+    dense, topk, gtopk, equal, *linked = json.loads(
+        (folder / "report" / "results.json").read_text()
+    )
     n, k = dense["parameters"], topk["selected"]
     assert k == gtopk["selected"] == round(0.05 * n)
     assert dense["bytes_per_step"] == pytest.approx(2 * 2 / 3 * n * 4, rel=1e-3)
@@ -67,6 +91,7 @@ def test_the_bytes_are_those_of_the_algorithms(shown):
     # Of 3 ranks, rank 2 hands its picks to rank 0 and gets the result, of up to twice as many: five
     # lists in all, less what ranks have picked alike.
     assert 4.2 / 3 < gtopk["bytes_per_step"] / (k * entry_bytes) < 5 / 3
+    assert linked[1]["bytes_per_step"] == pytest.approx(gtopk["bytes_per_step"], rel=0.05)
     assert 0.85 < equal["bytes_per_step"] / topk["bytes_per_step"] < 1.02
 
 
@@ -75,6 +100,9 @@ def test_it_shows_a_table_and_progress_without_a_terminal(shown):
     for label in ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes"):
         assert ended.stdout.count(label) >= 3  # two seeds of progress, one row
     assert "Model, not measured" in ended.stdout
+    assert "Over an emulated link of 50 Mbit/s, 1 ms: gTop-k, equal k reaches" in " ".join(
+        ended.stdout.replace("\N{NO-BREAK SPACE}", " ").split()
+    )
     assert "+ copy" in ended.stdout
     assert "Replicas bit-identical after every run: yes" in ended.stdout
     assert "@progress" not in ended.stdout

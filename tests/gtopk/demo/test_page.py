@@ -209,3 +209,26 @@ def test_a_missing_field_is_an_error_that_names_it(records: list[Record], tmp_pa
     broken = [{name: value for name, value in r.items() if name != "ranks"} for r in records]
     with pytest.raises(ValueError, match="'dense' lacks ranks"):
         write_page(broken, tmp_path / "index.html")
+
+
+def test_the_first_picture_is_loss_over_seconds_here_and_over_the_link(
+    linked: list[Record],
+) -> None:
+    html = page(linked)
+    reader = Reader(html)
+    assert reader.open == []
+    assert html.index("Training loss over seconds") < html.index('<dl class="tiles">')
+    assert html.index("This machine as it is") < html.index("An emulated link of 100 Mbit/s")
+    assert "reaches a training loss of 0.1 after 12 s, dense after 8 s: 1.5 times later" in (
+        reader.words
+    )
+    assert "reaches a training loss of 0.1 after 6 s, dense after 24 s: 4 times sooner" in (
+        reader.words
+    )
+    assert "Time of a run, emulated 100 Mbit/s" in reader.words
+    assert "0.25 times" in reader.words
+
+
+def test_without_a_link_there_is_no_such_picture(records: list[Record]) -> None:
+    assert "Training loss over seconds" not in page(records)
+    assert "emulated" not in page(records)

@@ -9,10 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
+from gtopk.charts.svg import LEFT, RIGHT
 from gtopk.demo.model import LATENCY_SECONDS, modelled_step_seconds, pays_below
 from gtopk.demo.plots import (
     accuracy_over_bytes,
     accuracy_over_epochs,
+    loss_over_seconds,
     modelled_time_over_bandwidth,
     sent_and_accuracy,
     step_time_by_part,
@@ -85,3 +87,22 @@ def test_a_break_even_outside_the_plot_is_not_drawn(records: list[Record]) -> No
     assert "break-even" in modelled_time_over_bandwidth(records)
     records[2]["step_seconds"]["select"] = 1e9
     assert "break-even" not in modelled_time_over_bandwidth(records)
+
+
+def test_losses_lie_over_the_seconds_of_training_on_one_axis_of_losses(
+    linked: list[Record],
+) -> None:
+    here, there = [linked[0], linked[2]], linked[4:]
+    drawn = [loss_over_seconds(pair, [*here, *there]) for pair in (here, there)]
+    ends = []
+    for each in drawn:
+        assert ElementTree.fromstring(each).tag == "svg"
+        lines = re.findall(r'class="line" d="M([^"]+)"', each)
+        ends.append([[float(n) for n in line.split("L")[-1].split()] for line in lines])
+    (dense, gtopk), (dense_there, gtopk_there) = ends
+    assert [x for x, _ in (gtopk, dense_there)] == [RIGHT, RIGHT]  # the slower one ends the axis
+    assert dense[0] - LEFT == pytest.approx((RIGHT - LEFT) * 8 / 12, abs=0.1)
+    assert gtopk_there[0] - LEFT == pytest.approx((RIGHT - LEFT) * 6 / 24, abs=0.1)
+    assert {y for _, y in (dense, gtopk, dense_there, gtopk_there)} == {dense[1]}
+    assert "emulated link of 100 Mbit/s" in drawn[1]
+    assert "emulated" not in drawn[0]

@@ -387,3 +387,13 @@ def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
     assert "<h3>rank 1</h3><p>no record is here" in html_of(tmp_path)
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["happened"][0][0] == "rank 1"
+
+
+def test_times_over_an_emulated_link_are_called_so(tmp_path: Path) -> None:
+    first, *lines = lines_of(0, 1, 30)
+    first["link"] = "emulated link of 100 Mbit/s"
+    path_of(tmp_path, 0).write_text("".join(map(as_text, [first, *lines])))
+    html = html_of(tmp_path)
+    assert "and an emulated link of 100 Mbit/s, took" in html
+    assert "Seconds are emulated" in html
+    assert "; over an emulated link of 100 Mbit/s</dd>" in html.replace("\N{NO-BREAK SPACE}", " ")

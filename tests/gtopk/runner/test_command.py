@@ -265,3 +265,29 @@ def test_a_second_signal_leaves_no_time(running, tmp_path) -> None:
     running.send_signal(signal.SIGINT)
     assert running.wait(PLENTY_SECONDS) == 130
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_link_to_emulate_reaches_the_ranks(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = said(capsys, "-n", "2", "--launcher", "torchrun", "--link", "100mbit,0.4ms", script)
+    assert found["variables"]["GTOPK_LINK"] == "100mbit,0.4ms"
+    assert (
+        "GTOPK_LINK" not in said(capsys, "-n", "2", "--launcher", "torchrun", script)["variables"]
+    )
+
+
+def test_a_link_that_is_none_ends_in_an_error_that_says_the_form(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--link", "fast", script])
+    assert "--link: must be a rate above 0" in capsys.readouterr().err
+
+
+def test_a_link_is_not_emulated_between_hosts(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--hosts", "elsewhere.invalid:2", "--launcher", "mpirun", "--link", "1gbit", script]
+    assert main(words) == 2
+    assert "'elsewhere.invalid' is another one" in capsys.readouterr().err

@@ -302,3 +302,17 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
     assert main([str(tmp_path)]) == 0
     drawn = capsys.readouterr().out
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
+
+
+def test_a_step_over_an_emulated_link_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = "emulated link of 100 Mbit/s, 0.4 ms"
+    for rank in range(2):
+        first, *lines = lines_of(rank, 2, 30)
+        first["link"] = link if rank == 0 else ""
+        path_of(tmp_path, rank).write_text("".join(map(as_text, [first, *lines])))
+    assert main([str(tmp_path), "--once"]) == 0
+    assert "emulated step takes" in capsys.readouterr().out.splitlines()[0]
+    assert main([str(tmp_path), "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["link"] == link

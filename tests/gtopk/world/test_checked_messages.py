@@ -8,26 +8,26 @@ import pytest
 
 from collectives.transports import local_world, run_ranks
 from gtopk.errors import HorovodInternalError
-from gtopk.world import checked_messages, world
+from gtopk.world import state, world
 
 SIZE = 3
 
 
 def test_it_is_off_unless_it_is_asked_for():
     mpi = SimpleNamespace(name="mpi")
-    assert not checked_messages.wanted_on(mpi, {})
+    assert not state.checks_messages_on(mpi, {})
     for text in ("", "0", "1"):
-        is_wanted = checked_messages.wanted_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
+        is_wanted = state.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
         assert is_wanted == (text == "1")
     with pytest.raises(ValueError, match="GTOPK_CHECK_MESSAGES must be 0 or 1, got 'yes'"):
-        checked_messages.wanted_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
+        state.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
 
 
 def test_over_nccl_it_is_refused():
     nccl = SimpleNamespace(name="nccl")
-    assert not checked_messages.wanted_on(nccl, {})
+    assert not state.checks_messages_on(nccl, {})
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
-        checked_messages.wanted_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
+        state.checks_messages_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
 
 
 @pytest.mark.parametrize("text", ["0", "1"])
