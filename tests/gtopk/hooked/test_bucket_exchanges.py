@@ -32,9 +32,10 @@ class Hook:
         self.bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
 
     def _open_bucket_exchange(
-        self, whole: torch.nn.Parameter, sizes: Sequence[int]
+        self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         compression = GTopK(1.0, adam_correction=BETAS)
+        sizes = [parameter.numel() for parameter in parameters]
         return open_bucket_exchange(
             "bucket", [whole], ["bucket"], compression, Progress(), sizes=sizes
         )
