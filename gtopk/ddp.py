@@ -282,6 +282,16 @@ class GTopKState:
         """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
         return self._adam is not None
 
+    @property
+    def global_clip_norm(self) -> float | None:
+        """The norm that the mean gradient is shortened to; may be set anew, on all ranks alike."""
+        return self._global_clip_norm
+
+    @global_clip_norm.setter
+    def global_clip_norm(self, norm: float | None) -> None:
+        check_clip_norm(norm, makes_adam_steps=self.makes_adam_steps)
+        self._global_clip_norm = norm
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Let the parameters be the model that is the same on all ranks, within the context.
 

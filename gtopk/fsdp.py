@@ -96,6 +96,12 @@ def replicate(
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a model or a mesh that is none of these, and for complex parameters.
     """
+    if options.pop("optimizer", None) is not None:
+        raise ValueError(
+            "replicas of a sharded model do not make AdamW's steps before the selection: leave out "
+            "optimizer, and give adam_correction=(0.9, 0.999), with torch.optim.SGD in AdamW's "
+            "place. Where the model fits one GPU, gtopk.ddp makes AdamW's steps"
+        )
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:

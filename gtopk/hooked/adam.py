@@ -77,6 +77,7 @@ class HookedAdam:
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
         self._watched: dict[torch.Tensor, Any] = {}
+        self._added: set[torch.Tensor] = set()  # those whose agreed steps were added to
         if (owner := _owners.get(optimizer)) is not None:
             owner.let_go()
         _owners[optimizer] = self
@@ -99,26 +100,32 @@ class HookedAdam:
             handle.remove()
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise in the backward pass where the gradients of these are agreed steps yet.
+        """Raise RuntimeError where this pass has added gradients to agreed steps.
 
-        Those of another pass would be added to them. `parameters` need not be all of the model's.
+        parameters: of the first bucket that a pass hands over, which are looked at for that from
+            the next pass on. A pass that is not exchanged may add to them: a GAN's, say.
         """
+        if self._added:
+            self._added.clear()
+            raise RuntimeError(
+                f"rank {self.peers.world.rank}: a backward pass has added its gradients to the "
+                "agreed steps of AdamW, which the pass before has left in their place: have all "
+                "passes of a step but the last within `with model.no_sync():`, and clear gradients "
+                "(optimizer.zero_grad()) after step()"
+            )
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
-                    _CallWith(self._require_cleared, parameter)
+                    _CallWith(self._look_at, parameter)
                 )
 
-    def _require_cleared(self, parameter: torch.nn.Parameter) -> None:
+    def _look_at(self, parameter: torch.nn.Parameter) -> None:
+        """Note, before a pass adds to a gradient, whether that is an agreed step yet."""
         agreed = self._agreed
-        if agreed is None or not agreed.is_in(parameter) or agreed.is_changed(parameter):
-            return
-        raise RuntimeError(
-            f"rank {self.peers.world.rank}: a backward pass would add its gradients to the agreed "
-            "steps of AdamW, which the pass before has left in their place: have all passes of a "
-            "step but the last within `with model.no_sync():`, and clear gradients "
-            "(optimizer.zero_grad()) after step()"
-        )
+        if agreed is None or not agreed.is_in(parameter):
+            self._added.discard(parameter)
+        elif not agreed.is_changed(parameter):
+            self._added.add(parameter)
 
     def note(self) -> None:
         """Note that a pass has ended that counts: gradients are agreed steps now."""

@@ -220,6 +220,8 @@ def test_passes_that_add_up_without_no_sync_are_refused() -> None:
                 optimizer.zero_grad(set_to_none=clears)
                 loss(model, step).backward()
                 optimizer.step()
+        with model.no_sync():
+            loss(model, 9).backward()  # thrown away, as a discriminator's of the generator's loss
         optimizer.zero_grad()
         loss(model, 3).backward()
         raises(RuntimeError, loss(model, 4).backward, "model.no_sync()")
