@@ -42,8 +42,8 @@ def look_at_optimizers(
         if ours is None or optimizer in seen:
             return
         parameters = ours.parameters()
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if any(p in parameters for p in stepped):
+        theirs = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p in parameters for p in theirs):
             if stepped is not None and optimizer is not of_hook():
                 raise ValueError(
                     f"rank {rank}: the hook was given an optimizer whose steps it makes, and "
