@@ -42,7 +42,7 @@ def test_a_world_checks_messages_as_it_is_told(monkeypatch, text):
 
 
 def test_ranks_that_were_told_differently_say_what_each_was(monkeypatch):
-    monkeypatch.setattr(checked_messages, "wanted_on", lambda transport: transport.rank == 1)
+    monkeypatch.setattr(state, "checks_messages_on", lambda transport: transport.rank == 1)
 
     def program(transport):
         with pytest.raises(HorovodInternalError) as caught, world.entered(transport):
