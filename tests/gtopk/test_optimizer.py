@@ -149,7 +149,7 @@ def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
                 model.named_parameters(),
                 kind(density, momentum_correction=momentum),
             )
-            for step in range(6):
+            for step in range(4):
                 optimizer.zero_grad()
                 loss(model, *batch(transport.rank, seed + step)).backward()
                 gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
