@@ -1,6 +1,7 @@
 # make demo   train on four local MPI ranks and write report/index.html
 # make test   the whole test-suite, real mpirun included
-# make test-matrix  what `make test` runs of every launcher and number of ranks a few of: all of it
+# make test-matrix  every launcher, number of ranks, modelled network and GPU architecture, of which `make
+#             test` runs the corners
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters; then faults for half an hour
 #             over each launcher (SOAK_MINUTES=480 for a night; SOAK_MINUTES=4

@@ -158,6 +158,7 @@ def test_after_so_many_kills_a_job_ends_as_if_there_had_been_none(launcher, time
     )
 
 
+@pytest.mark.faults  # of two ranks the suite does, in tests/gtopk/world/test_guard.py
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_ends_well_before_init_is_missed_and_named(launcher, tmp_path):
@@ -250,7 +251,7 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
             assert any(named), job.text()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.faults)])
 def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(
     launcher, tmp_path
 ):

@@ -6,11 +6,13 @@ import re
 
 import pytest
 
+from tests.matrix import some_of
+
 # Of tests/programs/advised.py: how many ways there are, and the places of some.
 WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", some_of([2, 4], 4))
 def test_rank_0_says_it_once_and_all_ranks_predict(torchrun, ranks):
     job = torchrun(ranks, "advised.py", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
     assert job.returncode == 0, job.stdout + job.stderr

@@ -7,18 +7,21 @@ import pytest
 from tests.matrix import some_of
 
 
-@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
-def test_ddp_exchanges_its_buckets_by_gtopk(torchrun, ranks):
-    job = torchrun(ranks, "ddp_hook.py")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("the hook does as it says") == ranks
+@pytest.fixture(scope="module", params=some_of([2, 3], 3))
+def checked(request, torchrun):
+    """Return the number of ranks, and what one job of theirs says of all checks."""
+    return request.param, torchrun(request.param, "ddp_checks.py")
 
 
-@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
-def test_what_the_hook_holds_back_is_saved_and_loaded(torchrun, ranks):
-    job = torchrun(ranks, "ddp_saved.py")
+def test_ddp_exchanges_its_buckets_by_gtopk(checked):
+    ranks, job = checked
+    assert job.stdout.count("the hook does as it says") == ranks, job.stdout + job.stderr
+
+
+def test_what_the_hook_holds_back_is_saved_and_loaded(checked):
+    ranks, job = checked
+    assert job.stdout.count("the hook saves as it says") == ranks, job.stdout + job.stderr
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("the hook saves as it says") == ranks
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 3], 3))

@@ -11,29 +11,34 @@ import torch
 from torch.distributed import fsdp
 
 
-def test_replicas_of_shards_exchange_by_gtopk(torchrun):
-    job = torchrun(4, "fsdp_hook.py")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("shards are replicated") == 4
+@pytest.fixture(scope="module")
+def checked(torchrun, tmp_path_factory):
+    """Return what one job of 4 ranks says of all checks, and the folder that it has saved into."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return torchrun(4, "fsdp_checks.py", str(folder)), folder
 
 
-def test_backward_goes_on_while_shards_are_exchanged(torchrun):
-    job = torchrun(4, "fsdp_overlap.py")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("backward goes on") == 4
+def test_replicas_of_shards_exchange_by_gtopk(checked):
+    job, _ = checked
+    assert job.stdout.count("shards are replicated") == 4, job.stdout + job.stderr
 
 
-def test_a_unit_may_be_used_in_part(torchrun):
-    job = torchrun(4, "fsdp_used_in_part.py")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("nothing is lost") == 4
+def test_backward_goes_on_while_shards_are_exchanged(checked):
+    job, _ = checked
+    assert job.stdout.count("backward goes on") == 4, job.stdout + job.stderr
 
 
-def test_what_replicas_hold_back_goes_on_in_fewer_of_them(torchrun, tmp_path):
-    for ranks in (4, 2):
-        job = torchrun(ranks, "fsdp_resume.py", str(tmp_path))
-        assert job.returncode == 0, job.stdout + job.stderr
-        assert job.stdout.count("the residual is what it was") == ranks
+def test_a_unit_may_be_used_in_part(checked):
+    job, _ = checked
+    assert job.stdout.count("nothing is lost") == 4, job.stdout + job.stderr
+
+
+def test_what_replicas_hold_back_goes_on_in_fewer_of_them(torchrun, checked):
+    saved, folder = checked
+    job = torchrun(2, "fsdp_resume.py", str(folder))
+    for each in (saved, job):
+        assert each.returncode == 0, each.stdout + each.stderr
+    assert job.stdout.count("the residual is what it was") == 2
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.held import held
+from tests.matrix import some_of
 
-SIZES = [1, 2, 3, 5, 6, 7, 8]
+SIZES = some_of([1, 2, 3, 5, 6, 7, 8], 3, 8)  # the algorithms have their laws at all of them
 SPARSE = [Compression.topk, Compression.gtopk, Compression.oktopk, Compression.hierarchical]
 # Whatever else may be asked for; values that are rounded on the wire stay in the residual.
 VARIANTS = [
@@ -132,7 +133,7 @@ def test_a_low_density_changes_the_training(threads, kind):
 
 @pytest.mark.parametrize("kind", [*SPARSE, *VARIANTS], ids=repr)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
     size = data.draw(st.integers(1, 9), label="size")
@@ -148,7 +149,7 @@ def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
                 model.named_parameters(),
                 kind(density, momentum_correction=momentum),
             )
-            for step in range(6):
+            for step in range(4):
                 optimizer.zero_grad()
                 loss(model, *batch(transport.rank, seed + step)).backward()
                 gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
+"""For ranks of ddp_checks.py: gTop-k as a communication hook of PyTorch's DDP."""
 
 import itertools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import BETAS, logged, raises, run_tests, same_everywhere, train_beside_adamw
+from checks import BETAS, logged, raises, same_everywhere, train_beside_adamw
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -669,14 +669,3 @@ def test_it_learns_beside_powersgd() -> None:
     assert dense < 0.01 * begun, dense
     assert ours < 0.05 * begun, ours
     assert theirs < 0.5 * begun, theirs
-
-
-def main() -> None:
-    run_tests(globals())
-    print(f"rank {RANK}: the hook does as it says\n", end="", flush=True)
-    hvd.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks or more: what DDP's hook holds back, saved and loaded."""
+"""For ranks of ddp_checks.py: what DDP's hook holds back, saved and loaded."""
 
 import copy
 import io
@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 import torch
-from checks import logged, run_tests
+from checks import logged
 from ddp_hook import RANK, SIZE, Net, summed, train, weights, wrapped
 from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
@@ -156,14 +156,3 @@ def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> N
         again.load_state_dict(saved[0], resumed)
         train(resumed, range(3, 6))
         assert torch.equal(weights(resumed), weights(model)), options
-
-
-def main() -> None:
-    run_tests(globals())
-    print(f"rank {RANK}: the hook saves as it says\n", end="", flush=True)
-    hvd.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

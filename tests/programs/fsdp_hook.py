@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: two replicas of a model that two ranks each share."""
+"""For 4 ranks of fsdp_checks.py: two replicas of a model that two ranks each share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from checks import BETAS, logged, run_tests, train_beside_adamw
+from checks import BETAS, logged, train_beside_adamw
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -437,14 +437,3 @@ def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
     for call in (copy.copy, copy.deepcopy, lambda each: torch.save(each, io.BytesIO())):
         with pytest.raises(TypeError, match=said):
             call(state)
-
-
-def main() -> None:
-    run_tests(globals())
-    print(f"rank {RANK}: shards are replicated\n", end="", flush=True)
-    hvd.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

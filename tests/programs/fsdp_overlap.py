@@ -1,15 +1,13 @@
-"""Run under torchrun on 4 ranks, two replicas of two shards: backward goes on meanwhile."""
+"""For 4 ranks of fsdp_checks.py, two replicas of two shards: backward goes on meanwhile."""
 
 from __future__ import annotations
 
 import threading
 
 import torch
-from checks import run_tests
 from fsdp_hook import MESH, RANK, network, weights
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-import gtopk.torch as hvd
 from gtopk import fsdp
 from gtopk.hooked.fsdp_units import Unit
 
@@ -115,14 +113,3 @@ def test_backward_waits_for_what_fsdp_reads_at_once() -> None:
         Unit.is_left_alone = DECIDES
     assert decided
     assert not any(decided)
-
-
-def main() -> None:
-    run_tests(globals())
-    print(f"rank {RANK}: backward goes on\n", end="", flush=True)
-    hvd.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

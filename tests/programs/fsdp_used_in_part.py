@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks, two replicas of two shards: a pass uses some layers of a unit."""
+"""For 4 ranks of fsdp_checks.py, two replicas of two shards: a pass uses some layers of a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import BETAS, run_tests
+from checks import BETAS
 from fsdp_hook import MESH, RANK, weights
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -203,14 +203,3 @@ def test_replicas_may_use_different_layers_where_fsdp_reduces_zeros() -> None:
         after = check_nothing_is_lost(model, state, dense, before)
         assert step > 1 or after["block.layers.c.weight"].any()
     assert not any(map(torch.Tensor.any, after.values()))
-
-
-def main() -> None:
-    run_tests(globals())
-    print(f"rank {RANK}: nothing is lost\n", end="", flush=True)
-    hvd.shutdown()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

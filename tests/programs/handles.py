@@ -1,6 +1,6 @@
 """Two ranks leave while they handle an exception; nothing of it ends the other, or the job.
 
-Arguments: which exception, and a folder of the test's.
+Arguments: a folder of the test's, and which exceptions, one after the other.
 """
 
 import gc
@@ -17,7 +17,7 @@ import torch
 import gtopk.torch as hvd
 from gtopk.world import world
 
-way, folder = sys.argv[1], Path(sys.argv[2])
+folder = Path(sys.argv[1])
 
 
 def await_file(name: str) -> None:
@@ -38,64 +38,65 @@ def train() -> None:
     assert (folder / "saved").exists()
 
 
-match way:
-    case "one before init":
-        try:
-            import no_such_package  # noqa: F401
-        except ImportError:
-            train()
-    case "one that ended the loop":
-        hvd.init()
-        rank = hvd.rank()
-        try:
-            hvd.allreduce(torch.ones(1))
-            raise StopIteration
-        except StopIteration:
-            if rank == 0:
-                await_file("left")  # rank 1's shutdown() returns, and ends nobody
-                hvd.shutdown()
-            else:
-                hvd.shutdown()
-                (folder / "left").touch()
+for way in sys.argv[2:]:
+    match way:
+        case "one before init":
+            try:
+                import no_such_package  # noqa: F401
+            except ImportError:
+                train()
+        case "one that ended the loop":
             hvd.init()
-            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-    case "one while the other waits":
-        hvd.init()
-        try:
-            if hvd.rank() == 0:
-                hvd.barrier()
-            raise ValueError("boom")
-        except ValueError:
-            hvd.shutdown()
-        except hvd.HorovodInternalError as error:
-            print(f"rank 0: {error}\n", end="", flush=True)
-    case "one of long ago":
-        hvd.init()
-        try:
-            raise ValueError("boom")
-        except ValueError:
-            hvd.shutdown()
-        assert world._leaving is not None
-        world._leaving._thread.join()  # both ranks have left
-        thread = threading.Thread(target=lambda: [][0], name="of the script's own")
-        thread.start()
-        thread.join()
-    case "one that holds much":
-
-        class Much:
-            pass
-
-        def fail() -> None:
-            much = Much()
-            held.append(weakref.ref(much))
-            raise MemoryError
-
-        held: list[weakref.ref[Much]] = []
-        try:
-            fail()
-        except MemoryError:
+            rank = hvd.rank()
+            try:
+                hvd.allreduce(torch.ones(1))
+                raise StopIteration
+            except StopIteration:
+                if rank == 0:
+                    await_file("left")  # rank 1's shutdown() returns, and ends nobody
+                    hvd.shutdown()
+                else:
+                    hvd.shutdown()
+                    (folder / "left").touch()
+                hvd.init()
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        case "one while the other waits":
             hvd.init()
-        gc.collect()
-        assert held[0]() is None
-        hvd.shutdown()
-print("well\n", end="", flush=True)
+            try:
+                if hvd.rank() == 0:
+                    hvd.barrier()
+                raise ValueError("boom")
+            except ValueError:
+                hvd.shutdown()
+            except hvd.HorovodInternalError as error:
+                print(f"rank 0: {error}\n", end="", flush=True)
+        case "one of long ago":
+            hvd.init()
+            try:
+                raise ValueError("boom")
+            except ValueError:
+                hvd.shutdown()
+            assert world._leaving is not None
+            world._leaving._thread.join()  # both ranks have left
+            thread = threading.Thread(target=lambda: [][0], name="of the script's own")
+            thread.start()
+            thread.join()
+        case "one that holds much":
+
+            class Much:
+                pass
+
+            def fail(held: list[weakref.ref[Much]]) -> None:
+                much = Much()
+                held.append(weakref.ref(much))
+                raise MemoryError
+
+            held: list[weakref.ref[Much]] = []
+            try:
+                fail(held)
+            except MemoryError:
+                hvd.init()
+            gc.collect()
+            assert held[0]() is None
+            hvd.shutdown()
+    print(f"well after {way}\n", end="", flush=True)

@@ -25,7 +25,7 @@ def vector(size: int, dtype: type) -> np.ndarray:
     return values.astype(dtype)
 
 
-for number in range(150):
+for number in range(75):
     while not use_instructions(random.choice(["portable", "AVX2", "AVX-512"])):
         pass
     dtype = random.choice([np.float32, np.float64])

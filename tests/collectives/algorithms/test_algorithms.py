@@ -28,7 +28,7 @@ from tests.collectives.algorithms.worlds import (
 
 
 @every_algorithm
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds(np.float64, most_ranks=9))
 def test_nothing_is_lost(algorithm: str, world: tuple[int, list[SparseVector]]) -> None:
     k, picks = world
@@ -36,7 +36,7 @@ def test_nothing_is_lost(algorithm: str, world: tuple[int, list[SparseVector]]) 
 
 
 @every_algorithm
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds(np.float32, most_ranks=9))
 def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
     algorithm: str, world: tuple[int, list[SparseVector]]
@@ -46,7 +46,7 @@ def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
 
 
 @truncating_algorithm
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds(np.float32, most_ranks=9))
 def test_the_update_has_at_most_k_entries_and_what_returns_was_picked(
     algorithm: str, world: tuple[int, list[SparseVector]]
@@ -122,7 +122,7 @@ def test_topk_allgather_adds_in_rank_order(size: int, random: np.random.Generato
 
 
 @truncating_algorithm
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds(np.float32))
 def test_two_ranks_get_the_largest_of_the_sum(
     algorithm: str, world: tuple[int, list[SparseVector]]

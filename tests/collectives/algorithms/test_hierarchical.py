@@ -40,7 +40,7 @@ ACROSS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("format", [Format(), Format("packed", "int8")], ids="-".join)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(worlds(np.float32))
 def test_with_one_rank_in_each_node_it_is_the_reduction_across(
     across: dict[str, Any], format: Format, world: tuple[int, list[SparseVector]]
@@ -72,7 +72,7 @@ def test_in_a_single_node_the_update_is_each_shards_largest(
 
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("nodes", [by_twos, ragged, lambda size: [list(range(size))]])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(worlds(np.float64))
 def test_nothing_is_lost_on_any_nodes(
     across: dict[str, Any], nodes: Any, world: tuple[int, list[SparseVector]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import SparseVector
+from collectives import ALGORITHMS, SparseVector
 from collectives.vector import check
 from collectives.wire import EXACT, Format
 from tests.collectives.algorithms.worlds import (
@@ -21,13 +23,15 @@ from tests.collectives.algorithms.worlds import (
     run,
     worlds,
 )
+from tests.matrix import some_of
 
 every_way = pytest.mark.parametrize("way", WAYS)
 formats = st.sampled_from(FORMATS)
+ROUNDING = Format("packed", "int8")
 
 
 @every_way
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(worlds(np.float64), formats)
 def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format: Format) -> None:
     k, picks = world
@@ -35,7 +39,7 @@ def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format
 
 
 @every_way
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(worlds(np.float32), formats)
 def test_ranks_agree_to_the_bit(
     way: str, world: tuple[int, list[SparseVector]], format: Format
@@ -64,9 +68,12 @@ def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
     assert outcomes[0][0].entries > 0
 
 
-@every_way
-@pytest.mark.parametrize("format", [EXACT, Format("packed", "int8")], ids="-".join)
+@pytest.mark.parametrize(
+    ("way", "format"),
+    some_of(itertools.product(WAYS, [EXACT, ROUNDING]), *((name, ROUNDING) for name in ALGORITHMS)),
+)
 def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.Generator) -> None:
+    """Each algorithm's usual way with rounding; the other ways differ alike at up to 17 ranks."""
     size = 64
     picks = random_picks(random, size, 2000, 40, np.float64)
     outcomes = run(way, picks, 40, format)
@@ -76,7 +83,7 @@ def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.
 
 
 @every_way
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(worlds(np.float64), formats)
 def test_the_same_call_gives_the_same_bits(
     way: str, world: tuple[int, list[SparseVector]], format: Format

@@ -228,6 +228,7 @@ def assert_nothing_is_lost(
     # Halving may underflow.
     smallest = float(np.finfo(dtype).smallest_subnormal) * additions
     by_index: dict[int, list[float]] = {}
+    picked: dict[int, list[float]] = {}
     for vector, sign in (
         *((pick, 1) for pick in picks),
         (update, -1),
@@ -235,9 +236,12 @@ def assert_nothing_is_lost(
     ):
         for index, value in pairs_of(vector):
             by_index.setdefault(index, []).append(sign * value)
-    largest = max((abs(value) for pick in picks for _, value in pairs_of(pick)), default=0.0)
+    for pick in picks:
+        for index, value in pairs_of(pick):
+            picked.setdefault(index, []).append(abs(value))
+    largest = max(map(max, picked.values()), default=0.0)
     for index, terms in by_index.items():
-        at = [abs(value) for pick in picks for i, value in pairs_of(pick) if i == index]
         lost = abs(math.fsum(terms))
-        assert lost <= bound * math.fsum(at) + smallest, f"coordinate {index} lost {lost}"
+        allowed = bound * math.fsum(picked.get(index, [])) + smallest
+        assert lost <= allowed, f"coordinate {index} lost {lost}"
         assert dtype == np.float32 or lost <= 1e-12 * largest + smallest

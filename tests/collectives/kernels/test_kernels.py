@@ -125,7 +125,7 @@ thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e
 # ---- select
 
 
-@settings(max_examples=300)
+@settings(max_examples=50)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
 def test_what_is_selected_is_what_a_sort_puts_first(
     dense: np.ndarray, k: int, threshold: float
@@ -136,7 +136,7 @@ def test_what_is_selected_is_what_a_sort_puts_first(
     assert_same(picked, top(dense, k))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
 def test_the_next_threshold_never_asks_for_more_than_there_is(
     dense: np.ndarray, k: int, threshold: float
@@ -149,7 +149,7 @@ def test_the_next_threshold_never_asks_for_more_than_there_is(
     assert type(following) is float
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(vectors(sizes), st.data())
 def test_a_guess_at_a_value_that_is_there_includes_it(
     dense: np.ndarray, data: st.DataObject
@@ -279,7 +279,7 @@ def test_what_is_no_array_is_refused_with_the_way_to_one(what: Any) -> None:
 # ---- accumulate and select
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(vectors(sizes), st.integers(1, 200), thresholds, st.randoms(use_true_random=False))
 def test_accumulating_adds_exactly_once_whatever_the_threshold(
     residual: np.ndarray, k: int, threshold: float, shuffler
@@ -312,7 +312,7 @@ def test_a_gradient_of_another_dtype_is_refused_untouched() -> None:
     assert not residual.any()
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     vectors(sizes),
     st.integers(1, 200),
@@ -370,7 +370,7 @@ def test_every_float16_and_every_bfloat16_counts_as_the_float32_it_stands_for() 
         assert np.array_equal(picked.values, expected[picked.indices], equal_nan=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     vectors(sizes),
     st.sampled_from([0.5, 1 / 3, 1 / 7, -2.0]),
@@ -473,7 +473,7 @@ def test_arrays_whose_elements_lie_apart_are_used_like_others(threshold: float) 
 # ---- merge
 
 
-@settings(max_examples=300)
+@settings(max_examples=50)
 @given(sparse_pairs(), st.integers(1, 50))
 def test_a_merge_keeps_the_k_largest_of_the_sum_and_drops_the_rest(
     pair: tuple[SparseVector, SparseVector], k: int
@@ -488,7 +488,7 @@ def test_a_merge_keeps_the_k_largest_of_the_sum_and_drops_the_rest(
     assert np.array_equal(kept.to_dense() + dropped.to_dense(), total)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(sparse_pairs(), st.integers(1, 50))
 def test_both_partners_merge_to_the_same_bits(
     pair: tuple[SparseVector, SparseVector], k: int
@@ -530,7 +530,7 @@ def test_merging_is_not_associative() -> None:
 # ---- the small ones
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.sampled_from("il"))
 def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str) -> None:
     a, b = (np.array(sorted(part), code) for part in (held, wanted))
@@ -540,7 +540,7 @@ def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str
     assert found.tolist() == [index in held for index in sorted(wanted)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(sparse_pairs())
 def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, SparseVector]) -> None:
     dense, addend = pair[0].to_dense(), pair[1]
@@ -550,7 +550,7 @@ def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, Spars
     assert np.array_equal(dense, expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(sparse_pairs())
 def test_clearing_entries_leaves_the_others(pair: tuple[SparseVector, SparseVector]) -> None:
     dense, indices = pair[0].to_dense(), pair[1].indices
@@ -560,7 +560,7 @@ def test_clearing_entries_leaves_the_others(pair: tuple[SparseVector, SparseVect
     assert dense.tobytes() == expected.tobytes()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(vectors(st.integers(0, 100)))
 def test_the_squared_norm_is_that_of_the_reference_to_the_bit(dense: np.ndarray) -> None:
     read_only(dense)
@@ -580,7 +580,7 @@ def test_the_squared_norm_of_a_long_vector_adds_in_the_same_order(
     assert squared_norm(dense) == pytest.approx(dense.astype(np.float64) @ dense)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(0, 70), st.data(), dtypes, st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_one_bad_number_anywhere_is_found(
     size: int, data: st.DataObject, dtype: type, bad: float
@@ -617,7 +617,7 @@ def in_turn(dense: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data(), dtypes, st.integers(1, 20), st.integers(1, 20))
 def test_each_index_is_summed_in_the_order_of_the_list(
     data: st.DataObject, dtype: type, length: int, count: int

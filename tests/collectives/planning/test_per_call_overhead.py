@@ -17,12 +17,19 @@ from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.planning.schedules import GATHER_SENDS, SEARCH_SENDS
 from collectives.transports import local_world
 from collectives.wire import EXACT
+from tests.matrix import some_of
 
 CALL_SECONDS = 3e-4
 WITHIN = Link(5e-6, 1e-10)
 COSTLESS = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
 LATENCIES = (5e-5, 5e-4, 5e-3, 20e-3)
 ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
+SEVERAL_EACH = [(4, 2), (6, 3), (8, 4), (16, 8)]
+# The least and the greatest latency for few ranks, powers of two and others; nodes of each kind.
+OF_THE_SUITE = [
+    *((size, 1, latency) for size in (2, 3, 5) for latency in (5e-5, 20e-3)),
+    *((7, 1, 5e-4), (8, 1, 5e-3), (4, 2, 5e-5), (4, 2, 20e-3), (6, 3, 5e-3), (8, 4, 5e-4)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +52,13 @@ def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: lis
     return found[0]
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-@pytest.mark.parametrize(("size", "ranks_per_node"), [*ONE_EACH, (4, 2), (6, 3), (8, 4), (16, 8)])
+@pytest.mark.parametrize(
+    ("size", "ranks_per_node", "latency"),
+    some_of(
+        [(*ranks, latency) for ranks in ONE_EACH + SEVERAL_EACH for latency in LATENCIES],
+        *OF_THE_SUITE,
+    ),
+)
 def test_what_few_entries_take_beside_their_messages_are_their_calls(
     virtual, size, ranks_per_node, latency
 ):
@@ -100,7 +112,7 @@ def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
     assert found.send_seconds * sends == pytest.approx(expected, abs=0.2 * 5e-4)
 
 
-@pytest.mark.parametrize("size", [17, 40])
+@pytest.mark.parametrize("size", some_of([17, 40], 17))
 def test_more_regions_are_searched_in_another_round(virtual, size):
     """Once, the lists were too small for it, and calls took less than nothing."""
     found = found_on(virtual, size, 1, 5e-4, [0.0] * size)

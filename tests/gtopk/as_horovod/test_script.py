@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.matrix import some_of
 
 ROOT = Path(__file__).parents[3]
 TELL = """
@@ -128,8 +131,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("words", [("spawns.py",), ("-m", "spawns")])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    some_of(
+        itertools.product(["fork", "spawn", "forkserver"], [("spawns.py",), ("-m", "spawns")]),
+        ("fork", ("spawns.py",)),
+        ("spawn", ("-m", "spawns")),
+        ("forkserver", ("spawns.py",)),
+    ),
+)
 def test_processes_of_the_script_find_gtopk_too(
     folder: Path, method: str, words: tuple[str, ...]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli import main
 from gtopk.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_density
 from gtopk.demo.record import METHODS, OVER_LINK
 
@@ -127,24 +128,26 @@ def test_it_writes_a_page(shown):
         (["--out", "/dev/null/x"], "--out must be a folder that can be written to, got '/dev"),
     ],
 )
-def test_bad_arguments_end_in_one_line(tmp_path, arguments, said):
-    ended = demo(tmp_path, *arguments)
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-    assert ended.stdout == ""
+def test_bad_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *arguments]) == 2
+    ended = capsys.readouterr()
+    assert said in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert ended.out == ""
     assert not (tmp_path / "report").exists()
 
 
-def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path):
+def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "afile").write_text("mine")
     for out in ("afile", "afile/x"):
-        ended = demo(tmp_path, "--out", out)
-        assert ended.returncode == 2
-        (line,) = ended.stderr.splitlines()
+        assert main(["demo", "--out", out]) == 2
+        ended = capsys.readouterr()
+        (line,) = ended.err.splitlines()
         assert line.startswith("gtopk demo: --out must be a folder that can be written to, got")
         assert f"'{out}'" in line
-        assert ended.stdout == ""
+        assert ended.out == ""
     assert (tmp_path / "afile").read_text() == "mine"
 
 

@@ -44,7 +44,7 @@ def write(folder: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_line_of_another_keeps_a_record_from_being_shown(
     tmp_path: Path, data: st.DataObject

@@ -372,9 +372,3 @@ def test_the_first_loss_is_named_first(monkeypatch):
     assert guard._lost() == [first, alone[0]]
     guard._heartbeat = SimpleNamespace(lost=lambda: None)
     assert guard._lost() == alone
-
-
-def test_a_job_that_ends_well_leaves_none(mpirun, tmp_path):
-    job = mpirun(2, "ends.py", "well", "2", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
-    assert job.returncode == 0
-    assert list(tmp_path.iterdir()) == []
