@@ -29,7 +29,7 @@ from collectives.planning import EXACT, Format, Network
 from gtopk.bench.collectives.command import read
 from gtopk.bench.collectives.record import Record, Results
 from gtopk.replay.platform import Platform
-from gtopk.replay.simulate import find_python, simulate
+from gtopk.replay.simulate import SimulationError, find_python, simulate
 from gtopk.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
 
 DENSE: Final = "gtopk's own dense"
@@ -54,8 +54,8 @@ class Forecast(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return how far off it was, of what was measured."""
-        return self.foretold / self.measured - 1
+        """Return how far off it was, of what was measured; infinity where that was nothing."""
+        return self.foretold / self.measured - 1 if self.measured else math.inf
 
 
 def forecasts(
@@ -159,9 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--simulate", action="store_true", help="by SimGrid, message by message")
     options = parser.parse_args(arguments)
-    foretell = simulated(find_python()) if options.simulate else modelled
-    files = [(path.stem.partition("-")[0], read(path)) for path in options.files]
-    found = [each for file in files for each in forecasts(*file, foretell)]
+    try:
+        foretell = simulated(find_python()) if options.simulate else modelled
+        files = [(path.stem.partition("-")[0], read(path)) for path in options.files]
+        found = [each for file in files for each in forecasts(*file, foretell)]
+    except (OSError, ValueError, SimulationError) as error:
+        parser.error(str(error))
     saved = list(savings(found))
     for entries in sorted({each.entries for each in found}):
         for title, forecast in (("time", found), ("saved of dense's time", saved)):

@@ -20,13 +20,14 @@ from typing import Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
+from collectives.errors import CollectiveError
 from collectives.planning import Network
-from gtopk.arguments import as_argument, whole_number
+from gtopk.arguments import as_argument, number_in, output_file, whole_number
 from gtopk.charts import svg
 from gtopk.plan.models import PARAMETERS
 from gtopk.plan.quantities import bandwidth, duration
 from gtopk.replay.platform import NODES_PER_SWITCH, Platform
-from gtopk.replay.simulate import find_python, simulate
+from gtopk.replay.simulate import SimulationError, find_python, simulate
 from gtopk.replay.traces import Reduction, trace_of
 from gtopk.units import count_text, seconds_text
 
@@ -80,7 +81,7 @@ def simulated(
             k = length if method == "dense" else round(DENSITY * length)
             try:
                 trace = trace_of(Reduction(method, size, length, k, size // tree.sites))
-            except ValueError as refused:
+            except (ValueError, CollectiveError) as refused:  # too many messages, or threads
                 print(f"{method} on {size:,} hosts: {refused}", file=sys.stderr)
                 trace = None
             for rate in rates:
@@ -99,18 +100,23 @@ def table(found: Found, ranks: Sequence[int]) -> list[str]:
     ]
     for rate, methods in found.items():
         for method, seconds in methods.items():
-            cells = (seconds_text(s) if s else "refused" for s in seconds.values())
+            cells = ("refused" if s is None else seconds_text(s) for s in seconds.values())
             lines.append(f"| {rate} | {method} | {' | '.join(cells)} |")
     return lines
 
 
 def picture(found: Found, ranks: Sequence[int]) -> str:
-    """Return one SVG: a panel for each rate, two in a row, on common axes."""
+    """Return one SVG: a panel for each rate, two in a row, on common axes.
+
+    Raises ValueError where no time is above 0: one host sends nothing.
+    """
     columns = min(2, len(found))
     a_line = 3 * columns
     drawn = next(iter(found.values()))
     head = HEAD + LINE * ((len(drawn) - 1) // a_line)
     everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
+    if not everything:
+        raise ValueError("--plot has nothing to draw: no method took any time")
     x = svg.horizontal(min(ranks), max(ranks), logarithmic=True)
     y = svg.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
     panels = []
@@ -145,19 +151,27 @@ def picture(found: Found, ranks: Sequence[int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, draw the picture, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit", "25gbit", "100gbit"])
     whole = as_argument(whole_number)
+    parser.add_argument("--ranks", type=whole, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit", "25gbit", "100gbit"])
     parser.add_argument("--nodes-per-switch", type=whole, default=NODES_PER_SWITCH)
-    parser.add_argument("--oversubscription", type=float, default=1.0, help="of a switch's uplink")
+    wide = as_argument(number_in("[1, inf)"))
+    parser.add_argument("--oversubscription", type=wide, default=1.0, help="of a switch's uplink")
     parser.add_argument("--sites", type=whole, default=1, help="over which the switches are dealt")
-    parser.add_argument("--far", default="1gbit", help="bandwidth of a site's link to the others")
-    parser.add_argument("--far-latency", default="20ms", help="between sites")
-    parser.add_argument("--plot", type=Path, help="SVG to write")
+    parser.add_argument(
+        "--far",
+        type=as_argument(bandwidth),
+        default="1gbit",
+        help="bandwidth of a site's link to the others",
+    )
+    parser.add_argument(
+        "--far-latency", type=as_argument(duration), default="20ms", help="between sites"
+    )
+    parser.add_argument("--plot", type=as_argument(output_file), help="SVG to write")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:5])
     options = parser.parse_args(arguments)
     sites: int = options.sites
-    far = Link.of(bandwidth(options.far), duration(options.far_latency)) if sites > 1 else None
+    far = Link.of(options.far, options.far_latency) if sites > 1 else None
     tree = Tree(options.nodes_per_switch, options.oversubscription, sites, far)
     if "hierarchical" in options.methods and sites == 1:
         parser.error("hierarchical takes sites for nodes: give --sites, 2 or more")
@@ -169,11 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     try:
         found = simulated(options.methods, options.ranks, options.rates, tree, find_python())
-    except ValueError as error:
+        print("\n".join(table(found, options.ranks)))
+        if options.plot:
+            options.plot.write_text(picture(found, options.ranks), encoding="utf-8")
+    except (ValueError, SimulationError) as error:
         parser.error(str(error))
-    print("\n".join(table(found, options.ranks)))
-    if options.plot:
-        options.plot.write_text(picture(found, options.ranks), encoding="utf-8")
     return 0
 
 

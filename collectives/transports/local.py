@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, PeerError
 from ..vector import Array
 from .carrier import Carrier
 from .counter import Counts, LocalCounter
@@ -110,6 +110,7 @@ def run_ranks(
     """Run `program(transport)` on every rank, each in a thread; return the results by rank.
 
     When a rank raises, the others find it gone; the exception that came first is raised here.
+    Raises CollectiveError where the system allows fewer threads than there are ranks.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -122,11 +123,19 @@ def run_ranks(
             transport.announce_departure(f"it raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank, args=(t,), daemon=True) for t in transports]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    started = 0
+    try:
+        for thread in threads:
+            thread.start()
+            started += 1
+    except RuntimeError as error:  # those that run would wait for the others
+        reason = f"the system allows {started:,} of {len(threads):,} threads"
+        errors.append(CollectiveError(f"{reason}, and each rank is one: {error}"))
+        for transport in transports[started:]:
+            transport.announce_departure(reason)
+    for thread in threads[:started]:
         thread.join()
     if errors:
         # What a rank raised itself says more than its peers' errors about its absence.
-        raise min(errors, key=lambda error: isinstance(error, CollectiveError))
+        raise min(errors, key=lambda e: (isinstance(e, CollectiveError), isinstance(e, PeerError)))
     return [results[transport.rank] for transport in transports]

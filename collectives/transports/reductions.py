@@ -57,7 +57,7 @@ PIECE_BYTES: Final = 4 << 20
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
 # From here on a checksum's own message takes no time that counts; below are votes and the like.
-_CHECKED_BYTES: Final = 1 << 14
+CHECKED_BYTES: Final = 1 << 14
 
 
 def loses_nan(reduction: str, dtype: str) -> bool:
@@ -212,7 +212,7 @@ def _bytes(slices: list[Array]) -> int:
 
 
 def _is_checked(endpoint: Endpoint, size_bytes: int) -> bool:
-    return size_bytes >= _CHECKED_BYTES and not endpoint.checks_messages
+    return size_bytes >= CHECKED_BYTES and not endpoint.checks_messages
 
 
 def _receive(endpoint: Endpoint, source: int, slices: list[Array]) -> tuple[Array, Array | None]:

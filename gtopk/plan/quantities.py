@@ -16,6 +16,10 @@ _BANDWIDTH: Final = re.compile(
 _DURATION: Final = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|μs|ms|s)")
 _COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
 
+# Beyond, sums and quotients of times leave the range of a float.
+_BANDWIDTHS: Final = (1.0, 1e18)  # bits a second
+_LONGEST: Final = 1e9  # seconds
+
 _PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
@@ -29,9 +33,11 @@ def bandwidth(text: str) -> float:
     unit = found["unit"]
     bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
     base = 1024.0 if found["binary"] else 1000.0
-    return _above_zero(
-        _number(found["number"]) * bits * base ** _PREFIXES[found["prefix"].lower()], text
-    )
+    rate = _number(found["number"]) * bits * base ** _PREFIXES[found["prefix"].lower()]
+    least, most = _BANDWIDTHS
+    if not least <= rate <= most:
+        raise ValueError(f"must be at least 1bit and at most {most / 1e9:g}gbit, got {text!r}")
+    return rate
 
 
 def duration(text: str) -> float:
@@ -40,8 +46,8 @@ def duration(text: str) -> float:
     if found is None:
         raise ValueError(f"must be a time such as 0.4ms or 30us, got {text!r}")
     seconds = _number(found["number"]) * _SECONDS[found["unit"]]
-    if math.isinf(seconds):
-        raise ValueError(f"must be finite, got {text!r}")
+    if seconds > _LONGEST:
+        raise ValueError(f"must be at most {_LONGEST:g}s, got {text!r}")
     return seconds
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from collectives.cost import Link
+from collectives.errors import CollectiveError
 from collectives.planning import Network, Prediction
 
 from ..arguments import as_argument, number_in, whole_number
@@ -128,7 +129,7 @@ def simulated(comparison: Comparison, platform: Platform) -> list[Simulated]:
             print(f"\r\x1b[Ksimulating {name}", end="\r", file=sys.stderr, flush=True)
         try:
             trace = trace_of(_reduction(prediction, comparison))
-        except ValueError as error:
+        except (ValueError, CollectiveError) as error:  # too many messages, or threads
             found.append(Simulated(prediction, None, str(error)))
             continue
         found.append(Simulated(prediction, simulate(trace, platform, python)))

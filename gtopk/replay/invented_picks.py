@@ -17,6 +17,8 @@ import numpy as np
 from collectives.vector import Array, SparseVector, index_dtype
 
 RUN: Final = 64
+# From here on a vector's positions are not shuffled to draw some of them: 8 bytes for each.
+_LONG: Final = 1 << 26
 Random = np.random.Generator
 
 
@@ -30,7 +32,12 @@ def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> Spars
 
 
 def uniform(length: int, k: int, shared: Random, own: Random) -> Array:
-    return own.choice(length, k, replace=False, shuffle=False)
+    if length < _LONG or 4 * k > length:
+        return own.choice(length, k, replace=False, shuffle=False)
+    drawn = np.unique(own.integers(length, size=k))
+    while drawn.size < k:  # some twice, a quarter of them at the most
+        drawn = np.union1d(drawn, own.integers(length, size=k - drawn.size))
+    return drawn
 
 
 def clustered(length: int, k: int, shared: Random, own: Random) -> Array:

@@ -4,8 +4,8 @@ Every rank is an actor that does what the trace says. What a rank sends leaves i
 bytes of one message after those of the other, whether its receiver asks for it yet or not; a
 receive waits for them, and then for the latency, for which no sender waits. Links are shared fairly
 among the ranks' messages on them, in each direction by itself.
-Prints the simulated seconds until the last rank is done. It needs nothing of gtopk, whose Python
-may be another.
+Prints the simulated seconds until the last rank is done; fails where one waits for a message that
+nobody sends. It needs nothing of gtopk, whose Python may be another.
 """
 
 from __future__ import annotations
@@ -106,10 +106,12 @@ def replay(
     latency: Callable[[int, int], float],
     burst: list[float],
     computing: list[float] | None,
+    waiting: set[int],
 ) -> None:
     """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth.
 
     computing: its seconds before each event, and after the last.
+    waiting: the ranks that are not done yet.
     """
     most, rate = burst
     held, gone = most, 0.0
@@ -131,6 +133,7 @@ def replay(
         left.append(Engine.clock)
     if computing is not None:
         this_actor.sleep_for(computing[-1])
+    waiting.remove(rank)
 
 
 def main() -> None:
@@ -140,12 +143,15 @@ def main() -> None:
     hosts = build(order["platform"])
     latency, burst = latencies(order["platform"]), order["platform"]["burst"]
     profile = order["computing"] or [None] * len(order["trace"])
+    waiting = set(hosts)
     for rank, (events, computing) in enumerate(zip(order["trace"], profile, strict=True)):
-        told = rank, events, latency, burst, computing
+        told = rank, events, latency, burst, computing, waiting
         actor = Actor.create(f"rank{rank}", hosts[rank], replay, *told)
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
     engine.run()
+    if waiting:  # SimGrid ends as if all were well
+        sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that nobody sends or takes")
     print(json.dumps({"seconds": Engine.clock}))
 
 

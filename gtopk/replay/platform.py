@@ -15,6 +15,8 @@ from collectives.cost import Link
 from collectives.planning import Network
 
 NODES_PER_SWITCH = 32
+MOST_NODES_PER_SWITCH = 1 << 20
+_AT_ONCE = 1e15  # bytes a second of a link on which bytes take no time
 
 
 class Platform(NamedTuple):
@@ -34,6 +36,8 @@ class Platform(NamedTuple):
         """Raise ValueError for a tree that cannot be."""
         if self.nodes_per_switch < 1 or self.oversubscription < 1.0:
             raise ValueError("a switch needs a node, and an uplink no wider than its nodes' links")
+        if self.nodes_per_switch > MOST_NODES_PER_SWITCH:
+            raise ValueError(f"nodes of a switch must be at most {MOST_NODES_PER_SWITCH:,}")
         if not 1 <= self.sites <= len(self.switches()):
             raise ValueError(
                 f"sites must lie in 1..{len(self.switches())}, the number of switches, got "
@@ -67,7 +71,7 @@ class Platform(NamedTuple):
     def _burst(self) -> list[float]:
         """Return bytes that pass at once after a pause, and bytes a second that fill it again."""
         link = self.network.between
-        if not link.burst_bytes:
+        if not (link.burst_bytes and link.seconds_per_byte):
             return [0.0, 0.0]
         if self.network.ranks_per_node > 1:
             raise ValueError("a link's burst is replayed for one rank a node only")
@@ -76,4 +80,5 @@ class Platform(NamedTuple):
 
 def _hop(link: Link) -> list[float]:
     """Return bandwidth and latency of one of the two hops that make up a link."""
-    return [1.0 / link.seconds_per_byte, link.latency_seconds / 2]
+    bandwidth = 1.0 / link.seconds_per_byte if link.seconds_per_byte else _AT_ONCE
+    return [bandwidth, link.latency_seconds / 2]

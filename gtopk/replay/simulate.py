@@ -32,7 +32,7 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
     for python in filter(None, tried):
         try:
             found = subprocess.run(
-                [python, "-c", "import simgrid"], capture_output=True, check=False
+                [python, "-c", "from simgrid import Engine"], capture_output=True, check=False
             )
         except OSError:  # none is there, or none that may be run
             continue
@@ -51,18 +51,29 @@ def simulate(
     """Return the simulated seconds until the last rank is done with its messages.
 
     computing: what ranks do between them; what lets a burst pass recovers meanwhile. None: nothing.
-    Raises ValueError where it is of another trace.
+    Raises ValueError where it is of another trace, or the trace of another number of ranks.
+    Raises SimulationError where the replay fails.
     """
     platform.check()
+    if len(trace) != platform.network.ranks:
+        raise ValueError(f"a trace of {len(trace):,} ranks on {platform.network.ranks:,} of them")
     if computing is not None and [*map(len, computing)] != [len(each) + 1 for each in trace]:
         raise ValueError("what ranks compute must be told before each event, and after the last")
     order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
-    done = subprocess.run(
-        [python, str(_PROGRAM)], input=order, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
+    try:
+        done = subprocess.run(
+            [python, str(_PROGRAM)],
+            input=order,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise SimulationError(f"{python} cannot be run: {error.strerror}") from None
+    if done.returncode or not done.stdout:
         raise SimulationError(
             f"SimGrid has failed on {len(trace):,} ranks, each a thread of its own, of which a "
-            f"system may allow fewer: {done.stderr.strip()[-500:]}"
+            f"system may allow fewer; exit code {done.returncode}: {done.stderr.strip()[-500:]}"
         )
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])

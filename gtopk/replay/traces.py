@@ -27,7 +27,7 @@ from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import PIECE_BYTES
+from collectives.transports.reductions import CHECKED_BYTES, PIECE_BYTES
 from collectives.wire import EXACT, Format, encode
 
 from .invented_picks import picks
@@ -40,6 +40,7 @@ Profile = list[list[float]]
 MOST_MESSAGES: Final = 1 << 19
 _MOST_ENTRIES: Final = 1 << 25  # that all ranks hold together, of what they gather at the most
 _FLOAT_BYTES: Final = 4
+_WIDE: Final = 1 << 31  # elements, from which on a position takes 8 bytes, and no longer 4
 _TIMEOUT_SECONDS: Final = 600.0
 _STACK_BYTES: Final = 1 << 18  # of a rank: thousands of the usual 8 MB are more than there is
 # So often a waiting thread asks for Python's lock; thousands that ask 200 times a second do nothing
@@ -82,6 +83,7 @@ class Reduction(NamedTuple):
     def smaller(self) -> tuple[Reduction, Reduction]:
         """Return one whose entries fit, and one of half as many, at the same density.
 
+        Long vectors stay longer than 2^31 where raw positions in them take 8 bytes.
         Dense ones have equal parts for all ranks, which a remainder would weigh on too much, none
         of them as short as a word, and messages that travel in one piece.
         """
@@ -92,8 +94,9 @@ class Reduction(NamedTuple):
             large, small = (self._replace(length=n, selected=n) for n in lengths)
             return large, small
         times = -(-self.entries // _MOST_ENTRIES)
+        least = _WIDE if self.format.indices == "raw" and self.length >= _WIDE else 0
         large, small = (
-            self._replace(length=self.length // n, selected=self.selected // n)
+            self._replace(length=max(self.length // n, least), selected=self.selected // n)
             for n in (times, 2 * times)
         )
         return large, small
@@ -178,14 +181,23 @@ def profile_of(reduction: Reduction) -> Profile:
 
 def _allgather(reduction: Reduction) -> Trace:
     """Return the trace of an allgather of messages that are as long as rank 0's list."""
-    mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
-    message_bytes = encode(mine, reduction.selected, reduction.format).message.size
 
     def recorded(size: int) -> Trace:
         message = np.zeros(size, np.uint8)
         return _run(reduction.ranks, lambda transport: transport.allgather(message))
 
-    return _extrapolated(recorded(1), recorded(2), 1, 2, message_bytes)
+    return _extrapolated(recorded(1), recorded(2), 1, 2, _list_bytes(reduction))
+
+
+def _list_bytes(reduction: Reduction) -> int:
+    """Return the bytes of rank 0's list: of two shorter ones where it would not fit by itself."""
+    if reduction.selected <= _MOST_ENTRIES // 4:
+        mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
+        return encode(mine, reduction.selected, reduction.format).message.size
+    large, small = reduction._replace(ranks=4).smaller()
+    much, little = _list_bytes(large), _list_bytes(small)
+    share = (reduction.selected - large.selected) / (large.selected - small.selected)
+    return round(much + share * (much - little))
 
 
 def _run(ranks: int, program: Callable[[Recorder], object]) -> Trace:
@@ -214,20 +226,25 @@ def _without_words(trace: Trace) -> Trace:
 
     Words keep a host's messages in order, as those of the simulation are in any case; and whether a
     message has either hangs on the size of the vector. The latency that they take goes with them.
+    A checksum follows a message that has one: others of its length are as long as blocks are.
     """
-    sizes: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    words: dict[tuple[int, int], deque[bool]] = defaultdict(deque)  # of each message, in order
+    kept: list[list[Event]] = []
     for rank, events in enumerate(trace):
+        kept.append([])
+        last: dict[int, int] = defaultdict(int)  # bytes of the message before, to each peer
         for peer, size in events:
-            if size != RECEIVED:
-                sizes[rank, peer].append(size)
-
-    def is_word(rank: int, peer: int, size: int) -> bool:
-        size = sizes[peer, rank].popleft() if size == RECEIVED else size
-        return size in (0, CHECKSUM_BYTES)
-
+            if size == RECEIVED:
+                kept[rank].append((peer, size))
+                continue
+            is_checksum = size == CHECKSUM_BYTES and last[peer] >= CHECKED_BYTES
+            last[peer] = size
+            words[rank, peer].append(is_checksum or size == 0)
+            if not words[rank, peer][-1]:
+                kept[rank].append((peer, size))
     return [
-        [(peer, size) for peer, size in events if not is_word(rank, peer, size)]
-        for rank, events in enumerate(trace)
+        [each for each in events if each[1] != RECEIVED or not words[each[0], rank].popleft()]
+        for rank, events in enumerate(kept)
     ]
 
 

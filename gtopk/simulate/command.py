@@ -33,6 +33,7 @@ from .setting import Setting
 from .show import render
 from .tasks import open_task
 
+_SLOWEST, _FASTEST = 1e-6, 1e9  # beyond, a batch's seconds are lost beside others, or others in it
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
 
 
@@ -42,8 +43,10 @@ def speeds(text: str) -> list[float]:
         values = [float(word) for word in text.split(":")]
     except ValueError:
         values = []
-    if len(values) < 2 or not all(0 < value < math.inf for value in values):
+    if len(values) < 2 or not all(value > 0 for value in values):
         raise ValueError(f"must be two ranks' samples a second or more, as 400:200, got {text!r}")
+    if not all(_SLOWEST <= value <= _FASTEST for value in values):
+        raise ValueError(f"must lie in {_SLOWEST:g}..{_FASTEST:g} samples a second, got {text!r}")
     return values
 
 
@@ -53,7 +56,7 @@ def slowdown(text: str) -> Slowdown:
     if found is None:
         raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
     try:
-        factor = above_zero(found["factor"])
+        factor = number_in("[1e-6, 1e6]")(found["factor"])
     except ValueError as error:
         raise ValueError(f"FACTOR {error}") from None
     return Slowdown(int(found["rank"]), factor, duration(found["second"]))
@@ -96,7 +99,7 @@ def modes(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in SIMULATED]:
         raise ValueError(f"must be of {', '.join(SIMULATED)}, got {unknown[0]!r}")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -317,6 +320,8 @@ def _refusal(
         return "scikit-learn, whose digits are trained on, is not here: pip install 'gtopk[demo]'"
     if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
         return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
+    if options.html and options.html == options.json:
+        return f"--json and --html are both {options.html}: name two files"
     if options.batch < 8 * cluster.ranks:
         return f"--batch must be at least {8 * cluster.ranks}, got {options.batch}"
     return None

@@ -505,17 +505,23 @@ def test_bf16_sends_half_the_bytes_of_float32_has_its_range_and_rounds_once_a_ho
 
 
 def test_a_batch_may_be_dropped_between_backward_and_step(threads):
-    def program(transport: LocalTransport) -> None:
+    """It is in no step: there is one, and it is that of the batch that was kept."""
+
+    def program(transport: LocalTransport, dropped: int) -> torch.Tensor:
         model = network()
         with world.entered(transport):
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            for _ in range(3):
-                loss(model, *batch(transport.rank, 0)).backward()
+            for step in range(1, 1 + dropped):
+                loss(model, *batch(transport.rank, step)).backward()
                 optimizer.zero_grad()
             loss(model, *batch(transport.rank, 0)).backward()
             optimizer.step()
+        return flat(model)
 
-    threads(2, program)
+    one, other = threads(2, partial(program, dropped=3))
+    assert torch.equal(one, other)
+    assert torch.equal(one, threads(2, partial(program, dropped=0))[0])
+    assert not torch.equal(one, flat(network()))
 
 
 @pytest.mark.parametrize("how", ["added", "unfrozen", "added after a load"])

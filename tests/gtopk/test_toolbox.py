@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,19 +291,23 @@ def test_a_step_that_a_scaler_skips_on_one_rank_alone_is_warned_of(threads, capl
 def test_gradients_dropped_after_they_were_looked_at_are_not_exchanged_twice(threads):
     """Sharpness-aware minimization looks at the agreed gradient, and computes another one."""
 
-    def program(transport: LocalTransport) -> None:
+    def program(transport: LocalTransport, looks: bool) -> torch.Tensor:
         model = network()
         with world.entered(transport):
             optimizer = distribute(model)
-            value(model, transport.rank, 0).backward()
-            optimizer.synchronize()
-            optimizer.zero_grad()
+            if looks:
+                value(model, transport.rank, 0).backward()
+                optimizer.synchronize()
+                optimizer.zero_grad()
             value(model, transport.rank, 1).backward()
             optimizer.step()
+        return flat(model)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        threads(2, program)
+        looked = threads(2, partial(program, looks=True))
+    for ours, others in zip(looked, threads(2, partial(program, looks=False)), strict=True):
+        assert torch.equal(ours, others)
 
 
 def test_a_scaler_not_told_of_may_still_unscale_before_the_reduction(threads):

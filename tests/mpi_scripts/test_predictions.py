@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from gtopk.bench.collectives.command import read
+from gtopk.bench.collectives.record import SCHEMA
 from gtopk.cli import main as gtopk
 from gtopk.replay.simulate import SimulationError, find_python
 from mpi_scripts.predictions import (
@@ -26,6 +28,23 @@ def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
     ]
     found.append(Forecast("9mbit", 4, 1000, 100, "gtopk", 0.5, 1.0))
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
+
+
+def test_a_measured_nothing_is_missed_by_any_forecast() -> None:
+    """Two ways that took as long saved nothing."""
+    assert Forecast("5mbit", 2, 1000, 100, "gtopk", 0.1, 0.0).error == math.inf
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"benchmark": "collectives", "schema": %d}'])
+def test_a_file_that_is_not_the_benchmarks_is_refused(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "1gbit-2.json"
+    if content is not None:
+        file.write_text(content % SCHEMA if "%" in content else content)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file)])
+    assert str(file) in capsys.readouterr().err
 
 
 def test_what_is_saved_is_of_dense_on_the_same_network() -> None:

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from gtopk.replay.simulate import SimulationError, find_python
-from mpi_scripts.simulated_scaling import main
+from mpi_scripts import simulated_scaling
+from mpi_scripts.simulated_scaling import main, picture, table
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "must be a whole number, at least 1"),
+        (["--oversubscription", "nan"], r"must lie in [1, inf)"),
+        (["--far", "5parsec"], "must be a rate such as"),
+        (["--rates", "5parsec"], "must be a rate such as"),
+        (["--plot", "/dev/null/scaling.svg"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_a_sentence(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(simulated_scaling, "find_python", lambda: sys.executable)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--methods", "gtopk", "--ranks", "2", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_without_simgrid_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.setenv("GTOPK_SIMGRID_PYTHON", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["--methods", "gtopk", "--ranks", "2"])
+    assert "apt-get install python3-simgrid" in capsys.readouterr().err
+
+
+def test_what_takes_no_time_is_no_refusal_and_no_picture() -> None:
+    nothing = {"1gbit": {"gtopk": {1: 0.0, 2: None}}}
+    assert table(nothing, [1, 2])[-1] == "| 1gbit | gtopk | 0\N{NO-BREAK SPACE}µs | refused |"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        picture(nothing, [1, 2])
 
 
 def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(

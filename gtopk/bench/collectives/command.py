@@ -202,8 +202,12 @@ def deliver(results: Results, options: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> Results:
-    """Return what a JSON file holds."""
-    return checked(json.loads(path.read_text(encoding="utf-8")), str(path))
+    """Return what a JSON file holds; raise OSError or ValueError, which name it."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    return checked(results, str(path))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def checked(results: Any, source: str) -> Results:
         raise ValueError(
             f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it anew"
         )
+    if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
+        raise ValueError(f"{source} lacks its records or what is told of its run")
     for record in results["records"]:
         if lacking := Record.__required_keys__ - record.keys():
             raise ValueError(f"a record of {source} lacks {', '.join(sorted(lacking))}")

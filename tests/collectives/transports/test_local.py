@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from collectives import PeerError, PeerTimeoutError, open_transport, run_ranks
+from collectives.errors import CollectiveError
 from collectives.transports import LocalTransport, local_world
 
 
@@ -53,6 +56,19 @@ def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(local_world(2, timeout_seconds=3600), program)
+
+
+def test_ranks_for_which_there_are_no_threads_end_the_others(monkeypatch) -> None:
+    start, left = threading.Thread.start, iter(range(3))
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(CollectiveError, match=r"allows 3 of 5 threads, .* can't start new thread"):
+        run_ranks(local_world(5, timeout_seconds=3600), lambda transport: transport.barrier())
 
 
 @pytest.mark.parametrize("announces", [False, True])

@@ -77,7 +77,7 @@ def test_a_sum_has_the_same_bits_however_small_its_pieces(size: int, length: int
         transport.allreduce(array)
         return array.tobytes()
 
-    patches = {"LONG_BYTES": 16, "_CHECKED_BYTES": 32, "_WHOLE_BYTES": 0}
+    patches = {"LONG_BYTES": 16, "CHECKED_BYTES": 32, "_WHOLE_BYTES": 0}
     found = set()
     for piece_bytes in (8, 64, 1 << 20):
         with mock.patch.multiple(reductions, PIECE_BYTES=piece_bytes, **patches):

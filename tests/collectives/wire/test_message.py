@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -431,3 +432,16 @@ def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
     assert bits.tobytes() == extra
     assert sorted(set(indices)) == indices
     assert set(indices) <= set(range(10))
+
+
+def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -> None:
+    """And the other way round: ranks over NCCL that passed vectors in different places."""
+    elsewhere: Any = object()  # no array of the host's
+    here = entries([1], [1.0], 5)
+    there = here._replace(values=elsewhere)
+    for message, like, said in (
+        (elsewhere, here, "from a GPU where this rank's vector is on the host"),
+        (sent(here), there, "from the host where this rank's vector is on a GPU"),
+    ):
+        with pytest.raises(MessageError, match=f"rank 1 is malformed: it comes {said}; over NCCL"):
+            decode(message, like, K, sender=1)

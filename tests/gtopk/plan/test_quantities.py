@@ -41,10 +41,18 @@ def test_what_is_no_bandwidth_is_refused_with_examples(text):
         bandwidth(text)
 
 
-@pytest.mark.parametrize("text", ["0gbit", "1e999gbit"])
-def test_a_bandwidth_is_above_0_and_finite(text):
-    with pytest.raises(ValueError, match=f"must be above 0, got '{text}'"):
+@pytest.mark.parametrize("text", ["0gbit", "0.9bit", "1.1e9gbit", "1e999gbit"])
+def test_a_bandwidth_is_one_that_can_be_computed_with(text):
+    with pytest.raises(ValueError, match=f"at least 1bit and at most 1e.09gbit, got '{text}'"):
         bandwidth(text)
+    assert (bandwidth("1bit"), bandwidth("1e9gbit")) == (1.0, 1e18)
+
+
+@pytest.mark.parametrize("text", ["1.1e9s", "1e308s", "1e999s"])
+def test_a_duration_is_one_that_can_be_computed_with(text):
+    with pytest.raises(ValueError, match=f"must be at most 1e.09s, got '{text}'"):
+        duration(text)
+    assert duration("1e9s") == 1e9
 
 
 @pytest.mark.parametrize(

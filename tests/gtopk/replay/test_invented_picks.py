@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.vector import check
+from gtopk.replay import invented_picks
 from gtopk.replay.invented_picks import DISTRIBUTIONS, picks
 
 SIZES = [(1, 1), (7, 7), (63, 10), (64, 64), (10_000, 100), (100_000, 3_000)]
@@ -18,6 +19,21 @@ def test_picks_are_a_vector_of_at_most_k_entries(distribution: str, length: int,
     assert vector.length == length
     assert 1 <= vector.entries <= k
     assert np.abs(vector.values).min() >= 1.0
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_picks_of_a_long_vector_are_as_many_as_were_asked_for(distribution: str) -> None:
+    """Shuffling all of its positions would take 8 TB."""
+    vector = check(picks(distribution, 10**12, 100_000, rank=2, seed=5))
+    assert vector.entries == 100_000 or distribution == "clustered"
+    assert vector.indices.max() > 9 * 10**11
+
+
+def test_picks_of_a_long_vector_are_drawn_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invented_picks, "_LONG", 1000)
+    vector = check(picks("uniform", 4000, 1000, rank=2, seed=5))
+    assert vector.entries == 1000
+    assert 1900 < vector.indices.mean() < 2100
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

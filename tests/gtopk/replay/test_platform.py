@@ -32,6 +32,7 @@ def test_a_link_is_two_hops_and_an_uplink_as_wide_as_is_left() -> None:
     ("options", "said"),
     [
         ({"nodes_per_switch": 0}, "a switch needs a node"),
+        ({"nodes_per_switch": 10**400}, "must be at most 1,048,576"),
         ({"oversubscription": 0.5}, "no wider than its nodes' links"),
         ({"sites": 2}, r"sites must lie in 1\.\.1"),
         ({"sites": 2, "nodes_per_switch": 1}, "need a link between them"),

@@ -82,6 +82,43 @@ def test_ranks_compute_between_their_messages(python: str) -> None:
         simulate(trace, platform, python, [[0.0], [0.0, 0.0]])
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [
+        [[(1, -1)], []],
+        [[(1, 1000)], []],
+        [[(1, 1000), (1, -1)], [(0, -1)]],
+        [[(5, 1000)], []],
+    ],
+)
+def test_a_trace_that_does_not_end_is_no_time(python: str, trace: list) -> None:
+    """SimGrid itself stops where all wait, as if they were done."""
+    with pytest.raises(SimulationError, match=r"ranks \[0\] wait for messages that nobody sends"):
+        simulate(trace, Platform(Network(2, LINK)), python)
+
+
+def test_a_trace_is_replayed_on_as_many_ranks_as_it_has() -> None:
+    with pytest.raises(ValueError, match="a trace of 2 ranks on 5 of them"):
+        simulate([[], []], Platform(Network(5, LINK)), sys.executable)
+
+
+def test_a_message_of_any_size_takes_as_long_as_its_bytes(python: str) -> None:
+    """Also one of 8 bytes, as long as a checksum is, and one of none."""
+    link = Link.of(8e6, 0.01)
+    for trace, seconds in (([[(1, 0)], [(0, -1)]], 0.01), ([[(1, 8)], [(0, -1)]], 0.010008)):
+        assert simulate(trace, Platform(Network(2, link)), python) == pytest.approx(seconds)
+    at_once = Platform(Network(2, Link(0.25, 0.0)))
+    assert simulate([[(1, 1 << 40)], [(0, -1)]], at_once, python) == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_python_that_fails_to_simulate_is_named() -> None:
+    platform = Platform(Network(1, LINK))
+    with pytest.raises(SimulationError, match="/nowhere/python cannot be run: No such file"):
+        simulate([[]], platform, "/nowhere/python")
+    with pytest.raises(SimulationError, match="exit code 0"):
+        simulate([[]], platform, "/bin/true")
+
+
 def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> None:
     bucket = Platform(Network(2, Link(0.0, 8e-6, 1000.0)))  # 1 Mbit/s
     two = [[(1, 1000), (1, 1000)], [(0, -1), (0, -1)]]
@@ -188,6 +225,15 @@ def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("subprocess.run", lambda *a, **o: type("Done", (), {"returncode": 1})())
     with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
         find_python()
+
+
+def test_a_folder_that_is_called_simgrid_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "simgrid").mkdir()  # its sources, say, beside which the command is called
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
+        find_python({"GTOPK_SIMGRID_PYTHON": sys.executable})
 
 
 def test_a_python_that_cannot_be_run_has_no_simgrid(tmp_path: Path) -> None:

@@ -51,6 +51,29 @@ def test_words_and_checksums_between_long_messages_are_left_out() -> None:
     assert sum(map(len, trace)) == 2 * len(sent)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_what_is_as_short_as_a_checksum_is_sent_all_the_same(ranks: int, block: int) -> None:
+    """Every rank sends the others its own floats, or as many as all blocks but one of two have."""
+    length = block * ranks
+    whole = 4 * length * (ranks - 1) <= 4096  # every rank gets all of them
+    sent = sum(n for rank in trace_of(reduction("dense", ranks, length)) for _, n in rank if n > 0)
+    assert sent == (ranks if whole else 2) * 4 * length * (ranks - 1)
+
+
+def test_a_vector_that_no_machine_holds_is_told_from_shorter_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A billion entries: 8 bytes for each one's position, and 4 for its value."""
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", 1 << 14)
+    length = 10**12
+    for algorithm in ("topk-allgather", "gtopk"):
+        trace = trace_of(Reduction(algorithm, 2, length, length // 1000))
+        ((sent, received),) = {tuple(size for _, size in events) for events in trace}
+        assert received == RECEIVED
+        assert sent == pytest.approx(12e9, rel=1e-6)
+
+
 def test_recursive_doubling_swaps_with_every_distance_in_turn() -> None:
     for rank, events in enumerate(trace_of(reduction("gtopk", 8))):
         assert [peer for peer, _ in events] == [rank ^ d for d in (1, 1, 2, 2, 4, 4)]

@@ -54,9 +54,12 @@ def test_an_exchange_takes_what_its_mode_sends(
 
 def test_a_page_is_drawn_also_where_a_rank_dies(tmp_path: Path) -> None:
     record, page = tmp_path / "record.json", tmp_path / "page.html"
-    words = ["--modes", "adaptive-sgd", "--die", "0@1s", "--json", str(record), "--html", str(page)]
+    words = ["--modes", "adaptive-sgd,adaptive-sgd", "--die", "0@1s"]
+    words += ["--json", str(record), "--html", str(page)]
     assert main(["simulate", *QUICK, *words]) == 0
     assert ">rank 1</text>" in page.read_text()
+    (only,) = json.loads(record.read_text())["records"]  # a mode that is named twice is one
+    assert only["mode"] == "adaptive-sgd"
     link = json.loads(record.read_text())["cluster"]["link"]
     assert (link["latency_seconds"], link["seconds_per_byte"]) == (50e-6, 8e-9)
 
@@ -113,7 +116,10 @@ def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
         (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
         (["--fast", "one"], "must be ranks, as 0,2"),
         (["--fast", "\N{SUPERSCRIPT TWO}"], "must be ranks, as 0,2"),
-        (["--slow", "0:0@1s"], "FACTOR must lie in (0, inf), got '0'"),
+        (["--slow", "0:0@1s"], "FACTOR must lie in [1e-6, 1e6], got '0'"),
+        (["--speeds", "1e300:1e300"], "must lie in 1e-06..1e+09 samples a second"),
+        (["--speeds", "nan:1"], "two ranks' samples a second or more"),
+        (["--overhead", "1e308s"], "must be at most 1e+09s"),
         (["--density", "2"], "--density: must lie in (0, 1], got '2'"),
         (["--lr", "-1"], "--lr: must lie in (0, inf), got '-1'"),
         (["--momentum", "1"], "--momentum: must lie in [0, 1), got '1'"),
@@ -138,6 +144,7 @@ def test_words_that_mean_nothing_are_an_error(
         (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
+        ([*QUICK, "--json", "/nowhere/x", "--html", "/nowhere/x"], "are both /nowhere/x: name two"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_an_error(
