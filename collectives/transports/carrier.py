@@ -148,7 +148,7 @@ class Carrier(Streams):
 
     @property
     def link(self) -> Link | None:
-        return self._pacer and self._pacer.link
+        return self._pacer.link if self._pacer is not None else None
 
     def emulate(self, link: Link, clock: Clock | None = None) -> None:
         if len(self.neighbours()) < self.size:

@@ -16,7 +16,7 @@ import pytest
 
 from collectives import SparseVector
 from collectives.kernels import Momentum, host, reference
-from collectives.kernels.host import entries, library, selection, sources
+from collectives.kernels.host import entries, library, selection
 from collectives.kernels.host.threads import default_threads, threads, using
 from collectives.vector import check
 
@@ -466,7 +466,7 @@ KNOWN_FEATURES = {"avx2", "avx512f", "avx512vl", "bmi", "bmi2", "popcnt"}
 
 
 def test_a_processor_is_asked_for_all_that_functions_are_compiled_for() -> None:
-    text = (sources.FOLDER / "scan.cpp").read_text()
+    text = (library.FOLDER / "scan.cpp").read_text()
     asked = {}
     for name, body in re.findall(r"&set == &(\w+)\) \{(.*?)\}", text, re.DOTALL):
         asked[name] = set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', body))
@@ -474,7 +474,7 @@ def test_a_processor_is_asked_for_all_that_functions_are_compiled_for() -> None:
         if "has_f16c()" in body:
             asked[name].add("f16c")
     assert list(asked) == ["avx512", "avx2"]
-    for path in sources.sources() + sources.headers():
+    for path in library.sources() + library.headers():
         compiled_for = re.findall(r'target\("(.*?)"\)', path.read_text())
         needed = {feature for features in compiled_for for feature in features.split(",")}
         wide = asked["avx512"] if path.name == "scan_avx512.cpp" else set()

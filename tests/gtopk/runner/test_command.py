@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.launch import Mpi
-from gtopk.runner import allocation, command, ranks
+from gtopk.runner import command, ranks
 from gtopk.runner.command import main
 
 PLENTY_SECONDS = 100.0
@@ -99,7 +99,7 @@ def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setattr(command, "usable_cores", lambda: 2)
-    monkeypatch.setattr(allocation, "usable_cores", lambda: 2)
+    monkeypatch.setattr(command, "usable_cores", lambda: 2)
     return monkeypatch
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gtopk.adaptive.throughput.policies import spread_of
-from gtopk.simulate import delayed, joined, synchronous
+from gtopk.simulate import delayed, modes, synchronous
 from gtopk.simulate.cluster import Cluster, Death, Slowdown
 from gtopk.simulate.modes import SIMULATED
 from gtopk.simulate.record import Record
@@ -110,7 +110,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    "simulate", [joined.simulate, lambda at: synchronous.simulate(at, "equal")]
+    "simulate", [modes.simulate, lambda at: synchronous.simulate(at, "equal")]
 )
 def test_an_exchange_beside_the_computation_is_not_waited_for(
     simulate: Callable[[Setting], Record],
@@ -128,7 +128,7 @@ def test_a_simulation_repeats_to_the_bit() -> None:
     at = setting([200, 100], 0.05, epochs=2)
     for simulate in (
         delayed.simulate,
-        joined.simulate,
+        modes.simulate,
         SIMULATED["local-sgd"],
         SIMULATED["adaptive-sgd-gtopk"],
         lambda s: synchronous.simulate(s, "balanced"),
@@ -137,7 +137,7 @@ def test_a_simulation_repeats_to_the_bit() -> None:
 
 
 def test_ranks_that_are_done_with_their_shard_take_part_with_nothing() -> None:
-    record = joined.simulate(setting([300, 100], 0.0, epochs=2))
+    record = modes.simulate(setting([300, 100], 0.0, epochs=2))
     epoch = [sizes for _, sizes in record.sizes[: record.steps // 2]]
     shares = [sum(sizes) for sizes in zip(*epoch, strict=True)]
     assert sum(shares) == len(TASK.y)
