@@ -65,7 +65,9 @@ def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
 
 
 @every_way
-@pytest.mark.parametrize("format", [EXACT, Format("packed", "int8")], ids="-".join)
+@pytest.mark.parametrize(
+    "format", [EXACT, Format("packed", "int8"), Format("raw", "int2")], ids="-".join
+)
 def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.Generator) -> None:
     size = 64
     picks = random_picks(random, size, 2000, 40, np.float64)
