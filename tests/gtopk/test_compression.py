@@ -120,6 +120,14 @@ def test_auto_among_codes_means_all_of_them():
     assert {format.values for format in formats} == {"bf16"}
 
 
+def test_auto_never_takes_fewer_than_8_bits_by_itself():
+    for compression in (Compression.gtopk(values="auto"), Compression.auto()):
+        values = {format.values for format in compression.formats()}
+        assert values == {"exact", "bf16", "fp16", "int8"}
+    (asked,) = Compression.auto(wire="packed", values="int3").formats()
+    assert asked == ("packed", "int3")
+
+
 @pytest.mark.parametrize(
     ("compressor", "dtype"),
     [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
