@@ -20,12 +20,13 @@ owners keep more than before. Rounding is that of `wire.values`, whose errors ar
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
 from .. import wire
-from ..errors import NonFiniteError
+from ..errors import MessageError, NonFiniteError
 from ..kernels import all_finite
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector, index_dtype, module_of
@@ -34,6 +35,7 @@ from .hierarchical import shard_bounds
 from .outcome import lowest
 
 BLOCK = 256  # elements that have their turn together, and share a scale
+STAMP_BYTES = 4  # behind the values: which shard they are of
 
 
 class Shared(NamedTuple):
@@ -68,12 +70,19 @@ def own_part(length: int, transport: Transport) -> slice:
 
 
 def reduce(
-    values: Array, kept: Array, transport: Transport, *, code: str = "int3", refuses: bool = False
+    values: Array,
+    kept: Array,
+    transport: Transport,
+    *,
+    shard: int = 0,
+    code: str = "int3",
+    refuses: bool = False,
 ) -> Shared:
     """Sum a shard over the ranks.
 
     values:  this rank's, float32 or float64 [m], of as many elements on every rank.
     kept:    what this rank kept of its own part when the shard had its last turn, [own part].
+    shard:   whose turn it is, 0 .. 2^31 - 1: a MessageError where ranks do not agree on it.
     code:    of the values on the wire: one of VALUE_CODES, equal on all ranks.
     refuses: whether this rank takes no part, as with a gradient that is not finite.
     Raises NonFiniteError, on all ranks alike, where one refuses, or has or adds up to what is not
@@ -83,10 +92,10 @@ def reduce(
         transport.operation("a reduction by shards"),
         np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
     ):
-        sums = to_owners(values, transport, code=code, refuses=refuses)
+        sums = to_owners(values, transport, shard=shard, code=code, refuses=refuses)
         total, refused_by = sums.total + kept, sums.refused_by
         if refused_by == NOBODY:
-            update, rounded, refused_by = _from_owners(total, values.size, transport, code)
+            update, rounded, refused_by = _from_owners(total, values.size, transport, shard, code)
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
     return Shared(update, sums.lost, total - rounded)
@@ -104,7 +113,12 @@ class Summed(NamedTuple):
 
 
 def to_owners(
-    values: Array, transport: Transport, *, code: str = "exact", refuses: bool = False
+    values: Array,
+    transport: Transport,
+    *,
+    shard: int = 0,
+    code: str = "exact",
+    refuses: bool = False,
 ) -> Summed:
     """Add up each part of the ranks' values at its owner."""
     rank, size = transport.rank, transport.size
@@ -118,19 +132,19 @@ def to_owners(
     for distance in range(1, size):
         to = (rank + distance) % size
         part = slice(*bounds[to : to + 2])
-        encoded = _encode(sent[part], transport, code, refused_by)
+        encoded = _encode(sent[part], transport, shard, code, refused_by)
         lost[part] = sent[part] - encoded.vector.values
         messages.append((encoded.message, to))
     sources = [(rank - distance) % size for distance in range(1, size)]
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
-        theirs, their_refusal = _decode(message, total, source, transport, code)
+        theirs, their_refusal = _decode(message, total, source, transport, shard, code)
         total += theirs
         refused_by = lowest(refused_by, their_refusal)
     return Summed(total, lost, refused_by)
 
 
 def _from_owners(
-    total: Array, length: int, transport: Transport, code: str
+    total: Array, length: int, transport: Transport, shard: int, code: str
 ) -> tuple[Array, Array, int]:
     """Return everyone's rounded sums, this rank's among them, and who refused."""
     rank, bounds = transport.rank, shard_bounds(length, transport.size)
@@ -138,7 +152,7 @@ def _from_owners(
         return total, total, NOBODY if all_finite(total) else transport.ranks[rank]
     refused_by = NOBODY if all_finite(total) else transport.ranks[rank]
     sent = total if refused_by == NOBODY else np.zeros_like(total)
-    encoded = _encode(sent, transport, code, refused_by)
+    encoded = _encode(sent, transport, shard, code, refused_by)
     rounded = encoded.vector.values
     update = np.empty(length, total.dtype)
     for source, message in enumerate(transport.allgather(encoded.message)):
@@ -146,25 +160,34 @@ def _from_owners(
         if source == rank:
             part[:] = rounded
             continue
-        part[:], their_refusal = _decode(message, part, source, transport, code)
+        part[:], their_refusal = _decode(message, part, source, transport, shard, code)
         refused_by = lowest(refused_by, their_refusal)
     return update, rounded, refused_by
 
 
-def _encode(values: Array, transport: Transport, code: str, refused_by: int) -> Encoded:
+def _encode(values: Array, transport: Transport, shard: int, code: str, refused_by: int) -> Encoded:
     indices = np.arange(values.size, dtype=index_dtype(values.size))
     vector = SparseVector(indices, values, values.size)
     k = max(1, values.size)
     format = Format(wire.WHOLE, code)
-    return wire.encode(vector, k, format, refused_by=refused_by, number=transport.begun)
+    stamp = np.array([shard], np.int32).view(np.uint8)
+    return wire.encode(
+        vector, k, format, extra=stamp, refused_by=refused_by, number=transport.begun
+    )
 
 
 def _decode(
-    message: Array, like: Array, source: int, transport: Transport, code: str
+    message: Array, like: Array, source: int, transport: Transport, shard: int, code: str
 ) -> tuple[Array, int]:
     """Return a part's values as a rank has sent them, and who refused there."""
     expected = SparseVector.empty(like.size, like.dtype)
     sender, k = transport.ranks[source], max(1, like.size)
     format = Format(wire.WHOLE, code)
-    decoded = wire.decode(message, expected, k, sender, format, number=transport.begun)
+    decoded = wire.decode(message, expected, k, sender, format, STAMP_BYTES, number=transport.begun)
+    theirs = int.from_bytes(decoded.extra.tobytes(), sys.byteorder)
+    if theirs != shard:
+        raise MessageError(
+            f"rank {sender} exchanges shard {theirs} where this rank exchanges shard {shard}; "
+            "every rank must go on from the same step"
+        )
     return decoded.vector.values, decoded.refused_by

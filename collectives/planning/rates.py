@@ -44,7 +44,8 @@ class Rates(NamedTuple):
     def coding_of(self, format: Format) -> CodingRate | None:
         """Return what an entry takes in a format; None where it was not measured.
 
-        Where no indices travel, as where they travel raw: a little less.
+        Where no indices travel, as where they travel raw: that is an upper bound, for what rounding
+        takes is looked for entry by entry there.
         """
         return self.coding.get(
             format._replace(indices="raw") if format.indices == WHOLE else format

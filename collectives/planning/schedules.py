@@ -27,6 +27,7 @@ import numpy as np
 from ..algorithms.alive import alive_bytes
 from ..algorithms.growth import kept_sizes
 from ..algorithms.pacing import go_aheads
+from ..algorithms.shards import STAMP_BYTES
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, travels_whole
 from ..vector import Array, index_dtype
@@ -286,9 +287,9 @@ def shards(order: Order) -> Iterator[Round]:
         return
     part = -(-order.k // ranks)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
-        split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
-        yield split._replace(times=times, waits=int(number == 0))  # leave at once
-    *gathered, last = _allgather(ranks, m, 0, part)
+        split = Round(ranks, outside, 1, part, STAMP_BYTES, encoded=part, decoded=part, others=1)
+        yield split._replace(sends=1, times=times, waits=int(number == 0))  # leave at once
+    *gathered, last = _allgather(ranks, m, STAMP_BYTES, part)
     yield from gathered
     yield last._replace(decoded=(ranks - 1) * part, others=ranks - 1)
 

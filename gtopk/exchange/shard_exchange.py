@@ -50,10 +50,18 @@ class ShardExchange(SparseExchange):
 
     @property
     def signature(self) -> str:
-        """Return the options, the shard's turn, and whether owner errors are out of place."""
-        turn = self._progress.steps % self.compression.period
+        """Return the options, and whether owner errors are out of place.
+
+        Not the shard whose turn it is, which messages say: a signature that is another one in every
+        step would have to be told anew each time.
+        """
         astray = ", owner errors to be brought home" if self.residual.astray else ""
-        return f"{super().signature} turn={turn}{astray}"
+        return super().signature + astray
+
+    @property
+    def _shard(self) -> int:
+        """Return whose turn it is."""
+        return self._progress.steps % self.compression.period
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         if self.residual.astray:
@@ -62,7 +70,7 @@ class ShardExchange(SparseExchange):
         # Of the whole gradient: what is not in this shard would be found in a later step.
         self._refuses = not all_finite(gradient)
         self.residual.accumulate(gradient)
-        indices = self._indices(self._progress.steps % self.compression.period)
+        indices = self._indices(self._shard)
         return SparseVector(indices, self.residual.values[indices], bucket.length)
 
     def _indices(self, shard: int) -> Array:
@@ -78,6 +86,7 @@ class ShardExchange(SparseExchange):
             on_host.values,
             _on_host(errors),
             transport,
+            shard=self._shard,
             code=format.values,
             refuses=self._refuses,
         )

@@ -14,13 +14,14 @@ def held(optimizer: Any, what: str = "residual") -> np.ndarray:
     What rounding took of sums that this rank owns counts as residual.
     """
     by_name, _ = optimizer._reducer.take_state_out()
-    parts = [what, "owner_error"] if what == "residual" else [what]
+    wanted = [what, "owner_error"] if what == "residual" else [what]
+
+    def of(name: str, parameter: torch.Tensor) -> np.ndarray:
+        parts = by_name.get(name, {})
+        found = [parts[each].numpy() for each in wanted if each in parts]
+        total = sum(found) if found else parameter.detach().new_zeros(parameter.shape).numpy()
+        return np.asarray(total).reshape(-1)
+
     return np.concatenate(
-        [
-            sum(
-                by_name.get(name, {}).get(part, torch.zeros_like(parameter.detach())).numpy()
-                for part in parts
-            ).reshape(-1)
-            for parameter, name in optimizer._parameter_names.items()
-        ]
+        [of(name, parameter) for parameter, name in optimizer._parameter_names.items()]
     )

@@ -161,6 +161,17 @@ def test_ranks_with_unlike_codes_are_told_both() -> None:
     run_ranks(local_world(2, timeout_seconds=30), rank)
 
 
+def test_ranks_that_are_not_at_one_step_are_told_both_shards() -> None:
+    def rank(transport: Transport) -> None:
+        own = shards.own_part(300, transport)
+        kept = np.zeros(own.stop - own.start)
+        text = r"rank . exchanges shard [23] where this rank exchanges shard [23]; every rank"
+        with pytest.raises(MessageError, match=text):
+            shards.reduce(np.ones(300), kept, transport, shard=2 + transport.rank)
+
+    run_ranks(local_world(2, timeout_seconds=30), rank)
+
+
 # ---- what it costs
 
 

@@ -65,7 +65,8 @@ def test_fewer_bits_of_a_value_are_fewer_bytes_and_part_of_the_advice(capsys):
     )
     for exact, rounded in zip(whole[1:-1], few[1:-1], strict=True):
         assert rounded["format"]["values"] == "int3"
-        assert rounded["sent"]["bytes"] < 0.5 * exact["sent"]["bytes"]
+        all_rounded = rounded["algorithm"] in ("gtopk", "topk-allgather")
+        assert rounded["sent"]["bytes"] < (0.4 if all_rounded else 1) * exact["sent"]["bytes"]
 
 
 def test_shards_are_there_to_compare_whatever_is_sent(capsys):
