@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -16,9 +16,9 @@ from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.planning import Candidate
 from collectives.transports import Transport
-from collectives.wire import Format
+from collectives.wire import WHOLE, Format
 from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
-from collectives.wire.values import VALUE_CODES
+from collectives.wire.values import CHOSEN_FROM, VALUE_CODES
 
 
 class Compressor:
@@ -96,8 +96,8 @@ class ErrorFeedback:
     # How indices travel: "raw" takes the least time and the most bytes, "packed" the other way
     # round; "auto": what is quickest on this network.
     wire: str = USUAL_INDICES
-    # How values travel: "exact", or "bf16", "fp16", "int8": fewer bytes, and the rounding error
-    # stays in the residual; "auto": what is quickest.
+    # How values travel: "exact", or "bf16", "fp16", "int8", "int4", "int3", "int2": fewer bytes,
+    # and the rounding error stays in the residual; "auto": the quickest of 8 bits and more.
     values: str = "exact"
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class ErrorFeedback:
     def formats(self) -> list[Format]:
         """Return the formats to choose from."""
         wires = INDEX_CODES if self.wire == "auto" else (self.wire,)
-        values = VALUE_CODES if self.values == "auto" else (self.values,)
+        values = CHOSEN_FROM if self.values == "auto" else (self.values,)
         return [Format(indices, code) for indices in wires for code in values]
 
     def signature(self) -> str:
@@ -198,6 +198,10 @@ class SparseCompression(ErrorFeedback):
 
     def signature(self) -> str:
         return f"{self.algorithm} {super().signature()}"
+
+
+# Of a value on the wire: the code with so many; "bf16" is float32's range.
+CODES_OF_BITS: Final = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "bf16", 32: "exact"}
 
 
 @dataclass(frozen=True)
@@ -311,6 +315,52 @@ class Hierarchical(SparseCompression):
             return find_nodes(transport)
         everyone = list(range(transport.size))
         return [everyone[first : first + self.node_size] for first in everyone[:: self.node_size]]
+
+
+@dataclass(frozen=True)
+class Shards(SparseCompression):
+    """A shard of the residual a step, all of it, in few bits; no indices travel.
+
+    Step t sends the entries of shard t mod `period`, rounded, to the owners of its parts; each adds
+    its part up and sends the sum, rounded, to all. What rounding takes waits for the shard's next
+    turn, at each rank and at the owner. As good as a selection where all entries are of one size,
+    as Adam's steps are, and cheaper on many ranks.
+    """
+
+    density: float = field(init=False, default=0.25)  # 1 / period
+    # Higher: less traffic, and each entry waits for longer.
+    period: int = 4
+    # Of a value: 2, 3, 4, 8, 16 or 32, which rounds nothing. Fewer: less traffic, more rounding.
+    bits: int = 3
+    _: KW_ONLY
+    warmup_steps: int = field(init=False, default=0)
+    warmup_from: float = field(init=False, default=0.25)
+    factor_masking: bool = field(init=False, default=False)
+    wire: str = field(init=False, default=USUAL_INDICES)
+    values: str = field(init=False, default="int3")
+
+    algorithm: ClassVar[str] = "shards"
+
+    def __post_init__(self) -> None:
+        check_count("period", self.period)
+        if self.period == 0:
+            raise ValueError("period must be at least 1, got 0")
+        if isinstance(self.bits, bool) or self.bits not in CODES_OF_BITS:
+            raise ValueError(
+                f"bits must be one of {', '.join(map(str, CODES_OF_BITS))}; got {self.bits!r}"
+            )
+        object.__setattr__(self, "density", 1.0 / self.period)
+        object.__setattr__(self, "values", CODES_OF_BITS[self.bits])
+        super().__post_init__()
+
+    def formats(self) -> list[Format]:
+        return [Format(WHOLE, self.values)]
+
+    def signature(self) -> str:
+        """Return the options: what must be equal on all ranks."""
+        given = [each for each in fields(self) if each.init]
+        names = [each.name for each in sorted(given, key=lambda f: f.kw_only is True)]
+        return " ".join([self.algorithm, *(f"{name}={getattr(self, name)}" for name in names)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,4 +493,5 @@ class Compression:
     gtopk = GTopK
     oktopk = OkTopK
     hierarchical = Hierarchical
+    shards = Shards
     auto = Automatic

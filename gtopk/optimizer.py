@@ -417,9 +417,9 @@ def DistributedOptimizer(
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
     compression: Compression.none, .fp16, .bf16, .topk(density=...), .gtopk(density=...),
-        .oktopk(density=...), .hierarchical(density=...), .auto(...), or a Compressor class. Top-k
-        methods weight by 1/world size before they select (op=Average), keep what was not sent in a
-        residual, and step with the agreed sparse update.
+        .oktopk(density=...), .hierarchical(density=...), .shards(...), .auto(...), or a Compressor
+        class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
+        not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
     op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
         gradients are exchanged does not matter then, and clipping them is the script's.

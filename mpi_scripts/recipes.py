@@ -100,9 +100,9 @@ def adam_before(kind: Callable[..., Any], density: float, **options: Any) -> Rec
     return Recipe(kind(density, adam_correction=BETAS, **options), adam=True, rate=3.0)
 
 
-def adamw_before(density: float, rate: float = 1.2, **options: Any) -> Recipe:
+def adamw_before(density: float, rate: float = 1.2, values: str = "int8", **options: Any) -> Recipe:
     """Return a recipe that wraps AdamW, whose steps are made before the selection."""
-    compression = gtopk(density, wire="packed", values="int8", growth=2.0)
+    compression = gtopk(density, wire="packed", values=values, growth=2.0)
     return Recipe(compression, adam=True, rate=rate, ramp=RAMP, options=options)
 
 
@@ -204,6 +204,11 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, 3 times the rate": lambda s: Recipe(adam=True, rate=3.0),
     "AdamW, tuned": lambda s: Recipe(adam=True, rate=1.2, ramp=RAMP),
     "AdamW before, gtopk, int8": lambda s: adamw_before(s.density),
+    "AdamW before, gtopk, int3": lambda s: adamw_before(s.density, values="int3"),
+    "AdamW before, gtopk, int2": lambda s: adamw_before(s.density, values="int2"),
+    "AdamW before, shards": lambda s: Recipe(
+        Compression.shards(4, 3), adam=True, rate=1.2, ramp=(0.6, 0.4)
+    ),
     "AdamW before, gtopk, int8, dense's rate": lambda s: adamw_before(s.density, rate=1.0),
     "AdamW before, gtopk, int8, residual not applied": lambda s: adamw_before(
         s.density, local_residual=False

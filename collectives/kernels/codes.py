@@ -6,27 +6,38 @@ bytes, and refuse the same ones.
 `pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
 `unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
 
-A GPU's arrays have `in_order`, the blocks and the 16-bit floats here, and `write_head` and
-`read_head`, which are theirs alone.
+A GPU's arrays have `in_order`, the blocks, the 16-bit floats and the integers of 2 to 4 bits here,
+and `write_head` and `read_head`, which are theirs alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..vector import Array
 from . import _twin, reference, reference_codes
-from .reference_codes import blocks_capacity, exponent_range, int8_bytes, rice_capacity
+from .reference_codes import (
+    blocks_capacity,
+    exponent_range,
+    few_bits_bytes,
+    int8_bytes,
+    rice_capacity,
+)
 
 __all__ = [
     "blocks_capacity",
     "checksum",
     "exponent_range",
+    "few_bits_bytes",
     "in_order",
     "int8_bytes",
     "pack_bf16",
     "pack_blocks",
     "pack_fp16",
+    "pack_int2",
+    "pack_int3",
+    "pack_int4",
     "pack_int8",
     "pack_rice",
     "read_head",
@@ -34,10 +45,16 @@ __all__ = [
     "unpack_bf16",
     "unpack_blocks",
     "unpack_fp16",
+    "unpack_int2",
+    "unpack_int3",
+    "unpack_int4",
     "unpack_int8",
     "unpack_rice",
     "write_head",
 ]
+
+# (bytes, count, exponent, dtype) -> values
+Unpack = Callable[[Array, int, int, Any], Array]
 
 
 def _codes(array: Array) -> Any:
@@ -95,37 +112,23 @@ def unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
     return indices, used
 
 
-def pack_bf16(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [2 k]; return their exponent."""
-    exponent: int = _codes(values).pack_bf16(values, out)
-    return exponent
+def _value_code(name: str) -> tuple[Callable[[Array, Array], int], Unpack]:
+    def pack(values: Array, out: Array) -> int:
+        """Write values, float32 or float64 [k], into exactly their bytes; return their exponent."""
+        exponent: int = getattr(_codes(values), f"pack_{name}")(values, out)
+        return exponent
+
+    def unpack(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+        """Return the values, of the dtype, [count]."""
+        values: Array = getattr(_codes(data), f"unpack_{name}")(data, count, exponent, dtype)
+        return values
+
+    return pack, unpack
 
 
-def unpack_bf16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    values: Array = _codes(data).unpack_bf16(data, count, exponent, dtype)
-    return values
-
-
-def pack_fp16(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [2 k]; return their exponent."""
-    exponent: int = _codes(values).pack_fp16(values, out)
-    return exponent
-
-
-def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    values: Array = _codes(data).unpack_fp16(data, count, exponent, dtype)
-    return values
-
-
-def pack_int8(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [int8_bytes(k)]; return their exponent."""
-    exponent: int = _codes(values).pack_int8(values, out)
-    return exponent
-
-
-def unpack_int8(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    values: Array = _codes(data).unpack_int8(data, count, exponent, dtype)
-    return values
+pack_bf16, unpack_bf16 = _value_code("bf16")
+pack_fp16, unpack_fp16 = _value_code("fp16")
+pack_int8, unpack_int8 = _value_code("int8")
+pack_int4, unpack_int4 = _value_code("int4")
+pack_int3, unpack_int3 = _value_code("int3")
+pack_int2, unpack_int2 = _value_code("int2")

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from ..vector import index_dtype
-from ..wire import EXACT, HEADER_BYTES, Format
+from ..wire import EXACT, HEADER_BYTES, WHOLE, Format
 from ..wire.indices import INDEX_CODES
 from ..wire.values import VALUE_CODES
 
@@ -31,7 +31,9 @@ def message_bytes(
     Expected for positions spread evenly over one of so many parts of the length; those of a real
     gradient cluster, and take less packed.
     """
-    if format.indices == "raw":
+    if format.indices == WHOLE:
+        indices = 0.0
+    elif format.indices == "raw":
         indices = float(entries * index_dtype(length).itemsize)
     elif format.indices == "blocks":
         blocks = math.ceil(length / parts / _BLOCK)
@@ -51,7 +53,9 @@ def most_message_bytes(
     Packed this holds where no gap is many times as long as the 64 around it, as clusters' are: they
     take less, unless they are made to take more.
     """
-    if format.indices == "raw":
+    if format.indices == WHOLE:
+        indices = 0.0
+    elif format.indices == "raw":
         indices = float(entries * index_dtype(length).itemsize)
     elif format.indices == "blocks":
         blocks = length / _BLOCK + 1

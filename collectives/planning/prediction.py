@@ -156,8 +156,10 @@ def predict(
         held_up = network.turns(step.senders)
         coded = 0.0
         if step.lists:
-            asked = rates.coding[candidate.format]
-            rate = rates.coding.get(step.format(candidate.format), asked)  # if it was measured
+            asked = rates.coding_of(candidate.format)
+            rate = rates.coding_of(step.format(candidate.format)) or asked  # if it was measured
+            if rate is None:
+                raise KeyError(candidate.format)
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds + step.summed * rates.sum_seconds
         coded, merged = held_up * coded, held_up * merged
@@ -259,6 +261,8 @@ def updated(algorithm: str, order: Order) -> float:
     match algorithm:
         case "topk-allgather":
             return picked
+        case "shards":
+            return float(order.k)
         case "gtopk":
             return min(picked, list_sizes(order)[-1])
         case "hierarchical":

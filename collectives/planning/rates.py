@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from ..wire import Format
+from ..wire import WHOLE, Format
 from .formats import FORMATS
 
 
@@ -41,6 +41,16 @@ class Rates(NamedTuple):
     pick_seconds: float = 0.0
     send_seconds: float = 0.0
 
+    def coding_of(self, format: Format) -> CodingRate | None:
+        """Return what an entry takes in a format; None where it was not measured.
+
+        Where no indices travel, as where they travel raw: that is an upper bound, for what rounding
+        takes is looked for entry by entry there.
+        """
+        return self.coding.get(
+            format._replace(indices="raw") if format.indices == WHOLE else format
+        )
+
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
         return self._replace(swap_seconds=0.0, list_seconds=0.0, send_seconds=0.0)
@@ -53,6 +63,9 @@ _VALUE_SECONDS: Final = {
     "bf16": (1.6e-8, 5e-10),
     "fp16": (1.6e-8, 5e-10),
     "int8": (1.7e-8, 1e-9),
+    "int4": (1.8e-8, 1.5e-9),
+    "int3": (1.8e-8, 1.5e-9),
+    "int2": (1.8e-8, 1.5e-9),
 }
 DEFAULT_RATES: Final = Rates(
     5e-10,

@@ -11,6 +11,7 @@ table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
     gtopk            log2 P, 2 to fold, pacing    log2 P lists, the last ones longer with growth
     oktopk           P-1 at once, + some log2 P    2(P-1)/P k entries
     hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
+    shards           P-1 at once, + log2 P         2(P-1)/P k values, no indices
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from ..algorithms.alive import alive_bytes
 from ..algorithms.growth import kept_sizes
 from ..algorithms.pacing import go_aheads
+from ..algorithms.shards import STAMP_BYTES
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, travels_whole
 from ..vector import Array, index_dtype
@@ -278,6 +280,20 @@ def hierarchical(order: Order) -> Iterator[Round]:
         yield back._replace(waits=1)
 
 
+def shards(order: Order) -> Iterator[Round]:
+    """Yield a shard's parts to their owners, and the allgather of what they add up to."""
+    ranks, m = order.ranks, order.ranks_per_node
+    if ranks == 1:
+        return
+    part = -(-order.k // ranks)
+    for number, (outside, times) in enumerate(_splits(ranks, m)):
+        split = Round(ranks, outside, 1, part, STAMP_BYTES, encoded=part, decoded=part, others=1)
+        yield split._replace(sends=1, times=times, waits=int(number == 0))  # leave at once
+    *gathered, last = _allgather(ranks, m, STAMP_BYTES, part)
+    yield from gathered
+    yield last._replace(decoded=(ranks - 1) * part, others=ranks - 1)
+
+
 def _allgather(
     ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0, parts: int = 1
 ) -> Iterator[Round]:
@@ -302,6 +318,7 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
     "gtopk": gtopk,
     "oktopk": oktopk,
     "hierarchical": hierarchical,
+    "shards": shards,
 }
 
 

@@ -13,7 +13,7 @@ and from which rank, before anything is done with its content.
 from .format import EXACT, Format
 from .format import check as check_format
 from .header import HEADER_BYTES
-from .indices import INDEX_CODES
+from .indices import INDEX_CODES, WHOLE
 from .message import NOBODY, Decoded, Encoded, decode, encode
 from .meter import NOTHING_CODED, Coded, coded
 from .values import VALUE_CODES
@@ -25,6 +25,7 @@ __all__ = [
     "NOBODY",
     "NOTHING_CODED",
     "VALUE_CODES",
+    "WHOLE",
     "Coded",
     "Decoded",
     "Encoded",

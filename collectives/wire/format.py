@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from .indices import INDEX_CODES
+from .indices import ALL_INDEX_CODES, INDEX_CODES
 from .values import VALUE_CODES
 
 
@@ -12,25 +12,28 @@ class Format(NamedTuple):
     """The codes of a message."""
 
     indices: str = "raw"  # "raw", "blocks" or "packed": fewer bytes, more time
-    values: str = "exact"  # "exact", "bf16", "fp16" or "int8": fewer bytes, more rounding
+    # "exact", "bf16", "fp16", "int8", "int4", "int3" or "int2": fewer bytes, more rounding
+    values: str = "exact"
 
 
 EXACT: Final = Format()
 
 # What a GPU writes and reads itself; its vectors travel in other formats by way of the host.
 ON_DEVICE: Final = frozenset(
-    Format(indices, values) for indices in ("raw", "blocks") for values in ("exact", "bf16", "fp16")
+    Format(indices, values)
+    for indices in ("raw", "blocks")
+    for values in ("exact", "bf16", "fp16", "int4", "int3", "int2")
 )
 
 # A code's number in the header is its place here.
-_INDEX_NAMES: Final = tuple(INDEX_CODES)
+_INDEX_NAMES: Final = tuple(ALL_INDEX_CODES)
 _VALUE_NAMES: Final = tuple(VALUE_CODES)
 
 
 def check(format: Format) -> Format:
-    """Return the format, or raise ValueError naming the codes there are."""
+    """Return the format, or raise ValueError naming the codes there are for sparse vectors."""
     for part, code, names in (
-        ("indices", format.indices, _INDEX_NAMES),
+        ("indices", format.indices, tuple(INDEX_CODES)),
         ("values", format.values, _VALUE_NAMES),
     ):
         if code not in names:

@@ -3,6 +3,8 @@
 raw      int32, or int64 from 2^31 elements on: where links are faster than packing
 blocks   16-bit offsets in blocks of 64Ki: half the bytes, at about the cost of a copy
 packed   Rice codes of the gaps: near the entropy bound, for slow links
+
+whole    nothing: every element of the vector is an entry (`algorithms.shards`)
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ..kernels import codes
-from ..vector import Array, index_dtype
+from ..vector import Array, index_dtype, module_of
 
 USUAL_INDICES: Final = "blocks"  # of a Compression, unless one says otherwise
 
@@ -45,8 +47,28 @@ def _unpack_raw(data: Array, count: int, length: int) -> tuple[Array, int]:
     return indices, size
 
 
+def _pack_whole(indices: Array, length: int, out: Array) -> int:
+    if indices.size != length:
+        raise ValueError(f"all {length} elements must be entries, got {indices.size}")
+    return 0
+
+
+def _unpack_whole(data: Array, count: int, length: int) -> tuple[Array, int]:
+    if count != length:
+        raise ValueError(f"it has {count} entries and must have all {length}")
+    indices: Array = module_of(data).arange(length, dtype=index_dtype(length))
+    return indices, 0
+
+
+# Of sparse vectors: what one may choose from.
 INDEX_CODES: Final[dict[str, IndexCode]] = {
     "raw": IndexCode(_raw_bytes, _pack_raw, _unpack_raw),
     "blocks": IndexCode(codes.blocks_capacity, codes.pack_blocks, codes.unpack_blocks),
     "packed": IndexCode(codes.rice_capacity, codes.pack_rice, codes.unpack_rice),
+}
+
+WHOLE: Final = "whole"
+ALL_INDEX_CODES: Final = {
+    **INDEX_CODES,
+    WHOLE: IndexCode(lambda count, length: 0, _pack_whole, _unpack_whole),
 }

@@ -13,7 +13,7 @@ from . import header as headers
 from . import meter
 from .format import EXACT, Format, numbered, numbers
 from .header import HEADER_BYTES, NUMBERS, Header
-from .indices import INDEX_CODES
+from .indices import ALL_INDEX_CODES
 from .values import VALUE_CODES
 
 NOBODY: Final = -1
@@ -58,7 +58,7 @@ def encode(
     """
     begun = time.perf_counter()
     extra = _NOTHING if extra is None else extra
-    index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
+    index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     count, float_bytes = vector.entries, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
@@ -145,7 +145,7 @@ def _decode(
         raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:
         raise ValueError(f"it names rank {header.refused_by}")
-    index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
+    index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     if header.exponent not in value_code.exponents(like.values.dtype):
         raise ValueError(f"its exponent is {header.exponent}")
 

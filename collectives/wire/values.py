@@ -4,10 +4,13 @@
     bf16    bfloat16: 8 significant bits
     fp16    IEEE half: 11 significant bits for values within 2^28 of the largest
     int8    7 bits and the sign, relative to the largest of each 64 values
+    int4    -7..7 times a scale, which is an eighth of the largest of each 256 values
+    int3    -3..3, a quarter
+    int2    -1..1, half
 
-All but `exact` round to the nearest, to a grid that is a power of two: the error v - q(v) is a
-multiple of v's last place and not larger than v, hence exact in the values' own dtype. No finite
-value overflows, and what is not finite does not become so.
+All but `exact` round to the nearest, to a grid that is a power of two or a few of them: the error
+v - q(v) is a multiple of v's last place and not larger than v, hence exact in the values' own
+dtype. No finite value overflows, and what is not finite does not become so.
 """
 
 from __future__ import annotations
@@ -50,6 +53,16 @@ def _sixteen_bits(name: str, pack: Any, unpack: Any) -> ValueCode:
     )
 
 
+def _few_bits(name: str, pack: Any, unpack: Any) -> ValueCode:
+    return ValueCode(
+        lambda float_bytes: 1,
+        lambda count, float_bytes: codes.few_bits_bytes(name, count),
+        pack,
+        unpack,
+        lambda dtype: codes.exponent_range(name, dtype),
+    )
+
+
 VALUE_CODES: Final[dict[str, ValueCode]] = {
     "exact": ValueCode(
         lambda float_bytes: float_bytes,
@@ -67,4 +80,11 @@ VALUE_CODES: Final[dict[str, ValueCode]] = {
         codes.unpack_int8,
         lambda dtype: codes.exponent_range("int8", dtype),
     ),
+    "int4": _few_bits("int4", codes.pack_int4, codes.unpack_int4),
+    "int3": _few_bits("int3", codes.pack_int3, codes.unpack_int3),
+    "int2": _few_bits("int2", codes.pack_int2, codes.unpack_int2),
 }
+
+# Of which a choice by speed is made: fewer bits delay more of a gradient, and nobody has measured
+# what that costs on every task. They are taken where they are asked for.
+CHOSEN_FROM: Final = ("exact", "bf16", "fp16", "int8")

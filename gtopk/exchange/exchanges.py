@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ..buckets.buckets import Bucket
-from ..compression import Automatic, ErrorFeedback, Hierarchical, NoneCompressor, SparseCompression
+from ..compression import (
+    Automatic,
+    ErrorFeedback,
+    Hierarchical,
+    NoneCompressor,
+    Shards,
+    SparseCompression,
+)
 from .automatic import AutomaticExchange
 from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
 from .node_exchange import NodeExchange
+from .shard_exchange import ShardExchange
 
 
 def open_exchange(
@@ -25,6 +33,8 @@ def open_exchange(
     """
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return NodeExchange(bucket, compression, progress)
+    if isinstance(compression, Shards):
+        return ShardExchange(bucket, compression, progress)
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):
@@ -41,6 +51,7 @@ def require_compression(compression: object) -> None:
         return
     raise TypeError(
         "compression must be Compression.none, .fp16, .bf16, Compression.topk(density=...), "
-        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .shards, .auto or a Compressor "
+        "class, "
         f"got {compression!r}"
     )

@@ -62,6 +62,8 @@ def share_to_send(held_square: float, gradient_square: float, steps: int) -> flo
 # Of a parameter's moments, a number, and row sums of its squares; all else has its shape.
 AGE: Final = "age"
 ROWS: Final = "row_squares"
+# What rounding took of sums that this rank owns (`ShardExchange`).
+OWNER_ERROR: Final = "owner_error"
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16  # fits a cache
 
@@ -110,8 +112,8 @@ class Residual:
     masked: whether the velocity of what was applied begins anew.
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
     sizes: of the parameters side by side; for these moments alone.
-    astray: whether entries may be here that another rank is to go on with (`NodeExchange`): the
-        same on all ranks.
+    astray: whether entries may be here that another rank is to go on with (`NodeExchange`,
+        `ShardExchange`): the same on all ranks.
     """
 
     def __init__(
@@ -124,10 +126,11 @@ class Residual:
         masked: bool = False,
         betas: tuple[float, float] | None = None,
         sizes: Sequence[int] = (),
+        has_owner_errors: bool = False,
     ) -> None:
         self.momentum = momentum
         self._masked = masked
-        self._names = _names(momentum, betas)
+        self._names = _names(momentum, betas) + (OWNER_ERROR,) * has_owner_errors
         self._memory = [
             Memory.of(torch.zeros(len(sizes), dtype=torch.int64))
             if name == AGE
@@ -158,9 +161,13 @@ class Residual:
             torch.zeros(sum(steps.rows), dtype=self._memory[0].tensor.dtype, device="cpu"),
         )
         self._steps = steps
+        others = [*zip(self._names, self._memory, strict=True)][1:]
         self._names = "residual", "first_moment", "second_moment", AGE, ROWS
         more = (own.first, own.second, own.ages, own.rows)
         self._memory = [self._memory[0], *map(Memory.of, more)]
+        for name, memory in others:  # behind them: owner errors
+            self._names += (name,)
+            self._memory.append(memory)
 
     @property
     def rows(self) -> Sequence[int]:
@@ -171,7 +178,7 @@ class Residual:
         """Read what AdamW's steps go by; return this rank's usual share of the sum. None: none."""
         if self._steps is None:
             return None
-        self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:])))
+        self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:5])))
         return self._steps.share
 
     def options_are_as_read(self) -> bool:
@@ -187,6 +194,15 @@ class Residual:
     def velocity(self) -> NDArray[Any] | None:
         """Return the velocity, [n], with momentum correction."""
         return self._memory[1].array if self.momentum else None
+
+    @property
+    def owner_errors(self) -> NDArray[Any]:
+        """Return what rounding took of the sums that this rank owns: [n]."""
+        return self._memory[self._names.index(OWNER_ERROR)].array
+
+    def keep_owner_errors(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
+        """Have these in the place of what was there."""
+        self._writable(self._names.index(OWNER_ERROR)).array[indices] = values
 
     @property
     def has_moments(self) -> bool:
@@ -211,6 +227,14 @@ class Residual:
     def arrays(self) -> list[NDArray[Any]]:
         """Return its memory, to be changed in place: the values, and with momentum the velocity."""
         return [self._writable(number).array for number in range(len(self._memory))]
+
+    def accumulate(self, gradient: NDArray[Any]) -> None:
+        """Add a weighted gradient, [n], or the velocity that it makes, which is written there."""
+        total = view_tensor(gradient)
+        if self.momentum:
+            total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
+        self.holds_nothing, self._drained_steps = False, 0
+        self._writable(0).tensor.add_(total)
 
     def accumulate_and_select(
         self, gradient: Gradient, k: int, weight: float = 1.0, where: slice | None = None

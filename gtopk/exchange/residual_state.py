@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .bucket_exchange import BucketExchange
-from .residual import AGE, ROWS, Residual
+from .residual import AGE, OWNER_ERROR, ROWS, Residual
 from .sparse_gradients import SparseGradientExchange
 
 # By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none, and
@@ -38,8 +38,11 @@ def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualStat
     Those that have no room leave it where it is: see `send_along`.
     """
     for name, views in _views(bucket_exchanges):
+        parts = residuals.get(name, {})
+        if OWNER_ERROR not in dict(views):
+            parts = without_owner_errors(parts)
         for what, view in views:
-            tensor = residuals.get(name, {}).get(what)
+            tensor = parts.get(what)
             if tensor is None:
                 view.zero_()
                 continue
@@ -54,10 +57,20 @@ def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualStat
             residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
 
 
+def without_owner_errors(parts: ResidualState) -> ResidualState:
+    """Return them as part of the residual: for a way to exchange that has no owners."""
+    if OWNER_ERROR not in parts:
+        return parts
+    rest = {what: tensor for what, tensor in parts.items() if what != OWNER_ERROR}
+    return {**rest, "residual": parts["residual"] + parts[OWNER_ERROR]}
+
+
 def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
     """Return the names of the parameters of which something is to be sent yet."""
     return [
-        name for name, parts in residuals.items() if "residual" in parts and parts["residual"].any()
+        name
+        for name, parts in residuals.items()
+        if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
 
 

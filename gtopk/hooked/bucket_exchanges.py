@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..exchange.bucket_exchange import BucketExchange
-from ..exchange.residual import AGE, ROWS
-from ..exchange.residual_state import ResidualState
+from ..exchange.residual import AGE, OWNER_ERROR, ROWS
+from ..exchange.residual_state import ResidualState, without_owner_errors
 
 
 class BucketExchanges:
@@ -93,7 +93,10 @@ class BucketExchanges:
 
     def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
         """Make this the residual of a parameter in its bucket."""
-        for what, part in self._views(parameter).items():
+        views = self._views(parameter)
+        if OWNER_ERROR not in views:
+            residuals = without_owner_errors(residuals)
+        for what, part in views.items():
             part.copy_(residuals[what]) if what in residuals else part.zero_()
         self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
 

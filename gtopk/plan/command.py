@@ -15,11 +15,12 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
+from collectives.wire.values import VALUE_CODES
 
 from ..arguments import as_argument, number_in, share
 from ..replay.simulate import SimulationError
 from . import simulation
-from .comparison import LABELS, Cluster, Comparison, compare
+from .comparison import LABELS, SHARDS, Cluster, Comparison, compare
 from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
 from .show import render, show
@@ -27,7 +28,6 @@ from .show import render, show
 _PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
 MOST_RANKS = 65_536
 MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
-EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,6 +86,13 @@ def parser() -> argparse.ArgumentParser:
         help="share of entries sent; default: %(default)s",
     )
     described.add_argument(
+        "--values",
+        choices=VALUE_CODES,
+        default="exact",
+        help="how values travel: fewer bits, more rounding, whose error is sent later; default: "
+        "%(default)s",
+    )
+    described.add_argument(
         "--backward-ms",
         type=as_argument(milliseconds),
         default=0.0,
@@ -129,16 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--ranks-per-node must be at most --ranks {options.ranks}, "
             f"got {options.ranks_per_node}"
         )
+    formats = [format for format in FORMATS if format.values == options.values]
+    measured = {*formats, SHARDS.format._replace(indices="raw")}
     if options.no_measure:
         origin = "as assumed, not measured"
         rates = DEFAULT_RATES._replace(
-            coding={format: DEFAULT_RATES.coding[format] for format in EXACT_FORMATS}
+            coding={format: DEFAULT_RATES.coding[format] for format in sorted(measured)}
         )
     else:
         from collectives.kernels import in_use
 
         rates, origin = (
-            measure_rates(EXACT_FORMATS),
+            measure_rates(sorted(measured)),
             f"as measured on this machine now ({in_use()})",
         )
     network = Network(
@@ -149,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if network.is_one_node:
         network = network._replace(native_bytes=0)
-    comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
+    comparison = compare(
+        Cluster(length, network, options.density, options.backward_ms), rates, formats
+    )
     content, lines = as_record(comparison, rates, origin), render(comparison, origin)
     if options.simulate:
         try:
@@ -218,7 +229,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "coding": {"+".join(f): rate._asdict() for f, rate in rates.coding.items()},
             "origin": origin,
         },
-        "methods": [method(each) for each in (comparison.dense, *comparison.sparse)],
+        "methods": [method(each) for each in comparison.methods],
         "equal_bytes": [method(each) for each in comparison.equal_bytes],
         "cheapest": comparison.cheapest.candidate.algorithm,
         "pays": _PAYS.get(edge.bits_per_second, "above" if edge.above else "below"),

@@ -21,10 +21,13 @@ from collectives.planning import (
 )
 from collectives.planning.choice import SPARSE, offered
 from collectives.planning.prediction import USUAL_WIDENINGS
+from collectives.wire import WHOLE
 
 from ..units import SPACE, about_bandwidth_text, rough_bandwidth_text
 
 DENSE: Final = Candidate("dense")
+# What `Compression.shards` does unless one says otherwise.
+SHARDS: Final = Candidate("shards", 0.25, Format(WHOLE, "int3"))
 LABELS = {
     "dense": "dense allreduce",
     "topk-allgather": "top-k allgather",
@@ -32,6 +35,7 @@ LABELS = {
     "gtopk": "gTop-k",
     "oktopk": "Ok-Topk",
     "hierarchical": "hierarchical",
+    "shards": "shards",
 }
 _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
@@ -107,6 +111,7 @@ class Comparison:
     equal_bytes:      the sparse methods at the density at which they send what gtopk sends.
     cheapest:         of all of them.
     break_even:       of the quickest sparse method and dense.
+    shards:           to compare, whatever the density; None where its values were not measured.
     """
 
     cluster: Cluster
@@ -115,6 +120,13 @@ class Comparison:
     equal_bytes: Sequence[Prediction]
     cheapest: Prediction
     break_even: BreakEven
+    shards: Prediction | None = None
+
+    @property
+    def methods(self) -> list[Prediction]:
+        """Return all of them, dense first."""
+        shards = [] if self.shards is None else [self.shards]
+        return [self.dense, *self.sparse, *shards]
 
     def exposed_seconds(self, found: Prediction) -> float:
         """Return by how much a method lengthens a step."""
@@ -154,9 +166,13 @@ def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
     return found.seconds
 
 
-def compare(cluster: Cluster, rates: Rates) -> Comparison:
-    """Return the comparison of all methods on a cluster."""
-    formats = list(rates.coding)
+def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = None) -> Comparison:
+    """Return the comparison of all methods on a cluster.
+
+    formats: that the sparse ones may send; None: all that have a rate.
+    """
+    formats = list(rates.coding) if formats is None else formats
+    has_shards = rates.coding_of(SHARDS.format) is not None
 
     def exposed(found: Prediction) -> float:
         return exposed_seconds(found, cluster.backward_seconds)
@@ -197,6 +213,7 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
             ),
             latency_seconds,
         ),
+        cluster.reduced(SHARDS, rates) if has_shards else None,
     )
 
 

@@ -36,7 +36,6 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
     size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
     backward = _time(cluster.backward_seconds)
     hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
-    methods = (comparison.dense, *comparison.sparse)
     times = "speed" if cluster.backward_seconds else "exchange"
     lines = [
         *_wrapped(
@@ -45,7 +44,7 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
         "",
-        *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in methods)]),
+        *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
         *_legend(comparison),
         "",
         *_wrapped(verdict(comparison)),
@@ -67,10 +66,11 @@ def _legend(comparison: Comparison) -> list[str]:
         times = "speed: backward and step, as a multiple of dense's speed."
     else:
         times = "exchange: how many times as fast as dense's; not the speed of training."
+    shards = ", and shards: a quarter of all values a step in 3 bits" if comparison.shards else ""
     return [
         *_wrapped(
-            "The line with > is the fastest (the tree is there to compare). bytes, msgs: sent by a "
-            "rank, on average. "
+            f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "
+            "sent by a rank, on average. "
             "select: finding the entries; for dense, copying gradients into one buffer and back. "
             "merge: with coding. step: time added to a step, with the ranks' agreement that all "
             "are ready."
@@ -143,9 +143,10 @@ def verdict(comparison: Comparison) -> str:
         )
     algorithm = cheapest.candidate.algorithm
     name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
-    indices = cheapest.candidate.format.indices
+    indices, values = cheapest.candidate.format
     wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
-    call = f"Compression.{name}(density={density}{wire})"
+    rounding = "" if values == "exact" else f', values="{values}"'
+    call = f"Compression.{name}(density={density}{wire}{rounding})"
     if hides:
         found = f"{call} pays here: it adds {adds} to a step, dense {dense_adds}."
     else:

@@ -13,6 +13,7 @@ import torch
 from ..compression import (
     Automatic,
     ErrorFeedback,
+    Shards,
     SparseCompression,
     check_count,
     check_number,
@@ -193,6 +194,8 @@ def warn_of_few_entries(options: Options, elements: int) -> None:
     """Warn of a density that leaves too few entries of a model to train well."""
     if not isinstance(options.compression, SparseCompression | Automatic):
         return
+    if isinstance(options.compression, Shards):
+        return  # each entry has its turn
     density = options.compression.density
     if density is None:
         return

@@ -10,6 +10,7 @@ from ..compression import (
     Hierarchical,
     NoneCompressor,
     OkTopK,
+    Shards,
     TopK,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "Hierarchical",
     "NoneCompressor",
     "OkTopK",
+    "Shards",
     "TopK",
 ]

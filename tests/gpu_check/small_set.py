@@ -12,7 +12,8 @@ import numpy as np
 
 from collectives import SparseVector
 from collectives.kernels import Momentum, codes, device, reference
-from collectives.kernels.reference_codes import blocks_capacity
+from collectives.kernels.reference_codes import blocks_capacity, few_bits_bytes
+from collectives.kernels.reference_codes.few_bits import BITS
 
 # n, k: one tile and less, one tile and a bit, several of them. A tile has 8192 elements.
 SIZES = ((5, 1), (8193, 40), (70_001, 700))
@@ -84,6 +85,20 @@ def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
         assert room.get()[:taken].tobytes() == host_room[:taken].tobytes()
         indices, read = device.codes.unpack_blocks(room, vector.entries, n)
         assert (read, on_host(indices)) == (taken, written.indices.tolist())
+        code_in_few_bits(vector.values, written.values)
+
+
+def code_in_few_bits(values: Any, written: Any) -> None:
+    """Round values and widen them again, beside the reference."""
+    for code in BITS:
+        host_room = np.zeros(few_bits_bytes(code, written.size), np.uint8)
+        room = device.cupy().zeros(host_room.size, np.uint8)
+        exponent = getattr(codes, f"pack_{code}")(written, host_room)
+        assert getattr(device.codes, f"pack_{code}")(values, room) == exponent
+        assert room.get().tobytes() == host_room.tobytes()
+        seen = getattr(device.codes, f"unpack_{code}")(room, written.size, exponent, written.dtype)
+        again = getattr(codes, f"unpack_{code}")(host_room, written.size, exponent, written.dtype)
+        assert seen.get().tobytes() == again.tobytes()
 
 
 def work(cupy: Any) -> None:

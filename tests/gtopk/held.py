@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def held(optimizer: Any, what: str = "residual") -> np.ndarray:
-    """Return a copy of the residual, or the velocity, of all parameters in their order."""
+    """Return a copy of the residual, or the velocity, of all parameters in their order.
+
+    What rounding took of sums that this rank owns counts as residual.
+    """
     by_name, _ = optimizer._reducer.take_state_out()
+    wanted = [what, "owner_error"] if what == "residual" else [what]
+
+    def of(name: str, parameter: torch.Tensor) -> np.ndarray:
+        parts = by_name.get(name, {})
+        found = [parts[each].numpy() for each in wanted if each in parts]
+        total = sum(found) if found else parameter.detach().new_zeros(parameter.shape).numpy()
+        return np.asarray(total).reshape(-1)
+
     return np.concatenate(
-        [
-            by_name.get(name, {})
-            .get(what, parameter.detach().new_zeros(parameter.shape))
-            .numpy()
-            .reshape(-1)
-            for parameter, name in optimizer._parameter_names.items()
-        ]
+        [of(name, parameter) for parameter, name in optimizer._parameter_names.items()]
     )

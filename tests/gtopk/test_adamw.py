@@ -36,6 +36,9 @@ from tests.gtopk.adamw import (
     value,
 )
 from tests.gtopk.held import held
+from tests.gtopk.in_shards import _small_blocks, in_shards
+
+__all__ = ["_small_blocks"]
 
 KINDS = [
     Compression.topk,
@@ -45,7 +48,13 @@ KINDS = [
     partial(Compression.gtopk, values="int8", wire="packed"),
     partial(Compression.gtopk, dense_vectors=True),
     partial(Compression.gtopk, dense=""),
+    in_shards,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _in_small_blocks(_small_blocks: None) -> None:
+    """So that a small model has something in each shard."""
 
 
 def train(

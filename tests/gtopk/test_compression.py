@@ -57,7 +57,7 @@ def test_k_is_the_share_of_the_length_but_never_0(density, length, k):
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-@pytest.mark.parametrize("options", [{"wire": "zip"}, {"values": "int4"}])
+@pytest.mark.parametrize("options", [{"wire": "zip"}, {"values": "int5"}])
 def test_a_code_that_there_is_not_is_refused_with_those_there_are(kind, options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name} must be one of .*auto; got '{value}'"):
@@ -118,6 +118,14 @@ def test_auto_among_codes_means_all_of_them():
     formats = Compression.gtopk(wire="auto", values="bf16").formats()
     assert [format.indices for format in formats] == ["raw", "blocks", "packed"]
     assert {format.values for format in formats} == {"bf16"}
+
+
+def test_auto_never_takes_fewer_than_8_bits_by_itself():
+    for compression in (Compression.gtopk(values="auto"), Compression.auto()):
+        values = {format.values for format in compression.formats()}
+        assert values == {"exact", "bf16", "fp16", "int8"}
+    (asked,) = Compression.auto(wire="packed", values="int3").formats()
+    assert asked == ("packed", "int3")
 
 
 @pytest.mark.parametrize(

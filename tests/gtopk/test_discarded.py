@@ -24,6 +24,8 @@ HOLDING_BACK = [
     Compression.oktopk(0.3),
     Compression.hierarchical(0.3, inside="dense", node_size=2),
     Compression.gtopk(0.3, warmup_steps=10),
+    Compression.shards(2, 3),
+    Compression.shards(1, 2, momentum_correction=0.9),
 ]
 
 

@@ -26,6 +26,7 @@ SPARSE = [
     Compression.oktopk(0.5),
     Compression.hierarchical(0.5, inside="dense"),
     Compression.gtopk(0.5, wire="packed", values="int8"),
+    Compression.shards(2, 4),
 ]
 
 

@@ -21,7 +21,10 @@ from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.held import held
+from tests.gtopk.in_shards import _small_blocks, in_shards
 from tests.matrix import some_of
+
+__all__ = ["_small_blocks"]
 
 SIZES = some_of([1, 2, 3, 5, 6, 7, 8], 3, 8)  # the algorithms have their laws at all of them
 SPARSE = [Compression.topk, Compression.gtopk, Compression.oktopk, Compression.hierarchical]
@@ -30,14 +33,18 @@ VARIANTS = [
     partial(Compression.topk, values="fp16", wire="raw"),
     partial(Compression.gtopk, values="int8", wire="packed"),
     partial(Compression.gtopk, growth=3.0, put_back="spread", values="bf16"),
+    partial(Compression.gtopk, growth=3.0, put_back="spread", values="int2"),
+    partial(Compression.topk, values="int3"),
+    partial(Compression.oktopk, values="int4"),
     partial(Compression.oktopk, k_out=3.0, values="bf16"),
     partial(Compression.hierarchical, across="oktopk", values="int8"),
     partial(Compression.hierarchical, inside="dense"),
+    in_shards,
 ]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _large_gradients() -> Iterator[None]:
+def _large_gradients(_small_blocks: None) -> Iterator[None]:
     """Read these small ones where they lie, as large ones are; other files have them copied."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "_SMALL", 0)

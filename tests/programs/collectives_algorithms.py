@@ -44,6 +44,7 @@ WAYS: list[tuple[str, Format, dict[str, Any]]] = [
     ("gtopk", Format("packed", "int8"), {"growth": 2.0, "put_back": "spread"}),
     ("gtopk-tree", Format("blocks", "bf16"), {}),
     ("topk-allgather", Format("blocks", "fp16"), {}),
+    ("gtopk", Format("blocks", "int3"), {}),
     ("oktopk", Format("packed", "int8"), {"k_out": 1}),
     ("hierarchical", Format("raw", "bf16"), {"nodes": NODES}),
     ("hierarchical", EXACT, {"nodes": NODES, "across": "oktopk"}),

@@ -27,11 +27,12 @@ from collectives import MessageError, SparseVector, kernels
 from collectives.kernels import host, reference
 from collectives.kernels.host.library import absence, use_instructions
 from collectives.vector import check, index_dtype
-from collectives.wire import HEADER_BYTES, INDEX_CODES, NOBODY, VALUE_CODES, Format, decode, encode
+from collectives.wire import HEADER_BYTES, NOBODY, VALUE_CODES, WHOLE, Format, decode, encode
 from collectives.wire import header as headers
+from collectives.wire.indices import ALL_INDEX_CODES
 
 SENDER = 4
-FORMATS = [Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES]
+FORMATS = [Format(indices, values) for indices in ALL_INDEX_CODES for values in VALUE_CODES]
 # Where the fields of the header lie, and how wide they are: wire/header.py.
 FIELDS = [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 8), (16, 8), (24, 8), (32, 8), (40, 4)]
 FIELDS += [(44, 2), (46, 2), (48, 8), (56, 8)]
@@ -100,6 +101,10 @@ def some_vector(dice: random.Random) -> SparseVector:
 def some_message(dice: random.Random) -> Sent:
     """Return a valid message of any format."""
     vector, format = some_vector(dice), dice.choice(FORMATS)
+    if format.indices == WHOLE:
+        vector = SparseVector(
+            np.arange(vector.entries, dtype=np.int32), vector.values, vector.entries
+        )
     k = max(1, vector.entries) + dice.choice([0, 5])
     extra = np.frombuffer(dice.randbytes(dice.choice([0, 0, 1, 9])), np.uint8)
     refused_by = dice.choice([NOBODY, NOBODY, 0, 17])
@@ -175,12 +180,12 @@ def as_announced(content: bytes, expected: Expected) -> Expected:
         return expected
     index, value, float_bytes, length, _, k = struct.unpack_from("<BBBqqq", content, 5)
     number, extra_bytes = struct.unpack_from("<Hq", content, 46)
-    if index >= len(INDEX_CODES) or value >= len(VALUE_CODES) or float_bytes not in (4, 8):
+    if index >= len(ALL_INDEX_CODES) or value >= len(VALUE_CODES) or float_bytes not in (4, 8):
         return expected
     if length < 0 or extra_bytes < 0:
         return expected
     like = SparseVector.empty(length, np.float32 if float_bytes == 4 else np.float64)
-    format = Format([*INDEX_CODES][index], [*VALUE_CODES][value])
+    format = Format([*ALL_INDEX_CODES][index], [*VALUE_CODES][value])
     return Expected(like, k, format, extra_bytes, number)
 
 

@@ -1,4 +1,4 @@
-"""What the wire asks of a GPU: a message's checksum, its indices in order, and 16-bit codes.
+"""What the wire asks of a GPU: a message's checksum, its indices in order, and codes of values.
 
 Function for function as in `reference_codes`, which has more of them: `packed` indices and `int8`
 values are coded on the host.
@@ -73,6 +73,36 @@ def pack_fp16(values: Array, out: Array) -> int:
 def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
     """Return the values, of the dtype, [count]."""
     return packing.unpack_floats(cuda.scratch(data), "fp16", data, count, exponent, dtype)
+
+
+def pack_int4(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], as integers of 4 bits. Waits for their exponent."""
+    return packing.pack_few_bits(cuda.scratch(values), "int4", values, out)
+
+
+def unpack_int4(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return packing.unpack_few_bits(cuda.scratch(data), "int4", data, count, exponent, dtype)
+
+
+def pack_int3(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], as integers of 3 bits. Waits for their exponent."""
+    return packing.pack_few_bits(cuda.scratch(values), "int3", values, out)
+
+
+def unpack_int3(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return packing.unpack_few_bits(cuda.scratch(data), "int3", data, count, exponent, dtype)
+
+
+def pack_int2(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], as integers of 2 bits. Waits for their exponent."""
+    return packing.pack_few_bits(cuda.scratch(values), "int2", values, out)
+
+
+def unpack_int2(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return packing.unpack_few_bits(cuda.scratch(data), "int2", data, count, exponent, dtype)
 
 
 def write_head_with(scratch: Scratch, message: Array, head: Array) -> None:

@@ -68,6 +68,11 @@ static __device__ __forceinline__ float multiplied(float a, float b) {
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
   return product;
 }
+static __device__ __forceinline__ float divided(float a, float b) {
+  float quotient;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
 static __device__ __forceinline__ double in_double(float value) {
   double same;
   asm("cvt.f64.f32 %0, %1;" : "=d"(same) : "f"(value));
@@ -80,6 +85,7 @@ static __device__ __forceinline__ void narrow_to(float& narrow, double value) {
 
 static __device__ __forceinline__ double added(double a, double b) { return a + b; }
 static __device__ __forceinline__ double multiplied(double a, double b) { return a * b; }
+static __device__ __forceinline__ double divided(double a, double b) { return a / b; }
 static __device__ __forceinline__ double in_double(double value) { return value; }
 
 static __device__ __forceinline__ float widened(float value) { return value; }

@@ -12,8 +12,10 @@ import numpy as np
 
 from ...vector import Array, index_dtype
 from ..reference_codes.blocks import BLOCK_BITS, read_runs, write_runs
+from ..reference_codes.few_bits import BITS
+from ..reference_codes.few_bits import BLOCK as SCALED
 from ..reference_codes.floats import rounds_to_infinity
-from ..reference_codes.scale import common_exponent, scale_factors
+from ..reference_codes.scale import common_exponent, exponent_range, scale_factors
 from .machine import Scratch, blocks_for, ceil_divide
 from .source import instance
 
@@ -110,6 +112,46 @@ def unpack_floats(
             data.view(narrow),
             np.uint64(count),
             *scale_factors(exponent, values.dtype),
+            values,
+        )
+    return values
+
+
+def pack_few_bits(scratch: Scratch, code: str, values: Array, out: Array) -> int:
+    """Write the values, float32 or float64 [k], into uint8 [few_bits_bytes(code, k)].
+
+    Returns their exponent.
+    """
+    machine, blocks = scratch.machine, ceil_divide(values.size, SCALED)
+    exponent = common_exponent(code, _largest(scratch, values))
+    if values.size:
+        machine.launch(
+            instance("pack_few_bits", values.dtype, BITS[code]),
+            min(machine.blocks, blocks),
+            values,
+            np.uint64(values.size),
+            np.int32(exponent),
+            np.int32(exponent_range(code, values.dtype).start),
+            out[:blocks],
+            out[blocks:],
+        )
+    return exponent
+
+
+def unpack_few_bits(
+    scratch: Scratch, code: str, data: Array, count: int, exponent: int, dtype: Any
+) -> Array:
+    """Return the values, of the dtype, [count]."""
+    machine, blocks = scratch.machine, ceil_divide(count, SCALED)
+    values = machine.empty(count, dtype)
+    if count:
+        machine.launch(
+            instance("unpack_few_bits", values.dtype, BITS[code]),
+            blocks_for(machine, count),
+            data[:blocks],
+            data[blocks:],
+            np.uint64(count),
+            np.int32(exponent),
             values,
         )
     return values

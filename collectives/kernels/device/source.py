@@ -36,6 +36,7 @@ FILES: Final = {
     "find_nonfinite": "finite.cu",
     "interleave": "interleave.cu",
     "mark": "mark.cu",
+    "pack_few_bits": "few_bits.cu",
     "pack_offsets": "offsets.cu",
     "put_at": "put.cu",
     "remark": "remark.cu",
@@ -44,6 +45,7 @@ FILES: Final = {
     "split": "split.cu",
     "sum_runs": "sum_runs.cu",
     "sum_squares": "norm.cu",
+    "unpack_few_bits": "few_bits.cu",
     "unpack_offsets": "offsets.cu",
     "widen_values": "cast.cu",
 }
@@ -122,4 +124,6 @@ def instances() -> list[str]:
         names += [instance(kernel, index) for index in indices]
     for kernel in ("round_values", "widen_values"):
         names += [instance(kernel, dtype, real) for dtype in narrow for real in reals]
+    for kernel in ("pack_few_bits", "unpack_few_bits"):
+        names += [instance(kernel, real, bits) for real in reals for bits in (4, 3, 2)]
     return sorted([*names, "checksum"])

@@ -1,7 +1,5 @@
 // int8: values <-> 8-bit integers, with a power of two for each 64 of them; the bytes are those of
 // reference_codes/int8.py.
-#include <type_traits>
-
 #include "abi.hpp"
 #include "scale.hpp"
 
@@ -9,16 +7,6 @@ namespace gtopk {
 namespace {
 
 constexpr std::int64_t BLOCK = 64;
-constexpr int SMALLEST = 254, NOT_FINITE = 255;
-
-// To the nearest integer, ties to even, for |value| <= 128.
-template <class T>
-GTOPK_INLINE int rounded(T value) {
-  using U = std::make_unsigned_t<Key<T>>;
-  constexpr T SHIFT = static_cast<T>(std::uint64_t{3} << (std::numeric_limits<T>::digits - 2));
-  const T sum = value + SHIFT;
-  return static_cast<int>(static_cast<Key<T>>(load<U>(&sum) - load<U>(&SHIFT)));
-}
 
 // Write a block's integers, and return its step.
 template <class T>
@@ -29,7 +17,7 @@ GTOPK_INLINE std::uint8_t pack_block(const T* values, std::int64_t count, int ex
     std::fill(out, out + count, 0);
     return largest == 0 ? 0 : NOT_FINITE;
   }
-  const int step = std::min(exponent - (exponent_of<T>(largest) - INT8_TOP), SMALLEST);
+  const int step = std::min(exponent - (exponent_of<T>(largest) - INT8_TOP), SMALLEST_STEP);
   const Scale<T> scale(step - exponent);
   for (std::int64_t i = 0; i < count; i++) {
     out[i] = static_cast<std::int8_t>(std::clamp(rounded(scale.of(values[i])), -127, 127));

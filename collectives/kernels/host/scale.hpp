@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "code.hpp"
 #include "keys.hpp"
@@ -11,6 +12,14 @@
 namespace gtopk {
 
 constexpr int BF16_TOP = 100, FP16_TOP = 14, INT8_TOP = 6;
+
+// The smallest number is 2^FINEST.
+template <class T>
+constexpr int FINEST =
+    std::numeric_limits<T>::min_exponent - std::numeric_limits<T>::digits;
+
+// Of a block's scale: the finest of them, and that of a block which decodes as NaN.
+constexpr int SMALLEST_STEP = 254, NOT_FINITE = 255;
 
 // The largest key of the values: of a magnitude, or above all of them where one is not finite.
 template <class T>
@@ -26,6 +35,15 @@ inline int exponent_of(Key<T> magnitude_key) {
   if (magnitude_key == 0) return 0;
   if (magnitude_key >= INFINITE<T>) return std::numeric_limits<T>::max_exponent;
   return std::ilogb(magnitude<T>(magnitude_key));
+}
+
+// To the nearest integer, ties to even, for |value| <= 128.
+template <class T>
+GTOPK_INLINE int rounded(T value) {
+  using U = std::make_unsigned_t<Key<T>>;
+  constexpr T SHIFT = static_cast<T>(std::uint64_t{3} << (std::numeric_limits<T>::digits - 2));
+  const T sum = value + SHIFT;
+  return static_cast<int>(static_cast<Key<T>>(load<U>(&sum) - load<U>(&SHIFT)));
 }
 
 // 2^exponent in two factors: itself it may be no number of this type.

@@ -18,7 +18,12 @@ TOP: Final = {
     "bf16": 100,  # down to 2^-133, and each half of the scale is a float32
     "fp16": 14,  # at 15 rounding up could overflow; down to 2^-24
     "int8": 6,  # 64..127
+    # A scale is the largest / 2^(bits - 1), an integer of four bits: 8..15.
+    "int4": 6,
+    "int3": 5,
+    "int2": 4,
 }
+_FINEST: Final = ("int4", "int3", "int2")  # whose integers are multiplied with the scale's
 
 
 @functools.cache
@@ -26,7 +31,7 @@ def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
     """Return the scales that values of a dtype may have."""
     info = np.finfo(dtype)
     lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp)
-    return range(lowest - TOP[code], highest - TOP[code] + 1)
+    return range(lowest - (0 if code in _FINEST else TOP[code]), highest - TOP[code] + 1)
 
 
 def exponents(magnitudes: Array) -> Array:
@@ -46,7 +51,7 @@ def common_exponent(code: str, values: Array) -> int:
     if not values.size:
         return exponent_of_nothing(code)
     largest = np.abs(values).max(keepdims=True)
-    return int(exponents(largest)[0]) - TOP[code]
+    return max(int(exponents(largest)[0]) - TOP[code], exponent_range(code, values.dtype).start)
 
 
 def exponent_of_nothing(code: str) -> int:

@@ -14,7 +14,7 @@ from collectives.transports import Transport
 
 from ...buckets.arrays import view_tensor
 from ...buckets.buckets import Bucket
-from ...compression import ErrorFeedback
+from ...compression import ErrorFeedback, Shards
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
 from ...exchange.exchanges import open_exchange
 from ...exchange.residual import ResidualSize
@@ -34,7 +34,8 @@ class RoundExchange:
 
     bucket:   of the sums; exchange: the way they are reduced.
     progress: how many reductions had an update.
-    Raises ValueError for adam_correction: what is reduced here is no single gradient of a rank's.
+    Raises ValueError for adam_correction, as what is reduced here is no single gradient of a
+    rank's, and for shards.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
@@ -42,6 +43,11 @@ class RoundExchange:
             raise ValueError(
                 "adam_correction is for a gradient that every rank has in every step: modes 'abs', "
                 "'hogbatch' and 'adaptive-hogbatch' exchange sums and models; wrap Adam itself"
+            )
+        if isinstance(compression, Shards):
+            raise ValueError(
+                "Compression.shards is not for the modes of adapt but 'balanced', which do not "
+                "save owner errors: use that, or Compression.gtopk"
             )
         self.bucket = Bucket(parameters)
         self._clip = LocalClip([], None)

@@ -136,7 +136,7 @@ def test_spreading_gives_every_rank_about_as_much(size: int, random: np.random.G
     assert max(returned) < 2 * min(returned)
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("values", ["bf16", "fp16", "int8", "int4", "int3"])
 def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) -> None:
     # The four-rank example, of values that are rounded: 5:1.01 is dropped in the first round, and
     # 5 comes back through ranks 2 and 3; rank 2 keeps what its 3.03 lost, and nothing of the 1.01.

@@ -241,7 +241,7 @@ def test_over_many_steps_updates_and_residuals_are_all_gradients(
     assert applied.any()
 
 
-@pytest.mark.parametrize("values", ["bf16", "int8"])
+@pytest.mark.parametrize("values", ["bf16", "int8", "int3"])
 def test_rounding_stays_in_the_residuals(values: str, random: np.random.Generator) -> None:
     size, length, k = 6, 90, 12
     nodes = by_twos(size)

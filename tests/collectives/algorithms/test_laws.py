@@ -70,7 +70,11 @@ def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
 
 @pytest.mark.parametrize(
     ("way", "format"),
-    some_of(itertools.product(WAYS, [EXACT, ROUNDING]), *((name, ROUNDING) for name in ALGORITHMS)),
+    some_of(
+        itertools.product(WAYS, [EXACT, ROUNDING, Format("raw", "int2")]),
+        *((name, ROUNDING) for name in ALGORITHMS),
+        ("gtopk", Format("raw", "int2")),
+    ),
 )
 def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.Generator) -> None:
     """Each algorithm's usual way with rounding; the other ways differ alike at up to 17 ranks."""

@@ -15,10 +15,12 @@ from collectives.kernels.host.library import absence, use_instructions
 from collectives.kernels.reference_codes import rice, scale
 from collectives.kernels.reference_codes.checksum import STEP, mix
 from collectives.vector import index_dtype
+from collectives.wire import VALUE_CODES as VALUE_CODES_OF_THE_WIRE
 
 CANARY = 0xA5
 LENGTHS = [1, 2, 100, 65535, 65536, 65537, 10**6, 2**31 - 1, 2**31, 2**40, 2**63 - 1]
-VALUE_CODES = ["bf16", "fp16", "int8"]
+VALUE_CODES = ["bf16", "fp16", "int8", "int4", "int3", "int2"]
+FEW_BITS = {"int4": 4, "int3": 3, "int2": 2}
 
 compiled = pytest.mark.skipif(bool(absence()), reason=absence())
 by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -107,11 +109,12 @@ def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
 
 
 def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
-    size = codes.int8_bytes(values.size) if code == "int8" else 2 * values.size
-    out = np.full(size, CANARY, np.uint8)
-    exponent = getattr(codes, f"pack_{code}")(values, out)
+    size = VALUE_CODES_OF_THE_WIRE[code].size_bytes(values.size, values.itemsize)
+    out = np.full(size + 16, CANARY, np.uint8)
+    exponent = getattr(codes, f"pack_{code}")(values, out[:size])
     assert exponent in codes.exponent_range(code, values.dtype)
-    return out, exponent
+    assert (out[size:] == CANARY).all()
+    return out[:size], exponent
 
 
 def rounded(code: str, values: np.ndarray) -> np.ndarray:
@@ -329,11 +332,21 @@ def test_rounding_is_to_the_nearest_within_the_range_that_is_promised(
             largest = np.repeat(blocks, 64)[: values.size]
             # Half a step; a whole one beyond the last integer, 127.
             bound = largest / np.where(sizes > largest * dtype(0.99), 64, 128)
+        elif code in FEW_BITS:
+            blocks = np.pad(sizes, (0, -values.size % 256)).reshape(-1, 256).max(axis=1)
+            largest = np.repeat(blocks, 256)[: values.size]
+            step = largest / dtype(2 ** (FEW_BITS[code] - 1))
+            # Half a step at the most; beyond the last integer what is cut.
+            most = step * dtype(8 / 9) * (2 ** (FEW_BITS[code] - 1) - 1)
+            bound = np.maximum(step / 2, sizes - most)
         else:
             bound = sizes * dtype(2.0 ** -{"bf16": 8, "fp16": 11}[code])
             # Where rounding up would be infinite, it is down.
             bound *= np.where(sizes > np.finfo(dtype).max / 1.01, dtype(2), dtype(1))
-        smallest = np.ldexp(sizes.max(initial=0), -{"bf16": 232, "fp16": 37, "int8": 248}[code])
+        finest = {"bf16": 232, "fp16": 37, "int8": 248}.get(code, 28)
+        smallest = np.ldexp(sizes.max(initial=0), -finest)
+        if code in FEW_BITS:  # nor is any scale finer than 8 of the smallest numbers
+            smallest = np.maximum(smallest, 8 * np.finfo(dtype).smallest_subnormal)
         assert (error <= np.maximum(bound, smallest)).all()
 
     check()
@@ -378,6 +391,8 @@ def test_what_is_not_finite_stays_so(code: str, dtype: type, bad: float) -> None
     assert not np.isfinite(seen[70])
     if code == "int8":
         assert np.isnan(seen[64:128]).all()
+    elif code in FEW_BITS:
+        assert np.isnan(seen).all()
     else:
         assert np.isnan(seen[70]) == np.isnan(bad)
         assert np.isfinite(np.delete(seen, 70)).all()
@@ -402,6 +417,47 @@ def test_an_int8_block_has_its_own_step() -> None:
     assert exponent == 0
     assert data[:4].tolist() == [0, 13, 0, 5]
     assert data[4:].view(np.int8)[[0, 64, 128, 192]].tolist() == [100, -82, 0, 96]
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "integers"),
+    [("int4", 4, [7, -5, 0, 1]), ("int3", 3, [3, -3, 0, 1]), ("int2", 2, [1, -1, 0, 0])],
+)
+def test_the_bytes_of_few_bits_are_those_of_the_picture(
+    code: str, bits: int, integers: list[int]
+) -> None:
+    # The first block's scale is 9 * 2^-6 of 1.125 * 2^(bits - 4); the second's 2^-20 of that.
+    block = np.zeros(256)
+    block[:4] = 2.0 ** (bits - 4) * np.array([1.125, -0.75, 0.0625, 0.15])
+    values = np.concatenate([block, block * 2.0**-20, [0.0] * 256, [2.0**-40]])
+    data, exponent = packed_values(code, values.astype(np.float32))
+    assert exponent == -6
+    assert data[:4].tolist() == [15 - 9, 8 * 20 + 15 - 9, 0, 254]
+    packed = int.from_bytes(data[4:].tobytes(), "little")
+    fields = [packed >> bits * i & 2**bits - 1 for i in (0, 1, 2, 3, 4, 256, 512, 768)]
+    wanted = [*integers, 0, integers[0], 0, 0]
+    assert fields == [integer % 2**bits for integer in wanted]
+    seen = rounded(code, values.astype(np.float32))
+    scale = 9 * 2.0**-6
+    assert seen[:4].tolist() == [integer * scale for integer in integers]
+    assert seen[256:260].tolist() == [integer * scale * 2.0**-20 for integer in integers]
+    assert not seen[512:].any()
+
+
+@pytest.mark.parametrize("code", FEW_BITS)
+@by_dtype
+def test_any_bytes_are_values_of_few_bits(code: str, dtype: type) -> None:
+    @given(st.integers(0, 600), seeds, st.sampled_from([0, -1, 1]))
+    def check(count: int, seed: int, edge: int) -> None:
+        size = codes.few_bits_bytes(code, count)
+        data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        allowed = codes.exponent_range(code, np.dtype(dtype))
+        exponent = -20 if edge == 0 else allowed[min(edge, 0)]
+        theirs = getattr(reference_codes, f"unpack_{code}")(data, count, exponent, np.dtype(dtype))
+        seen = getattr(codes, f"unpack_{code}")(data, count, exponent, np.dtype(dtype))
+        assert seen.tobytes() == theirs.tobytes()
+
+    check()
 
 
 @by_value_code

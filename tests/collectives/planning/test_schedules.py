@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import SparseVector, reduce, run_ranks, wire
-from collectives.algorithms import Regions
+from collectives.algorithms import ALGORITHMS, Regions
 from collectives.cost import Link
 from collectives.planning import (
     DEFAULT_RATES,
@@ -40,7 +40,8 @@ K = 24
 LINK = Link(1e-3, 1e-6)
 BLOCK = 1 << 16
 PACKED = Format("packed", "int8")
-every_algorithm = pytest.mark.parametrize("algorithm", SCHEDULES)
+# Shards, of which `reduce` knows nothing, have tests of their own: algorithms/test_shards.py.
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 # Of these it is known what every message holds, whatever the ranks pick.
 FLAT = ("dense", "topk-allgather", "gtopk-tree", "gtopk")
 
@@ -197,7 +198,7 @@ def test_what_travels_exact_is_coded_at_its_own_rate_where_that_was_measured(mea
 @pytest.mark.parametrize("format", [Format("blocks"), Format("blocks", "int8"), PACKED], ids=str)
 @pytest.mark.parametrize("picks", [every_other_block, uniform, at_the_end, first_at_the_end])
 @pytest.mark.parametrize("ranks", [2, 6, 8])
-@pytest.mark.parametrize("algorithm", sorted(SCHEDULES.keys() - {"dense", "gtopk-tree"}))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"dense", "gtopk-tree"}))
 def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
     k, length = 200, 500 * BLOCK
     world, ranks_per_node = local_world(ranks, timeout_seconds=30), ranks // 2
@@ -397,7 +398,7 @@ def test_a_shift_leaves_a_node_as_often_as_counted(ranks, distance, ranks_per_no
     assert leaving_by_shift(distance, ranks, ranks_per_node) == counted
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@every_algorithm
 def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_core(algorithm):
     calls = Rates(
         0.0,

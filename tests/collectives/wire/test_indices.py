@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from collectives.vector import index_dtype
-from collectives.wire import HEADER_BYTES, INDEX_CODES
-from collectives.wire.indices import IndexCode
+from collectives.vector import SparseVector, index_dtype
+from collectives.wire import HEADER_BYTES, INDEX_CODES, WHOLE, Format, decode, encode
+from collectives.wire.indices import ALL_INDEX_CODES, IndexCode
 
 every_code = pytest.mark.parametrize("name", INDEX_CODES)
 
@@ -99,3 +99,22 @@ def test_no_list_takes_much_more_than_raw(name: str) -> None:
             indices = np.unique(np.cumsum(sizes.astype(np.int64) + 1))
             raw = indices.size * index_dtype(length).itemsize
             assert size_bytes(INDEX_CODES[name], indices, length) <= 1.4 * raw + 32
+
+
+def test_no_indices_travel_where_every_element_is_an_entry() -> None:
+    values = np.linspace(-1, 1, 300, dtype=np.float32)
+    vector = SparseVector(np.arange(300, dtype=np.int32), values, 300)
+    format = Format(WHOLE, "exact")
+    message = encode(vector, 300, format).message
+    assert message.size == HEADER_BYTES + 4 * 300
+    seen = decode(message, SparseVector.empty(300), 300, 0, format).vector
+    assert seen.indices.tolist() == list(range(300))
+    assert seen.values.tolist() == values.tolist()
+
+
+def test_other_than_every_element_is_refused_where_no_indices_travel() -> None:
+    code = ALL_INDEX_CODES[WHOLE]
+    with pytest.raises(ValueError, match="all 5 elements must be entries, got 3"):
+        code.pack(np.arange(3, dtype=np.int32), 5, np.empty(0, np.uint8))
+    with pytest.raises(ValueError, match="it has 3 entries and must have all 5"):
+        code.unpack(np.empty(0, np.uint8), 3, 5)

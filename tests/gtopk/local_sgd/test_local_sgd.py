@@ -77,6 +77,7 @@ def test_keeping_everything_is_diloco_and_one_step_the_mean_of_the_models(
     [
         hvd.Compression.gtopk(density=0.1),
         hvd.Compression.topk(density=0.1, values="int8"),
+        hvd.Compression.gtopk(density=0.1, values="int3"),
         hvd.Compression.oktopk(density=0.1),
     ],
     ids=repr,

@@ -56,6 +56,32 @@ def test_without_a_backward_pass_it_is_an_upper_bound_of_the_exchange(capsys):
     assert headings.endswith(" exchange")
 
 
+def test_fewer_bits_of_a_value_are_fewer_bytes_and_part_of_the_advice(capsys):
+    out = said(capsys, *SLOW, assumed, "--values", "int3")
+    assert 'Compression.gtopk(density=0.001, wire="packed", values="int3") takes' in prose(out)
+    whole, few = (
+        json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))["methods"]
+        for values in ("exact", "int3")
+    )
+    for exact, rounded in zip(whole[1:-1], few[1:-1], strict=True):
+        assert rounded["format"]["values"] == "int3"
+        all_rounded = rounded["algorithm"] in ("gtopk", "topk-allgather")
+        assert rounded["sent"]["bytes"] < (0.4 if all_rounded else 1) * exact["sent"]["bytes"]
+
+
+def test_shards_are_there_to_compare_whatever_is_sent(capsys):
+    for values in ("exact", "int8"):
+        record = json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))
+        shards = record["methods"][-1]
+        assert (shards["algorithm"], shards["density"]) == ("shards", 0.25)
+        assert shards["format"] == {"indices": "whole", "values": "int3"}
+        assert 41 < record["methods"][0]["sent"]["bytes"] / shards["sent"]["bytes"] < 43
+        assert record["cheapest"] != "shards"
+    assert "and shards: a quarter of all values a step in 3 bits" in prose(
+        said(capsys, *SLOW, assumed)
+    )
+
+
 def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
     out = said(capsys, *FAST, assumed)
     (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]

@@ -109,9 +109,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
     assert record.seconds == pytest.approx(0.2 + 0.5 + 5 * cluster.signal_seconds(), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "simulate", [modes.simulate, lambda at: synchronous.simulate(at, "equal")]
-)
+@pytest.mark.parametrize("simulate", [modes.simulate, lambda at: synchronous.simulate(at, "equal")])
 def test_an_exchange_beside_the_computation_is_not_waited_for(
     simulate: Callable[[Setting], Record],
 ) -> None:

@@ -348,5 +348,6 @@ inline unsigned short float_to_half(float value) { return double_to_half(value);
 
 inline float added(float a, float b) { return a + b; }
 inline float multiplied(float a, float b) { return a * b; }
+inline float divided(float a, float b) { return a / b; }
 inline double in_double(float value) { return value; }
 inline void narrow_to(float& narrow, double value) { narrow = (float)value; }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from collectives.kernels import reference_codes
 from collectives.kernels.device import packing
 from collectives.kernels.device.machine import Scratch
+from collectives.kernels.reference_codes.few_bits import BITS
 from collectives.vector import index_dtype
 
 EDGES = [0, 1, 65_535, 65_536, 65_537, 131_071, 131_072, 393_215, 393_216, 399_999]
@@ -137,6 +138,43 @@ def test_every_16_bits_are_read_as_the_reference_reads_them(
         back = packing.unpack_floats(scratch, code, machine.put(every), 1 << 16, exponent, dtype)
         again = UNPACK[code](every, 1 << 16, exponent, dtype)
         assert np.array_equal(machine.fetch(back), again, equal_nan=True)
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("code", BITS)
+def test_values_of_few_bits_are_those_of_the_reference(
+    scratch: Scratch, code: str, dtype: type, special: str, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    wide = values(random, dtype)[::13]
+    added = SPECIAL[special](dtype)
+    wide = wide * np.finfo(dtype).tiny / 8e5 if added is None else np.append(wide, added)
+    wide = np.append(np.zeros(256), wide).astype(dtype)
+    size = reference_codes.few_bits_bytes(code, wide.size)
+    expected = np.empty(size, np.uint8)
+    exponent = getattr(reference_codes, f"pack_{code}")(wide, expected)
+    out = machine.empty(size, np.uint8)
+    assert packing.pack_few_bits(scratch, code, machine.put(wide), out) == exponent
+    assert machine.fetch(out).tobytes() == expected.tobytes()
+    back = packing.unpack_few_bits(scratch, code, out, wide.size, exponent, np.dtype(dtype))
+    again = getattr(reference_codes, f"unpack_{code}")(expected, wide.size, exponent, wide.dtype)
+    assert machine.fetch(back).tobytes() == again.tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 255, 256, 257, 1001])
+@pytest.mark.parametrize("code", BITS)
+def test_any_bytes_are_read_as_few_bits_as_the_reference_reads_them(
+    scratch: Scratch, code: str, count: int, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    data = random.integers(0, 256, reference_codes.few_bits_bytes(code, count), np.uint8)
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        allowed = reference_codes.exponent_range(code, dtype)
+        for exponent in (0, allowed[0], allowed[-1]):
+            back = packing.unpack_few_bits(scratch, code, machine.put(data), count, exponent, dtype)
+            again = getattr(reference_codes, f"unpack_{code}")(data, count, exponent, dtype)
+            assert machine.fetch(back).tobytes() == again.tobytes()
 
 
 @pytest.mark.parametrize("code", packing.NARROW)

@@ -1,0 +1,193 @@
+"""shards: a shard of the vector a step, all of it, rounded on its way to its owners and back.
+
+    period 2      0 1 0 1 0 1 0 1       blocks of 256 elements; step t exchanges those of shard
+                                        t mod period. No indices travel
+    a shard       | part 0 | part 1 | part 2 |      as many parts as ranks, each owned by one
+
+    to owners     rank r sends Q(part p) to every owner p       P - 1 messages
+                  and keeps part p - Q(part p)
+    sum           the owner adds its own part, what comes, and what it has kept: T
+    from owners   everyone gets U = Q(T)                        an allgather
+                  the owner keeps T - U for the shard's next turn
+
+A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * bits / (32 period) of what a float32
+gradient takes. Where top-k sends large entries and their places, this sends all of a quarter, say,
+of the entries: as good where all are of one size, as Adam's steps are.
+
+Conservation, coordinate by coordinate and summed over ranks: values = update + `lost` + what the
+owners keep more than before. Rounding is that of `wire.values`, whose errors are exact.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import wire
+from ..errors import MessageError, NonFiniteError
+from ..kernels import all_finite
+from ..transports.transport import Transport
+from ..vector import Array, SparseVector, index_dtype, module_of
+from ..wire import NOBODY, Encoded, Format
+from .hierarchical import shard_bounds
+from .outcome import lowest
+
+BLOCK = 256  # elements that have their turn together, and share a scale
+STAMP_BYTES = 4  # behind the values: which shard they are of
+
+
+class Shared(NamedTuple):
+    """What a shard's exchange gives this rank.
+
+    update: the agreed values of the shard, bit-identical on all ranks, [m].
+    lost:   what rounding took of this rank's values, to be put back into its residual, [m].
+    kept:   what rounding took of the sum of the part that this rank owns, [own part].
+    """
+
+    update: Array
+    lost: Array
+    kept: Array
+
+
+def shard_indices(shard: int, period: int, like: Array) -> Array:
+    """Return where a shard's elements lie in a vector, ascending; in memory of the vector's kind.
+
+    like: the vector. Each of its elements is in one of the shards 0 .. period - 1.
+    """
+    arrays, dtype = module_of(like), index_dtype(like.size)
+    starts = arrays.arange(shard * BLOCK, like.size, period * BLOCK, dtype=dtype)
+    indices: Array = (starts[:, None] + arrays.arange(BLOCK, dtype=dtype)).ravel()
+    # The last block may be cut; where it begins no index is so large that it comes around.
+    outside = int(starts[-1]) + BLOCK - like.size if starts.size else 0
+    return indices[: indices.size - max(0, outside)]
+
+
+def own_part(length: int, transport: Transport) -> slice:
+    """Return the part that this rank owns of a shard of so many elements."""
+    return slice(*shard_bounds(length, transport.size)[transport.rank : transport.rank + 2])
+
+
+def reduce(
+    values: Array,
+    kept: Array,
+    transport: Transport,
+    *,
+    shard: int = 0,
+    code: str = "int3",
+    refuses: bool = False,
+) -> Shared:
+    """Sum a shard over the ranks.
+
+    values:  this rank's, float32 or float64 [m], of as many elements on every rank.
+    kept:    what this rank kept of its own part when the shard had its last turn, [own part].
+    shard:   whose turn it is, 0 .. 2^31 - 1: a MessageError where ranks do not agree on it.
+    code:    of the values on the wire: one of VALUE_CODES, equal on all ranks.
+    refuses: whether this rank takes no part, as with a gradient that is not finite.
+    Raises NonFiniteError, on all ranks alike, where one refuses, or has or adds up to what is not
+    finite; MessageError and PeerError as reductions do.
+    """
+    with (
+        transport.operation("a reduction by shards"),
+        np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
+    ):
+        sums = to_owners(values, transport, shard=shard, code=code, refuses=refuses)
+        total, refused_by = sums.total + kept, sums.refused_by
+        if refused_by == NOBODY:
+            update, rounded, refused_by = _from_owners(total, values.size, transport, shard, code)
+    if refused_by != NOBODY:
+        raise NonFiniteError(refused_by)
+    return Shared(update, sums.lost, total - rounded)
+
+
+class Summed(NamedTuple):
+    """The sum of the part that this rank owns, and what rounding took of its other parts, [m].
+
+    refused_by: the lowest rank that refused, or NOBODY; the same on every rank.
+    """
+
+    total: Array
+    lost: Array
+    refused_by: int
+
+
+def to_owners(
+    values: Array,
+    transport: Transport,
+    *,
+    shard: int = 0,
+    code: str = "exact",
+    refuses: bool = False,
+) -> Summed:
+    """Add up each part of the ranks' values at its owner."""
+    rank, size = transport.rank, transport.size
+    bounds = shard_bounds(values.size, size)
+    refused_by = transport.ranks[rank] if refuses or not all_finite(values) else NOBODY
+    sent = values if refused_by == NOBODY else np.zeros_like(values)
+    own = slice(*bounds[rank : rank + 2])
+    lost = np.zeros_like(values)
+    total = sent[own].copy()
+    messages = []
+    for distance in range(1, size):
+        to = (rank + distance) % size
+        part = slice(*bounds[to : to + 2])
+        encoded = _encode(sent[part], transport, shard, code, refused_by)
+        lost[part] = sent[part] - encoded.vector.values
+        messages.append((encoded.message, to))
+    sources = [(rank - distance) % size for distance in range(1, size)]
+    for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
+        theirs, their_refusal = _decode(message, total, source, transport, shard, code)
+        total += theirs
+        refused_by = lowest(refused_by, their_refusal)
+    return Summed(total, lost, refused_by)
+
+
+def _from_owners(
+    total: Array, length: int, transport: Transport, shard: int, code: str
+) -> tuple[Array, Array, int]:
+    """Return everyone's rounded sums, this rank's among them, and who refused."""
+    rank, bounds = transport.rank, shard_bounds(length, transport.size)
+    if transport.size == 1:  # nobody to save bytes for
+        return total, total, NOBODY if all_finite(total) else transport.ranks[rank]
+    refused_by = NOBODY if all_finite(total) else transport.ranks[rank]
+    sent = total if refused_by == NOBODY else np.zeros_like(total)
+    encoded = _encode(sent, transport, shard, code, refused_by)
+    rounded = encoded.vector.values
+    update = np.empty(length, total.dtype)
+    for source, message in enumerate(transport.allgather(encoded.message)):
+        part = update[bounds[source] : bounds[source + 1]]
+        if source == rank:
+            part[:] = rounded
+            continue
+        part[:], their_refusal = _decode(message, part, source, transport, shard, code)
+        refused_by = lowest(refused_by, their_refusal)
+    return update, rounded, refused_by
+
+
+def _encode(values: Array, transport: Transport, shard: int, code: str, refused_by: int) -> Encoded:
+    indices = np.arange(values.size, dtype=index_dtype(values.size))
+    vector = SparseVector(indices, values, values.size)
+    k = max(1, values.size)
+    format = Format(wire.WHOLE, code)
+    stamp = np.array([shard], np.int32).view(np.uint8)
+    return wire.encode(
+        vector, k, format, extra=stamp, refused_by=refused_by, number=transport.begun
+    )
+
+
+def _decode(
+    message: Array, like: Array, source: int, transport: Transport, shard: int, code: str
+) -> tuple[Array, int]:
+    """Return a part's values as a rank has sent them, and who refused there."""
+    expected = SparseVector.empty(like.size, like.dtype)
+    sender, k = transport.ranks[source], max(1, like.size)
+    format = Format(wire.WHOLE, code)
+    decoded = wire.decode(message, expected, k, sender, format, STAMP_BYTES, number=transport.begun)
+    theirs = int.from_bytes(decoded.extra.tobytes(), sys.byteorder)
+    if theirs != shard:
+        raise MessageError(
+            f"rank {sender} exchanges shard {theirs} where this rank exchanges shard {shard}; "
+            "every rank must go on from the same step"
+        )
+    return decoded.vector.values, decoded.refused_by

@@ -1,0 +1,139 @@
+// Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 of them, and back; as
+// reference_codes/few_bits.py says what the bytes are.
+//
+// launch: any number of blocks; to pack each takes 256 values at once, strided; to unpack a value a
+// thread, strided.
+//
+//   256 values -> the largest -> scale -> 256 integers, a byte each -> of 8 BITS bytes, by 32 threads
+//                 (shuffles)              (shared)
+#include "block.cuh"
+
+constexpr u32 SCALED = 256;  // values that share a scale
+constexpr u32 GROUP = 8;     // integers that fill whole bytes
+constexpr u32 SMALLEST_SCALE = 254, NO_SCALE = 255;
+
+// Of normal numbers: the field of the exponent is there to be written.
+template <class Real> static __device__ Real power_of_two(int exponent);
+template <> __device__ float power_of_two<float>(int exponent) {
+  return __uint_as_float((u32)(exponent + 127) << 23);
+}
+template <> __device__ double power_of_two<double>(int exponent) {
+  return __longlong_as_double((long long)(exponent + 1023) << 52);
+}
+
+// 2^exponent in two factors: itself it may be no number of this type.
+template <class Real> struct Factors {
+  Real first, second;
+  __device__ explicit Factors(int exponent)
+      : first(power_of_two<Real>(exponent >> 1)),
+        second(power_of_two<Real>(exponent - (exponent >> 1))) {}
+  __device__ Real of(Real value) const { return multiplied(multiplied(value, first), second); }
+};
+
+// To the nearest integer, ties to even, of what is small.
+static __device__ int rounded(float value) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23
+  return (int)(__float_as_uint(added(value, shift)) - __float_as_uint(shift));
+}
+static __device__ int rounded(double value) {
+  const double shift = 6755399441055744.0;  // 1.5 * 2^52
+  return (int)(__double_as_longlong(added(value, shift)) - __double_as_longlong(shift));
+}
+
+// The largest key of the block's threads, for every thread.
+static __device__ u64 block_largest(u64 key) {
+  __shared__ u64 of_warp[WARPS];
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) {
+    const u64 other = __shfl_xor_sync(ALL_LANES, key, distance);
+    if (other > key) key = other;
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = key;
+  __syncthreads();
+  for (u32 warp = 0; warp < WARPS; ++warp)
+    if (of_warp[warp] > key) key = of_warp[warp];
+  __syncthreads();
+  return key;
+}
+
+// What says the scale of 256 values with this largest |value|.
+// finest: no scale is finer than 2^finest, the smallest number.
+template <class Real, int BITS>
+static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
+  typedef Keys<Real> Of;
+  if (largest == 0) return 0;
+  if (largest >= Of::INFINITE) return NO_SCALE;
+  u64 key = largest;
+  int found = -(int)(Of::INFINITE >> Of::MANTISSA_BITS) / 2;
+  if (!(key >> Of::MANTISSA_BITS)) {  // subnormal: as a normal number it has an exponent
+    const int up = Of::MANTISSA_BITS + 1;
+    key = Of::of(multiplied(Of::value((typename Of::Key)key), power_of_two<Real>(up)));
+    found -= up;
+  }
+  found += (int)(key >> Of::MANTISSA_BITS);
+  int places = 8 + (int)(key >> (Of::MANTISSA_BITS - 3) & 7);
+  int shift = exponent - (found - (BITS + 2));
+  if (shift > exponent - finest) {
+    shift = exponent - finest;
+    places = 8;
+  }
+  const u32 byte = 8 * shift + 15 - places;
+  return byte < SMALLEST_SCALE ? byte : SMALLEST_SCALE;
+}
+
+template <class Real, int BITS>
+__global__ __launch_bounds__(THREADS) void pack_few_bits(
+    const Real* values_k, u64 k, int exponent, int finest, u8* scales_b, u8* packed) {
+  constexpr int MOST = (1 << (BITS - 1)) - 1;
+  __shared__ u8 integers[SCALED];
+  const u64 blocks = (k + SCALED - 1) / SCALED, size = (k * BITS + 7) / 8;
+  for (u64 block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const u64 from = block * SCALED;
+    u64 largest = 0;
+    for (u64 at = from + threadIdx.x; at < from + SCALED && at < k; at += THREADS) {
+      const u64 key = Keys<Real>::of(values_k[at]);
+      if (key > largest) largest = key;
+    }
+    const u32 byte = scale_byte<Real, BITS>(block_largest(largest), exponent, finest);
+    const Factors<Real> factors((int)(byte / 8) - exponent);
+    const Real places = (Real)(15 - (int)(byte % 8));
+    for (u32 at = threadIdx.x; at < SCALED; at += THREADS) {
+      int integer = 0;
+      if (from + at < k && byte != NO_SCALE) {
+        integer = rounded(divided(factors.of(values_k[from + at]), places));
+        integer = integer > MOST ? MOST : integer < -MOST ? -MOST : integer;
+      }
+      integers[at] = (u8)(integer & ((1 << BITS) - 1));
+    }
+    __syncthreads();
+    for (u32 group = threadIdx.x; group < SCALED / GROUP; group += THREADS) {
+      u32 word = 0;
+#pragma unroll
+      for (u32 i = 0; i < GROUP; ++i) word |= (u32)integers[group * GROUP + i] << BITS * i;
+      const u64 to = (from + group * GROUP) / 8 * BITS;
+#pragma unroll
+      for (u32 i = 0; i < BITS; ++i)
+        if (to + i < size) packed[to + i] = (u8)(word >> 8 * i);
+    }
+    if (threadIdx.x == 0) scales_b[block] = (u8)byte;
+    __syncthreads();
+  }
+}
+
+template <class Real, int BITS>
+__global__ __launch_bounds__(THREADS) void unpack_few_bits(
+    const u8* scales_b, const u8* packed, u64 k, int exponent, Real* values_k) {
+  constexpr int HALF = 1 << (BITS - 1);
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
+    const u32 byte = scales_b[at / SCALED];
+    const u64 bit = at * BITS;
+    u32 word = packed[bit / 8];
+    if (bit % 8 + BITS > 8) word |= (u32)packed[bit / 8 + 1] << 8;
+    const int integer = (int)(((word >> bit % 8) & ((1 << BITS) - 1)) ^ HALF) - HALF;
+    const Factors<Real> factors(exponent - (int)(byte / 8));
+    const Real value = factors.of((Real)(integer * (15 - (int)(byte % 8))));
+    constexpr typename Keys<Real>::Key QUIET =
+        Keys<Real>::INFINITE | (typename Keys<Real>::Key)1 << (Keys<Real>::MANTISSA_BITS - 1);
+    values_k[at] = byte == NO_SCALE ? Keys<Real>::value(QUIET) : value;
+  }
+}

@@ -1,0 +1,139 @@
+"""int4, int3, int2: values as integers of so many bits, with a scale for each 256 of them.
+
+    +-------------------+----------------------+
+    | scales uint8 [b]  | ceil(bits k / 8)     |     value = integer * scale of its block
+    +-------------------+----------------------+
+    scale    (15 - s % 8) * 2^(exponent - s // 8) for a byte s; 255: the block holds a NaN or an
+             infinity, and all of it decodes as NaN
+    integer  -3..3 of 3 bits, say: two's complement, the lowest value's lowest bit first
+
+exponent is the message's. A block's scale is its largest |value| / 2^(bits - 1), cut to 4
+significant bits, unless it is 2^31 times smaller than the message's largest. With it values near
+the largest are cut to the last integer. That loses less than a scale which spares them: with 3
+bits 5 % of the sum of squares of normal values, where the largest / 3 loses 8 %; of Laplace's 10 %
+and 15 %; of the largest twentieth of them 3 % and 4 %.
+
+A scale of few bits keeps the rounding error exact: it is a multiple of the value's last place, and
+not larger than the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ...vector import Array
+from .scale import TOP, common_exponent, exponent_range, exponents, scaled
+
+BLOCK: Final = 256
+BITS: Final = {"int4": 4, "int3": 3, "int2": 2}
+_SMALLEST: Final = 254
+_NOT_FINITE: Final = 255
+_GROUP: Final = 8  # values that fill whole bytes
+
+
+def few_bits_bytes(code: str, count: int) -> int:
+    """Return how many bytes the code of so many values takes."""
+    return -(-count // BLOCK) + -(-count * BITS[code] // 8)
+
+
+def _pack(code: str, values: Array, out: Array) -> int:
+    exponent = common_exponent(code, values)
+    blocks = _rows(values, BLOCK)
+    largest = np.abs(blocks).max(axis=1)
+    scales = _scale_bytes(code, largest, exponent)
+    places, shifts = _places_and_shifts(scales)
+    integers = np.rint(scaled(blocks, (shifts - exponent)[:, None]) / places[:, None])
+    most = (1 << BITS[code] - 1) - 1
+    integers = integers.clip(-most, most)
+    finite = np.isfinite(largest)
+    integers[~finite] = 0
+    scales[~finite] = _NOT_FINITE
+    out[: scales.size] = scales
+    out[scales.size :] = _packed(BITS[code], integers.ravel()[: values.size].astype(np.int64))
+    return exponent
+
+
+def _unpack(code: str, data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
+    scales = data[: -(-count // BLOCK)].astype(np.int64)
+    integers = _unpacked(BITS[code], data[scales.size :], count)
+    places, shifts = _places_and_shifts(scales)
+    blocks = _rows(integers.astype(dtype), BLOCK) * places[:, None].astype(dtype)
+    values = scaled(blocks, (exponent - shifts)[:, None])
+    values[scales == _NOT_FINITE] = np.nan
+    unpacked: Array = values.ravel()[:count]
+    return unpacked
+
+
+def _scale_bytes(code: str, largest: Array, exponent: int) -> Array:
+    """Return what says the scales of blocks, int64 [b]; 0 for a block of zeros."""
+    found = exponents(largest)
+    with np.errstate(invalid="ignore"):
+        places = np.floor(scaled(largest, 3 - found))  # 8..15: four significant bits
+    places = np.where(np.isfinite(places), places, 8).astype(np.int64)
+    shifts = exponent - (found - TOP[code])
+    # No scale is finer than the smallest number of this dtype.
+    most = exponent - exponent_range(code, largest.dtype).start
+    places = np.where(shifts > most, 8, places)
+    scales = np.minimum(8 * np.minimum(shifts, most) + 15 - places, _SMALLEST)
+    return np.where(largest == 0, 0, scales)
+
+
+def _places_and_shifts(scales: Array) -> tuple[Array, Array]:
+    """Return the two numbers of a scale, places * 2^(exponent - shift): int64 [b] each."""
+    return 15 - (scales & 7), scales >> 3
+
+
+def _packed(bits: int, integers: Array) -> Array:
+    """Return the integers' bits, uint8 [ceil(bits k / 8)]."""
+    groups = _rows(integers & (1 << bits) - 1, _GROUP) << bits * np.arange(_GROUP)
+    words = groups.sum(axis=1).astype("<u4").view(np.uint8).reshape(-1, 4)
+    packed: Array = words[:, :bits].ravel()[: -(-integers.size * bits // 8)]
+    return packed
+
+
+def _unpacked(bits: int, data: Array, count: int) -> Array:
+    """Return the integers, int64 [count]."""
+    words = np.zeros((-(-count // _GROUP), 4), np.uint8)
+    words[:, :bits] = _rows(data, bits)
+    groups = words.view("<u4").astype(np.int64) >> bits * np.arange(_GROUP) & (1 << bits) - 1
+    half = 1 << bits - 1
+    return (groups.ravel()[:count] ^ half) - half
+
+
+def _rows(array: Array, width: int) -> Array:
+    """Return the elements in rows of so many, with zeros behind the last."""
+    rows = np.zeros((-(-array.size // width), width), array.dtype)
+    rows.ravel()[: array.size] = array
+    return rows
+
+
+def pack_int4(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int4", k)]."""
+    return _pack("int4", values, out)
+
+
+def unpack_int4(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return _unpack("int4", data, count, exponent, dtype)
+
+
+def pack_int3(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int3", k)]."""
+    return _pack("int3", values, out)
+
+
+def unpack_int3(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return _unpack("int3", data, count, exponent, dtype)
+
+
+def pack_int2(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int2", k)]."""
+    return _pack("int2", values, out)
+
+
+def unpack_int2(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return _unpack("int2", data, count, exponent, dtype)

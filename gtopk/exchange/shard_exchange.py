@@ -1,0 +1,127 @@
+"""Shard exchange: each step all ranks send the same shard of what they have accumulated, whole.
+
+    step t     residual += gradient
+               values of shard t mod period --collectives.algorithms.shards--> update
+               residual of the shard = what rounding took of this rank's values
+               owner error of this rank's part = what rounding took of the sum, for the next turn
+
+The law, coordinate by coordinate and summed over ranks: update + residuals + owner errors after =
+residuals + owner errors before + gradients.
+
+An owner error is a vector as long as the residual, which lies in this rank's parts of all shards.
+What a checkpoint of another number of ranks, or other buckets, put elsewhere goes to the owners in
+the first step that counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.algorithms import shards
+from collectives.kernels import all_finite
+from collectives.transports import Transport
+from collectives.vector import Array, SparseVector, module_of
+from collectives.wire import Format
+
+from ..buckets.buckets import Bucket
+from ..compression import Shards
+from .exchange import Progress, SparseExchange
+from .residual import Residual
+
+
+class ShardExchange(SparseExchange):
+    """A shard a step, with error feedback on both ways."""
+
+    compression: Shards
+
+    def __init__(self, bucket: Bucket, compression: Shards, progress: Progress) -> None:
+        residual = Residual(
+            bucket.length,
+            bucket.dtype,
+            compression.momentum_correction,
+            bucket.device,
+            betas=compression.adam_correction,
+            sizes=bucket.sizes,
+            has_owner_errors=True,
+        )
+        super().__init__(bucket, compression, progress, residual)
+        self._refuses = False
+        self._owned: tuple[Array, Array] | None = None  # where it belongs, and what is kept there
+
+    @property
+    def signature(self) -> str:
+        """Return the options, and whether owner errors are out of place.
+
+        Not the shard whose turn it is, which messages say: a signature that is another one in every
+        step would have to be told anew each time.
+        """
+        astray = ", owner errors to be brought home" if self.residual.astray else ""
+        return super().signature + astray
+
+    @property
+    def _shard(self) -> int:
+        """Return whose turn it is."""
+        return self._progress.steps % self.compression.period
+
+    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+        if self.residual.astray:
+            self._bring_home(transport)
+        gradient = bucket.flat if self.residual.has_moments else bucket.gather()
+        # Of the whole gradient: what is not in this shard would be found in a later step.
+        self._refuses = not all_finite(gradient)
+        self.residual.accumulate(gradient)
+        indices = self._indices(self._shard)
+        return SparseVector(indices, self.residual.values[indices], bucket.length)
+
+    def _indices(self, shard: int) -> Array:
+        return shards.shard_indices(shard, self.compression.period, self.residual.values)
+
+    def _reduce(
+        self, picked: SparseVector, transport: Transport, format: Format
+    ) -> tuple[SparseVector, SparseVector]:
+        own = picked.indices[shards.own_part(picked.entries, transport)]
+        on_host = picked.on_host()
+        errors = self.residual.owner_errors[own]
+        shared = shards.reduce(
+            on_host.values,
+            _on_host(errors),
+            transport,
+            shard=self._shard,
+            code=format.values,
+            refuses=self._refuses,
+        )
+        self._owned = own, module_of(picked.values).asarray(shared.kept)
+        update, returned = (
+            on_host._replace(values=shared.update),
+            on_host._replace(values=shared.lost),
+        )
+        return update.beside(picked.values), returned.beside(picked.values)
+
+    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+        super()._settle(picked, returned, update)
+        assert self._owned is not None
+        self.residual.keep_owner_errors(*self._owned)
+        self.residual.astray = False
+        self._owned = None
+
+    def _bring_home(self, transport: Transport) -> None:
+        """Let each rank's owner errors be all ranks' of its own parts, and nothing else."""
+        errors = self.residual.owner_errors
+        held = np.array([bool(errors.any())], np.uint8)
+        if not any(message.any() for message in transport.allgather(held)):
+            return
+        for shard in range(self.compression.period):
+            indices = self._indices(shard)
+            values = _on_host(errors[indices])
+            own = shards.own_part(values.size, transport)
+            with transport.operation("owner errors that are brought home"):
+                total = shards.to_owners(values, transport).total
+            values = np.zeros_like(values)
+            values[own] = total
+            self.residual.keep_owner_errors(indices, module_of(errors).asarray(values))
+            errors = self.residual.owner_errors
+
+
+def _on_host(array: Array) -> Array:
+    """Return an array of NumPy: itself, or a copy from the GPU, which was waited for."""
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,0 +1,207 @@
+"""Shards: every element has its turn, nothing is lost, all ranks get the same, few bytes travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import MessageError, run_ranks
+from collectives.algorithms import shards
+from collectives.errors import NonFiniteError
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.planning.calibration import ASSUMED_LINK
+from collectives.transports import Transport, local_world
+from collectives.wire import VALUE_CODES, WHOLE, Format
+
+by_code = pytest.mark.parametrize("code", VALUE_CODES)
+every_size = pytest.mark.parametrize("size", range(1, 10))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 1024, 1025, 2500])
+def test_every_element_is_in_one_shard(length: int, period: int) -> None:
+    like = np.zeros(length, np.float32)
+    each = [shards.shard_indices(shard, period, like) for shard in range(period)]
+    assert sorted(np.concatenate(each).tolist()) == list(range(length))
+    assert all((np.diff(indices) > 0).all() for indices in each)
+
+
+def test_shards_lie_as_they_are_drawn() -> None:
+    like = np.zeros(5 * 256 - 6)
+    first, second = (shards.shard_indices(shard, 2, like) for shard in (0, 1))
+    assert (first // 256).tolist() == [0] * 256 + [2] * 256 + [4] * 250
+    assert (second // 256).tolist() == [1] * 256 + [3] * 256
+
+
+def training(
+    size: int, gradients: np.ndarray, period: int, code: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Exchange every step's gradients, [steps, ranks, n]; return what there is at the end.
+
+    The sum of all updates [ranks, n], the residuals [ranks, n] and all owner errors [ranks, n].
+    """
+    length = gradients.shape[2]
+
+    def rank(transport: Transport) -> tuple[np.ndarray, ...]:
+        residual, errors, applied = (np.zeros(length, gradients.dtype) for _ in range(3))
+        for step, of_all in enumerate(gradients):
+            residual += of_all[transport.rank]
+            indices = shards.shard_indices(step % period, period, residual)
+            own = indices[shards.own_part(indices.size, transport)]
+            shared = shards.reduce(residual[indices], errors[own], transport, code=code)
+            applied[indices] += shared.update
+            residual[indices] = shared.lost
+            errors[own] = shared.kept
+        return applied, residual, errors
+
+    applied, residuals, errors = zip(*run_ranks(local_world(size), rank), strict=True)
+    return np.array(applied), np.array(residuals), np.array(errors)
+
+
+@every_size
+@by_code
+def test_nothing_is_lost_and_all_ranks_apply_the_same(
+    size: int, code: str, random: np.random.Generator
+) -> None:
+    gradients = random.standard_normal((9, size, 1500)) * 10.0 ** random.integers(-3, 3, 1500)
+    applied, residuals, errors = training(size, gradients, 4, code)
+    assert all(one.tobytes() == applied[0].tobytes() for one in applied)
+    total = applied[0] + residuals.sum(0) + errors.sum(0)
+    scale = np.abs(gradients).sum((0, 1))
+    assert (np.abs(total - gradients.sum((0, 1))) <= 1e-12 * scale).all()
+    assert applied.any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 700),
+    st.integers(1, 5),
+    st.sampled_from([*VALUE_CODES]),
+    st.integers(0, 2**32),
+)
+def test_the_law_holds_for_any_length_and_period(
+    size: int, length: int, period: int, code: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    # Integers, whose sums are exact: to the bit.
+    gradients = random.integers(-100, 100, (2 * period, size, length)).astype(np.float64)
+    applied, residuals, errors = training(size, gradients, period, code)
+    total = applied[0] + residuals.sum(0) + errors.sum(0)
+    assert total.tolist() == gradients.sum((0, 1)).tolist()
+
+
+@every_size
+def test_exact_values_are_summed_whole(size: int, random: np.random.Generator) -> None:
+    gradients = random.integers(-9, 9, (4, size, 2000)).astype(np.float32)
+    applied, _, errors = training(size, gradients, 1, "exact")
+    assert applied[0].tolist() == gradients.sum((0, 1)).tolist()
+    assert not errors.any()
+
+
+def test_an_owner_sends_what_it_kept_in_the_next_turn() -> None:
+    # In 2 bits the sum of a part is -1, 0 or 1 times half of the largest: half of it is left, and
+    # goes out step by step, though no gradient comes any more.
+    gradients = np.zeros((6, 2, 2))
+    gradients[0] = [[1.0, -0.3], [1.0, -0.3]]
+    applied, residuals, errors = training(2, gradients, 1, "int2")
+    total = applied[0] + residuals.sum(0) + errors.sum(0)
+    assert total.tolist() == pytest.approx([2.0, -0.6], abs=1e-15)
+    assert applied[0] == pytest.approx([2.0, -0.6], abs=0.1)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("how", ["nan", "refuses"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_rank_that_is_not_finite_or_refuses_is_named_on_all(size: int, how: str) -> None:
+    def rank(transport: Transport) -> None:
+        values = np.ones(300, np.float32)
+        last = transport.rank == size - 1
+        if last and how == "nan":
+            values[7] = np.nan
+        own = shards.own_part(300, transport)
+        with pytest.raises(NonFiniteError, match=f"rank {size - 1}"):
+            shards.reduce(
+                values,
+                np.zeros(own.stop - own.start, np.float32),
+                transport,
+                refuses=last and how == "refuses",
+            )
+        again = shards.reduce(
+            np.ones(300, np.float32), np.zeros(own.stop - own.start, np.float32), transport
+        )
+        assert np.isfinite(again.update).all()
+
+    run_ranks(local_world(size), rank)
+
+
+def test_a_sum_that_overflows_is_an_error_on_all_ranks() -> None:
+    def rank(transport: Transport) -> None:
+        own = shards.own_part(300, transport)
+        kept = np.zeros(own.stop - own.start, np.float32)
+        with pytest.raises(NonFiniteError):
+            shards.reduce(np.full(300, 3e38, np.float32), kept, transport)
+
+    run_ranks(local_world(3), rank)
+
+
+def test_ranks_with_unlike_codes_are_told_both() -> None:
+    def rank(transport: Transport) -> None:
+        own = shards.own_part(300, transport)
+        code = "int3" if transport.rank else "int4"
+        with pytest.raises(MessageError, match=r"format is whole/int. where this rank's is whole"):
+            shards.reduce(np.ones(300), np.zeros(own.stop - own.start), transport, code=code)
+
+    run_ranks(local_world(2, timeout_seconds=30), rank)
+
+
+def test_ranks_that_are_not_at_one_step_are_told_both_shards() -> None:
+    def rank(transport: Transport) -> None:
+        own = shards.own_part(300, transport)
+        kept = np.zeros(own.stop - own.start)
+        text = r"rank . exchanges shard [23] where this rank exchanges shard [23]; every rank"
+        with pytest.raises(MessageError, match=text):
+            shards.reduce(np.ones(300), kept, transport, shard=2 + transport.rank)
+
+    run_ranks(local_world(2, timeout_seconds=30), rank)
+
+
+# ---- what it costs
+
+
+def sent(size: int, length: int, code: str) -> Any:
+    def rank(transport: Transport) -> tuple[int, int]:
+        own = shards.own_part(length, transport)
+        values = np.ones(length, np.float32)
+        shards.reduce(values, np.zeros(own.stop - own.start, np.float32), transport, code=code)
+        return transport.traffic.sent_bytes, transport.traffic.sent_messages
+
+    return run_ranks(local_world(size), rank)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("code", ["int2", "int3", "int8", "exact"])
+def test_the_model_knows_the_bytes_and_messages(size: int, code: str) -> None:
+    length = 4 * 840 * 256
+    candidate = Candidate("shards", 0.25, Format(WHOLE, code))
+    predicted = predict(candidate, length, Network(size, ASSUMED_LINK), DEFAULT_RATES)
+    seen = sent(size, length // 4, code)
+    for sent_bytes, messages in seen:
+        assert messages == predicted.sent.messages
+        assert sent_bytes == pytest.approx(predicted.sent.bytes, rel=0.002)
+        assert sent_bytes <= predicted.sent.most_bytes + size
+    assert predicted.updated == length / 4
+    assert predicted.lag_steps == 1.5
+
+
+def test_three_bits_of_a_quarter_take_a_fortieth_of_what_dense_takes() -> None:
+    length, size = 1_000_000, 4
+    seen = sent(size, length // 4, "int3")
+    dense = 2 * 4 * length * (size - 1) / size
+    assert all(dense / sent_bytes > 42 for sent_bytes, _ in seen)

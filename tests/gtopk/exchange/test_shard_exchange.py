@@ -1,0 +1,281 @@
+"""Shards in an optimizer: owner errors are saved, dealt anew, and undone with the step.
+
+The laws that all methods keep are in test_optimizer and test_adamw.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.adaptive.local_training.round_exchange import RoundExchange
+from gtopk.compression import Compression, ErrorFeedback
+from gtopk.local_sgd import LocalSGD
+from gtopk.world import world
+from tests.gtopk.four_layers import distribute, flat, inputs, layers
+from tests.gtopk.held import held
+from tests.gtopk.in_shards import _small_blocks
+
+__all__ = ["_small_blocks"]
+
+SHARDS = Compression.shards(3, 2)
+
+
+@pytest.fixture(autouse=True)
+def _in_small_blocks(_small_blocks: None) -> None:
+    """So that a small model has something in each shard."""
+
+
+def owner_errors(optimizer: Any) -> np.ndarray:
+    residuals, _ = optimizer._reducer.take_state_out()
+    return np.concatenate([parts["owner_error"].numpy().ravel() for parts in residuals.values()])
+
+
+def train(optimizer: Any, model: torch.nn.Module, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+        optimizer.step()
+
+
+def saved(ranks: int, compression: Any = SHARDS, steps: int = 5) -> tuple[list[Any], Any, Any]:
+    """Return the ranks' optimizers after some steps, their state as one, and the model's."""
+    models = [layers() for _ in range(ranks)]
+
+    def program(transport: LocalTransport) -> tuple[Any, Any]:
+        model = models[transport.rank]
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            train(optimizer, model, transport.rank, range(steps))
+            return optimizer, optimizer.gather_state(0)
+
+    optimizers, states = zip(*run_ranks(local_world(ranks, 30), program), strict=True)
+    return list(optimizers), states[0], models[0].state_dict()
+
+
+def test_each_rank_keeps_the_errors_of_the_parts_that_it_owns() -> None:
+    optimizers, _, _ = saved(4)
+    errors = np.array([owner_errors(optimizer) != 0 for optimizer in optimizers])
+    assert (errors.sum(0) <= 1).all()
+    assert errors.any(1).all()
+
+
+def test_a_run_is_resumed_to_the_bit_on_as_many_ranks() -> None:
+    _, state, model_state = saved(3)
+
+    def program(transport: LocalTransport) -> tuple[bytes, bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, SHARDS)
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(state)
+            train(optimizer, model, transport.rank, range(5, 9))
+            return flat(model).numpy().tobytes(), held(optimizer).tobytes()
+
+    def whole(transport: LocalTransport) -> tuple[bytes, bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, SHARDS)
+            train(optimizer, model, transport.rank, range(9))
+            return flat(model).numpy().tobytes(), held(optimizer).tobytes()
+
+    resumed, without_stop = (run_ranks(local_world(3, 30), each) for each in (program, whole))
+    assert resumed == without_stop
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_on_other_ranks_owner_errors_are_dealt_anew_and_nothing_is_lost(ranks: int) -> None:
+    optimizers, state, model_state = saved(3)
+    left = sum(held(optimizer) for optimizer in optimizers)
+    assert sum(np.abs(owner_errors(optimizer)).sum() for optimizer in optimizers) > 0
+
+    def program(transport: LocalTransport) -> tuple[np.ndarray, ...]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, SHARDS)
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(state)
+            before = held(optimizer)
+            model(inputs(transport.rank, 5)).square().sum().backward()
+            gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+            optimizer.synchronize()
+            update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return before, gradient / ranks, update, held(optimizer), owner_errors(optimizer)
+
+    each = zip(*run_ranks(local_world(ranks, 30), program), strict=True)
+    before, added, updates, after, errors = map(np.array, each)
+    np.testing.assert_allclose(before.sum(0), left, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        updates[0] + after.sum(0), before.sum(0) + added.sum(0), rtol=0, atol=1e-12
+    )
+    assert ((errors != 0).sum(0) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    "compression", [Compression.gtopk(0.3), Compression.topk(1.0), Compression.none], ids=repr
+)
+def test_another_method_goes_on_with_owner_errors_as_residual(compression: Any) -> None:
+    optimizers, state, model_state = saved(3)
+    left = sum(held(optimizer) for optimizer in optimizers)
+
+    def program(transport: LocalTransport) -> tuple[np.ndarray, ...]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(state)
+            model(inputs(transport.rank, 5)).square().sum().backward()
+            gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+            optimizer.synchronize()
+            update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return gradient / 3, update, held(optimizer)
+
+    each = zip(*run_ranks(local_world(3, 30), program), strict=True)
+    added, updates, after = map(np.array, each)
+    is_feedback = isinstance(compression, ErrorFeedback)
+    atol = 1e-12 if is_feedback else 1e-9
+    np.testing.assert_allclose(updates[0] + after.sum(0), left + added.sum(0), rtol=0, atol=atol)
+
+
+def test_a_step_that_is_skipped_leaves_residuals_and_owner_errors_and_the_shards_turn() -> None:
+    def program(transport: LocalTransport) -> tuple[bytes, bool]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, SHARDS)
+            train(optimizer, model, transport.rank, range(4))
+            before = held(optimizer), owner_errors(optimizer), flat(model)
+            optimizer.zero_grad()
+            model(inputs(transport.rank, 4)).square().sum().backward()
+            if transport.rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad.view(-1)[-1] = float("nan")
+            optimizer.step()
+            assert optimizer.last_step.skipped
+            after = held(optimizer), owner_errors(optimizer), flat(model)
+            for old, new in zip(before, after, strict=True):
+                assert old.tobytes() == new.tobytes() if isinstance(old, np.ndarray) else True
+            assert torch.equal(before[2], after[2])
+            train(optimizer, model, transport.rank, range(5, 7))
+            return flat(model).numpy().tobytes(), optimizer.last_step.skipped
+
+    ranks = run_ranks(local_world(3, 30), program)
+    assert len({model for model, _ in ranks}) == 1
+    assert not any(skipped for _, skipped in ranks)
+
+
+def test_ranks_of_a_process_set_exchange_shards_and_others_step_alone(threads: Any) -> None:
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, alone = layers(), layers()
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        with world.entered(transport):
+            pair = hvd.add_process_set([0, 2])
+            optimizer = distribute(model, SHARDS, process_set=pair)
+            for step in range(3):
+                for each, of in ((optimizer, model), (plain, alone)):
+                    each.zero_grad()
+                    of(inputs(transport.rank, step)).square().sum().backward()
+                    each.step()
+        return flat(model), flat(alone)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        first, other, last = threads(3, program)
+    assert torch.equal(*other)
+    assert torch.equal(first[0], last[0])
+    assert not torch.equal(*first)
+
+
+def test_ranks_without_batches_join(threads: Any) -> None:
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, np.ndarray]:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model, SHARDS, missing_gradients="zeros")
+            train(optimizer, model, transport.rank, range([6, 3, 4][transport.rank]))
+            here.engine.join().wait()
+            return flat(model), held(optimizer)
+
+    ranks = threads(3, program)
+    assert torch.isfinite(ranks[0][0]).all()
+
+
+def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
+    def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
+        model, found = layers().double(), []
+        with world.entered(transport):
+            inner = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = LocalSGD(inner, 2, lambda p: torch.optim.SGD(p, lr=1.0), SHARDS)
+            centre = flat(model)
+            for step in range(8):
+                optimizer.zero_grad()
+                model(inputs(transport.rank, step).double()).square().sum().backward()
+                if step % 2:
+                    before = _left(optimizer)
+                    alone = flat(model)
+                    gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                    change = centre - (alone - 0.05 * gradient)
+                    optimizer.step()
+                    moved = centre - flat(model)
+                    centre = flat(model)
+                    found.append((before, change.numpy() / 3, moved.numpy(), _left(optimizer)))
+                else:
+                    optimizer.step()
+        return found
+
+    for ranks in zip(*run_ranks(local_world(3, 30), program), strict=True):
+        before, added, moved, after = (np.array(each) for each in zip(*ranks, strict=True))
+        assert (moved == moved[0]).all()
+        np.testing.assert_allclose(
+            moved[0] + after.sum(0), before.sum(0) + added.sum(0), rtol=0, atol=1e-12
+        )
+
+
+def _left(optimizer: Any) -> np.ndarray:
+    """Return the residual and the owner errors of local steps."""
+    (parts,) = optimizer.state_dict()["gtopk"]["held"].values()
+    found = [
+        sum(tensors[what].numpy() for what in ("residual", "owner_error")).ravel()
+        for tensors in parts.values()
+    ]
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"period": 0}, ValueError, "period must be at least 1, got 0"),
+        ({"period": 2.0}, TypeError, r"period must be an integer, got 2\.0"),
+        ({"bits": 5}, ValueError, "bits must be one of 2, 3, 4, 8, 16, 32; got 5"),
+        ({"bits": True}, ValueError, "bits must be one of 2, 3, 4, 8, 16, 32; got True"),
+        ({"density": 0.1}, TypeError, "density"),
+        ({"wire": "raw"}, TypeError, "wire"),
+    ],
+)
+def test_what_shards_do_not_take_is_refused(options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        Compression.shards(**options)
+
+
+def test_what_would_not_save_owner_errors_refuses_shards() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(9))
+    with pytest.raises(ValueError, match="not for the modes of adapt but 'balanced'"):
+        RoundExchange([parameter], SHARDS)
+
+
+def test_ranks_with_unlike_shards_are_told_both(threads: Any) -> None:
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.shards(3, 2 + transport.rank))
+            with pytest.raises(hvd.HorovodInternalError, match=r"rank 0: bits=2; rank 1: bits=3"):
+                train(optimizer, model, transport.rank, range(1))
+
+    threads(2, program)

@@ -1,0 +1,23 @@
+"""Shards of a model so small that it would be in one block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from collectives.algorithms import shards
+from gtopk.compression import Compression
+
+
+def in_shards(density: float, **options: Any) -> Any:
+    """Return shards that send about such a part of all entries a step."""
+    return Compression.shards(max(1, min(6, round(1 / density))), 3, **options)
+
+
+@pytest.fixture(scope="module")
+def _small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "BLOCK", 8)
+        yield
