@@ -57,7 +57,7 @@ class Carrier(Streams):
 
     @property
     def link(self) -> Link | None:
-        return self._pacer and self._pacer.link
+        return None if self._pacer is None else self._pacer.link
 
     def emulate(self, link: Link, clock: Clock | None = None) -> None:
         if len(self.neighbours()) < self.size:
