@@ -7,6 +7,7 @@ collective takes is then what the link alone makes of it, to the last digit.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from collectives import MessageError, local_world, reduce, run_ranks, select
 from collectives.cost import Link, dense_bytes
 from collectives.planning.calibration import measure_network
-from collectives.transports import LocalTransport, pacing
+from collectives.transports import LocalTransport, Transport, pacing, torch_distributed
 from collectives.transports.pacing import MonotonicClock, Pacer, append_stamp, split_stamp
 
 LINK = Link.of(100e6, 0.4e-3)
@@ -163,6 +164,26 @@ def test_sparse_sums_take_their_messages_over_the_rate(size):
     assert seconds("gtopk") < 2 * seconds("topk-allgather")
     if size == 8:
         assert seconds("gtopk") < seconds("topk-allgather")
+
+
+@pytest.mark.parametrize("kind", ["torch.distributed", "horovod"])
+def test_every_transport_paces_alike_and_makes_its_sums_of_messages(in_world, kind, monkeypatch):
+    monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 0)
+
+    def program(transport: Transport) -> tuple[float, int]:
+        clock = ModelClock()
+        transport.emulate(LINK, clock)
+        assert transport.native_bytes() == sys.maxsize
+        begun = clock.now()
+        transport.traffic.take()
+        array = np.full(50_000, transport.rank, np.float32)
+        transport.allreduce(array)
+        assert (array == 3).all()
+        return clock.now() - begun, transport.traffic.sent_bytes
+
+    found, expected = in_world(kind, 3, program), in_world("local", 3, program)
+    assert [sent for _, sent in found] == [sent for _, sent in expected]
+    assert [took for took, _ in found] == pytest.approx([took for took, _ in expected])
 
 
 def test_bytes_are_counted_as_without_it_and_views_are_paced_too():

@@ -219,12 +219,8 @@ def test_the_first_picture_is_loss_over_seconds_here_and_over_the_link(
     assert reader.open == []
     assert html.index("Training loss over seconds") < html.index('<dl class="tiles">')
     assert html.index("This machine as it is") < html.index("An emulated link of 100 Mbit/s")
-    assert "reaches a training loss of 0.1 after 12 s, dense after 8 s: 1.5 times later" in (
-        reader.words
-    )
-    assert "reaches a training loss of 0.1 after 6 s, dense after 24 s: 4 times sooner" in (
-        reader.words
-    )
+    assert "of 0.1 after 12 s, dense after 8 s: 1.50 times later, a loss." in reader.words
+    assert "of 0.1 after 6 s, dense after 24 s: 4 times sooner." in reader.words
     assert "Time of a run, emulated 100 Mbit/s" in reader.words
     assert "0.25 times" in reader.words
 
