@@ -452,7 +452,7 @@ def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
 
 
 def test_it_learns_as_dense_adamw_that_clips_does() -> None:
-    """On one task by as many steps; without clipping, and at this rate, both end elsewhere."""
+    """On one task, by as many steps of one rate."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
 
     def final_loss(hooks: bool) -> float:
@@ -473,9 +473,8 @@ def test_it_learns_as_dense_adamw_that_clips_does() -> None:
 
     dense, ours = final_loss(False), final_loss(True)
     begun = float(target.square().mean())
-    if RANK == 0: print("LEARN", begun, dense, ours)
-    assert dense < 0.05 * begun, dense
-    assert ours < 0.05 * begun, ours
+    assert dense < 0.005 * begun, dense
+    assert ours < 0.005 * begun, ours
 
 
 def main() -> None:
