@@ -164,7 +164,9 @@ class GTopKState:
             self.compression,
             self._world.rank,
             says=self._rank == 0,
-            way="give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
+            way=""
+            if optimizer is not None
+            else "give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
             stepped=None if self._adam is None else optimizer,
         )
         self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end

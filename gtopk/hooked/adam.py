@@ -105,7 +105,8 @@ class HookedAdam:
         parameters: of the first bucket that a pass hands over, which are looked at for that from
             the next pass on. A pass that is not exchanged may add to them: a GAN's, say.
         """
-        if self._added:
+        parameters = list(parameters)
+        if not self._added.isdisjoint(parameters):  # others are looked at later in this pass
             self._added.clear()
             raise RuntimeError(
                 f"rank {self.peers.world.rank}: a backward pass has added its gradients to the "

@@ -1,6 +1,7 @@
 """Run under torchrun on 2 ranks or more: AdamW whose steps DDP's hook makes."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -369,7 +370,9 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
     for compiles in (False, True):
         model, optimizer, _ = hooked(buckets=IN_ORDER)
         each = torch.compile(model, backend="aot_eager") if compiles else model
-        train(each, optimizer, range(4))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*global hooks on modules")  # torch's, once
+            train(each, optimizer, range(4))
         found.append(weights(model))
         assert_alike(model)
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
@@ -446,6 +449,32 @@ def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
     train(model, optimizer, range(3))
     train(other, also, range(3))
     assert torch.equal(weights(model), weights(other))
+
+
+def test_it_learns_as_dense_adamw_that_clips_does() -> None:
+    """On one task, by as many steps of one rate."""
+    target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
+
+    def final_loss(hooks: bool) -> float:
+        model = DistributedDataParallel(torch.nn.Linear(12, 12, bias=False))
+        torch.nn.init.zeros_(model.module.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.0)
+        if hooks:
+            state = GTopKState(0.1, optimizer=optimizer, global_clip_norm=1.0)
+            model.register_comm_hook(state, gtopk_hook)
+        for step in range(100):
+            x = batch(step, dtype=torch.float32)
+            optimizer.zero_grad()
+            (model(x) - x @ target).square().mean().backward()
+            if not hooks:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return float((model.module.weight.detach() - target.T).square().mean())
+
+    dense, ours = final_loss(False), final_loss(True)
+    begun = float(target.square().mean())
+    assert dense < 0.005 * begun, dense
+    assert ours < 0.005 * begun, ours
 
 
 def main() -> None:
