@@ -148,11 +148,7 @@ class Carrier(Streams):
 
     @property
     def link(self) -> Link | None:
-<<<<<<< HEAD
-        return self._pacer.link if self._pacer is not None else None
-=======
         return None if self._pacer is None else self._pacer.link
->>>>>>> link
 
     def emulate(self, link: Link, clock: Clock | None = None) -> None:
         if len(self.neighbours()) < self.size:
