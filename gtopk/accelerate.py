@@ -41,7 +41,9 @@ def compress(
 ) -> GTopKState:
     """Let a prepared model's gradients go by gTop-k, and return the state of its hook.
 
-    model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers.
+    model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers. One
+        alone is given to the state: AdamW's steps are then made before the selection, and
+        global_clip_norm= takes the place of accelerator.clip_grad_norm_.
     density, options: as `gtopk.ddp.GTopKState` takes them.
     Raises ValueError where the model is not wrapped in DistributedDataParallel.
     """
@@ -52,9 +54,12 @@ def compress(
             f"DistributedDataParallel, got {type(model).__name__} on "
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
-    state = GTopKState(density, scaler=accelerator.scaler, **options)
+    prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    plain = [each.optimizer for each in prepared]  # that it wraps
+    given = {"optimizer": plain[0] if len(plain) == 1 else None, **options}
+    state = GTopKState(density, scaler=accelerator.scaler, **given)
     model.register_comm_hook(state, gtopk_hook)
-    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        each.optimizer.register_step_pre_hook(state.drop_skipped)  # of what it wraps
+    for each in plain if len(plain) > 1 else []:
+        each.register_step_pre_hook(state.drop_skipped)
     accelerator.register_for_checkpointing(_Held(state, model))
     return state

@@ -17,15 +17,15 @@ residual of a frozen one waits until it is thawed.
 
 # DDP looks at the hook's annotations: they must be no strings.
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
@@ -33,25 +33,46 @@ from collectives.transports import Transport
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
-from .exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.exchange import Progress
 from .exchange.residual_names import plain_name, under_known_names, unmatched
-from .exchange.residual_state import ResidualState, fits
-from .hooked.bucket_exchanges import BucketExchanges, as_shaped, split
+from .exchange.residual_state import ResidualState, fits, mean_square_ratio
+from .hooked.adam import HookedAdam, check_clip_norm
+from .hooked.bucket_exchanges import BucketExchanges
+from .hooked.ddp_passes import (
+    after_ddp,
+    process_set_of,
+    refuse_sparse,
+    write_what_ddp_does_not,
+)
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
 from .hooked.optimizer_checks import look_at_optimizers
 from .objects import decode, encode
+from .reduce_ops import Average
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS
+from .step.weights import LocalClip
 from .telemetry import StepReport
 from .world import world
-from .world.process_sets import ProcessSet, global_process_set
+from .wrapped.adam_step import options_of_adam
 from .wrapped.checkpoint import FORMAT, share_of
+from .wrapped.wrapping import Wrapping
 
 __all__ = ["GTopKState", "gtopk_hook"]
+
+
+class _Handed(NamedTuple):
+    """A bucket that DDP has handed over, whose future waits for what the ranks agree on."""
+
+    bucket_exchange: BucketExchange
+    number: int
+    is_last: bool
+    is_joined: bool  # this rank has: the gradients are zeros, and nobody's
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
 
 
 class GTopKState:
@@ -62,6 +83,17 @@ class GTopKState:
     density: of every bucket; `options` are the others of Compression.gtopk. With
         momentum_correction the optimizer's own momentum must be 0: its first step is else an error,
         as it is of Adam and its kin with adam_correction.
+    optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW the hook makes
+        the steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`):
+        from the end of backward on gradients are the agreed steps, and `step` applies them. Others
+        step with agreed gradients. A step that does not count is dropped by itself.
+    global_clip_norm: shortens the mean gradient before Adam's moments to about this norm: each
+        rank shortens its own by a ratio that it learns. Buckets are then exchanged when the last
+        one is full. With other optimizers clip after backward.
+    adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
+    local_residual: whether forward passes in training see Adam's steps that this rank has not sent
+        yet (`wrapped.local_residual`); None: yes. Parameters are the same on all ranks again from
+        `step` on, and in a model in eval mode.
     process_group: DDP's; None: of all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
@@ -84,11 +116,20 @@ class GTopKState:
         density: float = 0.001,
         process_group: ProcessGroup | None = None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
+        global_clip_norm: float | None = None,
+        adam_steps: Literal["before", "after"] = "before",
+        local_residual: bool | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(optimizer, Wrapping):
+            raise ValueError("the optimizer is distributed already: give the state the plain one")
         self.compression = GTopK(density, **options)
+        of_adam = options_of_adam(optimizer, self.compression, adam_steps, local_residual, Average)
+        check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)
+        self._global_clip_norm = global_clip_norm
         if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
             raise ValueError(
                 "DDP reduces whole buckets, so per-parameter dense rules are not supported; leave "
@@ -96,7 +137,7 @@ class GTopKState:
             )
         if not world.is_initialized():
             world.init()
-        self._members = _process_set_of(process_group).members
+        self._members = process_set_of(process_group).members
         assert self._members.engine is not None
         self._engine = self._members.engine
         self._rank = self._members.ranks.index(world.current().rank)
@@ -105,7 +146,28 @@ class GTopKState:
         self.progress = Progress()
         self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
         self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
-        look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
+        self._world = world.current()
+        peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
+        self._adam: HookedAdam | None = None
+        if optimizer is not None and of_adam["adam"] is not None:
+            self._adam = HookedAdam(
+                optimizer,
+                self._skips,
+                peers,
+                self._bucket_exchanges.residuals,
+                local_residual=of_adam["local_residual"],
+            )
+        elif optimizer is not None:
+            optimizer.register_step_pre_hook(self.drop_skipped)
+        look_at_optimizers(
+            self._skips,
+            self.compression,
+            self._world.rank,
+            says=self._rank == 0,
+            way="give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
+            stepped=None if self._adam is None else optimizer,
+        )
+        self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
         self._unmatched: dict[
             str, ResidualState
         ] = {}  # of names that no parameter has; saved again
@@ -117,8 +179,6 @@ class GTopKState:
         self._preempted: set[int] = set()
         self._not_finite: dict[int, list[int]] = {}  # likewise, of which ranks, in which buckets
         self._counted = True
-        self._world = world.current()
-        peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
         self._steps = HookSteps(peers, self.compression, self.progress)
 
     @property
@@ -140,32 +200,105 @@ class GTopKState:
         """Begin to replace a bucket's gradients by what all ranks agree on."""
         buffer = bucket.buffer()
         refuse_complex(bucket.parameters())
-        _refuse_sparse(bucket)
+        refuse_sparse(bucket)
         self._refuse_another_model(bucket)
+        if self._adam is not None and not bucket.index():
+            self._adam.watch(bucket.parameters())
         bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
-        scale = loss_scale(self.scaler)
         bucket_exchange.parameters[0].grad = buffer
-        bucket_exchange.take(1.0 / (len(self._members.ranks) * scale), scale)
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
+        is_joined = torch._C._current_graph_task_id() == -1  # by DDP.join
+        handed = _Handed(
+            bucket_exchange, bucket.index(), bucket.is_last(), is_joined, buffer, future
+        )
+        if self._global_clip_norm is None:
+            self._submit(handed, 1.0)
+        else:
+            self._submit_clipped(handed)
+        if is_joined:
+            return future.then(self._value_or_failure)
+        after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
+        write_what_ddp_does_not(bucket.parameters(), buffer)
+        if bucket.is_last() and self._adam is not None:
+            after_ddp(self._note_steps)
+        return future
+
+    def _submit_clipped(self, handed: _Handed) -> None:
+        """Exchange all buckets of a pass when the last one is there, shortened alike."""
+        if not handed.number:
+            self._handed.clear()  # of a pass that an error ended
+        self._handed.append(handed)
+        if not handed.is_last:
+            return
+        together, self._handed = self._handed, []
+        clip = LocalClip(
+            [each.buffer for each in together],
+            None,
+            loss_scale(self.scaler),
+            allowed_mean=self._global_clip_norm,
+            ratio=mean_square_ratio([each.bucket_exchange for each in together]),
+        )
+        weight = 1.0 / len(self._members.ranks)
+        factor = clip.factor(weight, weight)
+        for each in together:
+            self._submit(each, factor)
+
+    def _submit(self, handed: _Handed, factor: float) -> None:
+        """Begin to exchange a bucket, whose gradients are to be multiplied with this factor."""
+        bucket_exchange, buffer = handed.bucket_exchange, handed.buffer
+        scale = loss_scale(self.scaler)
+        bucket_exchange.take(factor / (len(self._members.ranks) * scale), scale)
+        if handed.is_joined:
+            bucket_exchange.weigh(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.hand_over(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
-            f"{self._name}.bucket.{bucket.index()}",
-            [f"{buffer.dtype} {list(buffer.shape)}", bucket_exchange.signature],
-            partial(self._work, bucket_exchange, number, bucket.index(), bucket.is_last()),
+            f"{self._name}.bucket.{handed.number}",
+            [
+                f"{buffer.dtype} {list(buffer.shape)}",
+                bucket_exchange.signature,
+                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
+                f"global_clip_norm={self._global_clip_norm}",
+            ],
+            partial(self._work, bucket_exchange, number, handed.number, handed.is_last),
             flags=preempted | flags_of(bucket_exchange),
         )
         self._steps.submitted(number, operation)
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         self._finisher.submit(
-            self._finish, operation, bucket_exchange, buffer, future, bucket.is_last()
+            self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
         )
-        if torch._C._current_graph_task_id() == -1:
-            # This rank has joined (DDP.join): the gradients are zeros, and nobody's.
-            return future.then(self._value_or_failure)
-        _after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
-        _write_what_ddp_does_not(bucket.parameters(), buffer)
-        return future
+
+    def _note_steps(self) -> None:
+        """Have the optimizer step by what gradients are now, if the pass counts."""
+        assert self._adam is not None
+        if self._skips.counted:
+            self._adam.note()
+        else:
+            self._adam.forget()
+
+    @property
+    def makes_adam_steps(self) -> bool:
+        """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
+        return self._adam is not None
+
+    @property
+    def global_clip_norm(self) -> float | None:
+        """The norm that the mean gradient is shortened to; may be set anew, on all ranks alike."""
+        return self._global_clip_norm
+
+    @global_clip_norm.setter
+    def global_clip_norm(self, norm: float | None) -> None:
+        check_clip_norm(norm, makes_adam_steps=self.makes_adam_steps)
+        self._global_clip_norm = norm
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Let the parameters be the model that is the same on all ranks, within the context.
+
+        They are that by themselves from `step` to the next forward pass, and in a model in eval
+        mode: this is for what else looks at them in the middle of a step.
+        """
+        return nullcontext() if self._adam is None else self._adam.evaluating()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, which torch.save of the DDP model does, too."""
@@ -176,11 +309,22 @@ class GTopKState:
         )
 
     def _open_bucket_exchange(
-        self, whole: torch.nn.Parameter, sizes: Sequence[int]
+        self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
-        return open_bucket_exchange(
+        sizes = [parameter.numel() for parameter in parameters]
+        bucket_exchange = open_bucket_exchange(
             self._name, [whole], ["bucket"], self.compression, self.progress, sizes=sizes
         )
+        if self._adam is not None:
+            ranks = len(self._members.ranks)
+            make_adam_steps(
+                bucket_exchange,
+                self.compression,
+                self._adam.groups,
+                ranks,
+                parameters=parameters,
+            )
+        return bucket_exchange
 
     def _refuse_another_model(self, bucket: GradBucket) -> None:
         """Only the first step has new parameters, and its buckets are numbered as they come."""
@@ -329,8 +473,12 @@ class GTopKState:
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
+        if self._adam is not None:
+            self._adam.forget()
         self._bucket_exchanges.put_residuals(found)
         self.progress.steps = int(state["steps"])
+        if self._adam is not None:
+            self._adam.loaded()
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -340,72 +488,6 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
     return state.exchange(bucket)
-
-
-def _refuse_sparse(bucket: GradBucket) -> None:
-    """Raise ValueError for the sparse gradient of an embedding, which DDP has in its own bucket."""
-    if bucket.buffer().is_sparse:
-        shape = list(bucket.parameters()[0].shape)
-        raise ValueError(
-            f"the parameter of shape {shape} has sparse gradients, which the hook cannot exchange: "
-            "make its embedding with sparse=False, or train with hvd.DistributedOptimizer in place "
-            "of DistributedDataParallel"
-        )
-
-
-def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Once DDP has ended the backward pass, write the update of what no rank used, too.
-
-    DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
-    But its residual is sent in that step as in any other.
-    """
-    before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
-
-    def write() -> None:
-        parts = split(buffer, parameters)
-        for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
-            if parameter.grad is not grad or (grad is not None and grad._version != version):
-                continue  # DDP has written it
-            update = as_shaped(part, parameter)
-            if grad is not None:
-                grad.copy_(update)  # nothing, where it lies in DDP's bucket
-            elif update.any():
-                parameter.grad = torch.empty_like(parameter).copy_(update)
-
-    _after_ddp(write)
-
-
-def _after_ddp(call: Callable[[], None]) -> None:
-    """Call this once DDP has ended the backward pass that goes on; backward raises what it does."""
-    # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
-    queue = Variable._execution_engine.queue_callback
-    queue(partial(queue, call))
-
-
-def _process_set_of(group: ProcessGroup | None) -> ProcessSet:
-    """Return the process set with the ranks of a process group; ValueError where there is none."""
-    here = world.current()
-    ranks = (
-        torch.distributed.get_process_group_ranks(group)
-        if group is not None
-        else list(range(torch.distributed.get_world_size()))
-    )
-    if torch.distributed.get_rank() != here.rank:
-        raise ValueError(
-            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
-            "gtopk: start the ranks with one launcher"
-        )
-    if len(ranks) == here.size:
-        return global_process_set
-    for number, members in here.sets.items():
-        if list(members.ranks) == ranks:
-            found = ProcessSet(ranks)
-            found.process_set_id = number
-            return found
-    raise ValueError(
-        f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
-        f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
-    )
 
 
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

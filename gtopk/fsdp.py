@@ -96,6 +96,12 @@ def replicate(
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a model or a mesh that is none of these, and for complex parameters.
     """
+    if options.pop("optimizer", None) is not None:
+        raise ValueError(
+            "replicas of a sharded model do not make AdamW's steps before the selection: leave out "
+            "optimizer, and give adam_correction=(0.9, 0.999), with torch.optim.SGD in AdamW's "
+            "place. Where the model fits one GPU, gtopk.ddp makes AdamW's steps"
+        )
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:
@@ -246,7 +252,9 @@ class ReplicaState:
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
-        look_at_optimizers(self._skips, compression, says=self._world.rank == 0)
+        look_at_optimizers(
+            self._skips, compression, self._world.rank, says=self._world.rank == 0, way=""
+        )
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._finite = True  # the gradients of this rank in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the order of all ranks
@@ -345,8 +353,9 @@ class ReplicaState:
             queue(partial(queue, self._end_pass))
 
     def _open_bucket_exchange(
-        self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]
+        self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
+        sizes = [parameter.numel() for parameter in parameters]
         vector = stand_in(whole.detach().new_empty(1), whole.numel())
         return open_bucket_exchange(
             unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes

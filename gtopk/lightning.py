@@ -27,7 +27,10 @@ __all__ = ["GTopK"]
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them.
+    density, options: as `gtopk.ddp.GTopKState` takes them. A module with one optimizer has it given
+        to the state: AdamW's steps are then made before the selection, and the Trainer's
+        gradient_clip_val becomes the state's global_clip_norm, for which "norm" must be the
+        algorithm.
     state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
         passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
         with the residual, unless it begins from a checkpoint.
@@ -38,6 +41,7 @@ class GTopK(Callback):
         self._options = options
         self._loaded: dict[str, Any] | None = None  # empty: of a checkpoint without gTop-k
         self._module: LightningModule | None = None  # that the state is of
+        self._clip_val: float | None = None  # the Trainer's, while the state clips in its place
         self.state: GTopKState | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,14 +56,36 @@ class GTopK(Callback):
         if self._loaded is None and self.state is not None and self._module is pl_module:
             self._loaded = self.state.state_dict(model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.state = GTopKState(self._density, scaler=scaler, **self._options)
+        only = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        options: dict[str, Any] = {"optimizer": only, **self._options}
+        self.state = GTopKState(self._density, scaler=scaler, **options)
+        if self.state.makes_adam_steps and trainer.gradient_clip_val:
+            self._take_over_clipping(self.state, trainer)
         if self._loaded:
             self.state.load_state_dict(self._loaded, model)
         self._loaded, self._module = None, pl_module
         model.register_comm_hook(self.state, gtopk_hook)
-        if scaler is not None:  # which has to see a NaN before it is dropped
+        if scaler is not None and only is None:  # which has to see a NaN before it is dropped
             for optimizer in trainer.optimizers:
                 optimizer.register_step_pre_hook(self.state.drop_skipped)
+
+    def _take_over_clipping(self, state: GTopKState, trainer: Trainer) -> None:
+        """Have the state clip the mean gradient: what the Trainer would clip are AdamW's steps."""
+        algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
+        if algorithm != "norm":
+            raise ValueError(
+                f"gradient_clip_algorithm={algorithm!r} would clip AdamW's steps, which gradients "
+                "are when the Trainer clips them: use 'norm', which clips the mean gradient before "
+                "the moments, or GTopK(adam_steps='after')"
+            )
+        self._clip_val = float(trainer.gradient_clip_val or 0.0)
+        state.global_clip_norm = self._clip_val
+        trainer.gradient_clip_val = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the Trainer back what it clips by."""
+        if self._clip_val is not None:
+            trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -77,7 +77,7 @@ class Bucket:
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = home_of(self.parameters)
-        self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self.strides = strides_of(self.parameters)
         self._dtypes = {p.dtype for p in self.parameters if p.numel()}
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = self.share = 1.0
@@ -298,11 +298,7 @@ class Bucket:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the place of each parameter in a vector like this one, [length]."""
-        starts = np.cumsum([0, *(p.numel() for p in self.parameters)]).tolist()
-        return [
-            flat.as_strided(p.shape, stride, start)
-            for p, stride, start in zip(self.parameters, self.strides, starts, strict=False)
-        ]
+        return split_like(flat, self.parameters, self.strides)
 
     @contextmanager
     def flat_on_host(self) -> Iterator[NDArray[Any]]:
@@ -347,6 +343,22 @@ class Bucket:
         """Hold no memory that `zero_grad` is to free before the next backward pass."""
         self.gradients = []
         self._looked_up = None
+
+
+def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return each parameter's, as far as its elements lie one by one: the order in a vector."""
+    return [torch.empty_like(p, device="meta").stride() for p in parameters]
+
+
+def split_like(
+    flat: torch.Tensor, parameters: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Return the place of each parameter in a vector, [their elements], in its shape."""
+    starts = np.cumsum([0, *(p.numel() for p in parameters)]).tolist()
+    return [
+        flat.as_strided(p.shape, stride, start)
+        for p, stride, start in zip(parameters, strides, starts, strict=False)
+    ]
 
 
 def _on_gpu(device: torch.device) -> bool:

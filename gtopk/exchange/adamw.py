@@ -31,7 +31,7 @@ import torch
 from collectives.transports import Transport
 
 from ..buckets.arrays import from_array, to_array, zeros
-from ..buckets.buckets import Bucket
+from ..buckets.buckets import Bucket, split_like, strides_of
 from .sampling import SWEEP, Sampling, times_sampled
 
 # Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is
@@ -57,8 +57,8 @@ class Hyper(NamedTuple):
     maximize: bool
 
 
-# Of a parameter that was taken out of the groups: the step under way is void.
-_GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
+# Of a parameter that is in no group: where it was taken out of them, the step under way is void.
+GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
 
 
 class AdamGroups:
@@ -71,8 +71,8 @@ class AdamGroups:
         self._optimizer = optimizer
         self.factor = 1.0
 
-    def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper]:
-        """Return the options of these parameters, as they are now."""
+    def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
+        """Return the options of these parameters, as they are now; None: a step passes it over."""
         of: dict[torch.Tensor, Hyper] = {}
         for group in self._optimizer.param_groups:
             refuse_amsgrad(group)
@@ -81,7 +81,7 @@ class AdamGroups:
             rate = float(group["lr"]) * self.factor
             one = Hyper(rate, beta1, beta2, float(group["eps"]), l2, bool(group["maximize"]))
             of.update(dict.fromkeys(group["params"], one))
-        return [of.get(parameter, _GONE) for parameter in parameters]
+        return [of.get(parameter, GONE) for parameter in parameters]
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the optimizer's own state of a parameter, to be changed in place."""
@@ -131,30 +131,41 @@ class AdamSteps:
     """Makes AdamW's steps of one bucket's gradients.
 
     ranks: that exchange the bucket; alone, a rank's own second moment is that of the mean gradient.
+    parameters: that lie in it side by side, where one other stands for them; None: the bucket's.
     `read` comes first in every step, in the program; then `make`, a collective; `undo` makes it as
     if there had been no `make` since the last `forget`.
     """
 
-    def __init__(self, bucket: Bucket, groups: AdamGroups, ranks: int) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        groups: AdamGroups,
+        ranks: int,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.share = 1.0 / ranks  # of this rank in the sum, where nobody says how many samples
-        self._bucket, self._groups, self._ranks = bucket, groups, ranks
-        named = zip(bucket.parameters, bucket.strides, strict=True)
+        self._groups, self._ranks = groups, ranks
+        self._parameters = bucket.parameters if parameters is None else list(parameters)
+        self._strides, self._sizes = strides_of(self._parameters), bucket.sizes
+        named = zip(self._parameters, self._strides, strict=True)
         self.rows = [_rows(*each) for each in named]
-        self._sampling = Sampling(bucket.sizes, self.rows)
+        self._sampling = Sampling(self._sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
         self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
         # As the optimizer's state has them: views of the two.
         self._in_state = [
-            *zip(bucket.split(self._shared), self._shared_rows.split(self.rows), strict=True)
+            *zip(self._split(self._shared), self._shared_rows.split(self.rows), strict=True)
         ]
-        self._steps = [0] * len(bucket.sizes)
-        self._hypers: list[Hyper] = []
+        self._steps = [0] * len(self._sizes)
+        self._hypers: list[Hyper | None] = []
         self._before: _Before | None = None
 
     def read(self, own: OwnMoments) -> None:
         """Read the options, and take over what was loaded into the optimizer's state."""
-        self._hypers = self._groups.read(self._bucket.parameters)
-        for number, parameter in enumerate(self._bucket.parameters):
+        self._hypers = self._groups.read(self._parameters)
+        for number, parameter in enumerate(self._parameters):
+            if self._hypers[number] is None:
+                continue
             state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
             if state.get(SHARED) is not shared:
                 if SHARED not in state:  # nobody's yet, or a plain AdamW's
@@ -170,7 +181,10 @@ class AdamSteps:
 
     def is_as_read(self) -> bool:
         """Tell whether the options are those that were read."""
-        return self._hypers == self._groups.read(self._bucket.parameters)
+        return self._hypers == self._groups.read(self._parameters)
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return split_like(flat, self._parameters, self._strides)
 
     def _begin_anew(self, number: int, own: OwnMoments) -> None:
         """Forget the moments of a parameter, its own and what the ranks share."""
@@ -178,7 +192,7 @@ class AdamSteps:
         shared.fill_(UNKNOWN)
         rows.zero_()
         for moments in (own.first, own.second):
-            self._bucket.split(moments)[number].zero_()
+            self._split(moments)[number].zero_()
         own.rows.split(self.rows)[number].zero_()
         own.ages[number] = 0
 
@@ -187,7 +201,7 @@ class AdamSteps:
     ) -> None:
         """Go on from moments of a plain AdamW, of the mean gradient."""
         steps, share = int(state[STEP]), self.share
-        hyper = self._hypers[number]
+        hyper = self._hypers[number] or GONE
         square = state.pop("exp_avg_sq")
         mean = state.pop("exp_avg")
         state.pop("max_exp_avg_sq", None)
@@ -195,8 +209,8 @@ class AdamSteps:
             return
         shared.copy_(square).div_(1.0 - hyper.beta2**steps)
         if not int(own.ages[number]):
-            self._bucket.split(own.first)[number].copy_(mean).mul_(share)
-            self._bucket.split(own.second)[number].copy_(square).mul_(share)
+            self._split(own.first)[number].copy_(mean).mul_(share)
+            self._split(own.second)[number].copy_(square).mul_(share)
             own.ages[number] = steps
 
     def make(
@@ -221,8 +235,10 @@ class AdamSteps:
     def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
         """Make it the gradient that Adam takes its moments of."""
         for hyper, parameter, part in zip(
-            self._hypers, self._bucket.parameters, self._bucket.split(gradient), strict=True
+            self._hypers, self._parameters, self._split(gradient), strict=True
         ):
+            if hyper is None:
+                continue
             if hyper.maximize:
                 part.neg_()
             if hyper.l2 and share:
@@ -249,13 +265,15 @@ class AdamSteps:
         if share:
             own_rows.index_add_(0, sample.rows, mine.square_().div_(share))
         self._set_steps([steps + 1 for steps in self._steps])
+        if passed_over := [n for n, hyper in enumerate(self._hypers) if hyper is None]:
+            self.leave(passed_over)
         return self._ratios(own_rows)
 
     def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return what a sample weighs beside the mean of those before it, [s]."""
         weights = []
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
-            decay = hyper.beta2**SWEEP
+            decay = (hyper or GONE).beta2 ** SWEEP
             weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
         return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]
 
@@ -264,10 +282,19 @@ class AdamSteps:
 
         own_rows: w times this rank's, of as many samples; w is taken for its usual share.
         """
-        own = own_rows / self.share
-        ratio = self._shared_rows.sum() / own.sum().clamp_min(1e-30)
+        own, mean = own_rows / self.share, self._shared_rows
+        if None in self._hypers:  # of whom no rank has sums, as there are no gradients
+            trained = torch.tensor([hyper is not None for hyper in self._hypers], device="cpu")
+            trained = trained.repeat_interleave(torch.tensor(self.rows, device="cpu"))
+            all_ratios = torch.ones_like(own)
+            all_ratios[trained] = self._ratios_of(own[trained], mean[trained])
+            return all_ratios
+        return self._ratios_of(own, mean)
+
+    def _ratios_of(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        ratio = mean.sum() / own.sum().clamp_min(1e-30)
         more = own.mean() * _SMOOTHING
-        ratios = (self._shared_rows + ratio * more) / (own + more + 1e-30)
+        ratios = (mean + ratio * more) / (own + more + 1e-30)
         return ratios.clamp_(0.25 / self._ranks, 1.0)
 
     def square_of_mean(self) -> float:
@@ -276,14 +303,15 @@ class AdamSteps:
 
     def _set_steps(self, steps: list[int]) -> None:
         self._steps = steps
-        for parameter, many in zip(self._bucket.parameters, steps, strict=True):
-            self._groups.state_of(parameter)[STEP].fill_(many)
+        for parameter, hyper, many in zip(self._parameters, self._hypers, steps, strict=True):
+            if hyper is not None:
+                self._groups.state_of(parameter)[STEP].fill_(many)
 
     def _step(
         self, gradient: torch.Tensor, share: float, own: OwnMoments, ratios: torch.Tensor | None
     ) -> None:
         vectors = (gradient, own.first, own.second, self._shared)
-        parts = zip(*(each.split(self._bucket.sizes) for each in vectors), strict=True)
+        parts = zip(*(each.split(self._sizes) for each in vectors), strict=True)
         of_rows = (
             [None] * len(self.rows)
             if ratios is None
@@ -298,6 +326,8 @@ class AdamSteps:
             parts,
             strict=True,
         ):
+            if hyper is None:
+                continue
             bias1, bias2 = 1.0 - hyper.beta1**age, 1.0 - hyper.beta2**age
             times = times_sampled(steps)
             own_part = 1.0 if ratio is None else max(_PRIOR / (_PRIOR + times), _LEAST_OWN)
@@ -319,16 +349,14 @@ class AdamSteps:
         places, values, rows, steps = self._before
         shared = self._shared.clone()
         shared[places] = values
-        views = zip(self._bucket.split(shared), rows.split(self.rows), steps, strict=True)
+        views = zip(self._split(shared), rows.split(self.rows), steps, strict=True)
         return {
             parameter: {
                 STEP: torch.tensor(float(many), device="cpu"),
                 SHARED: of_shared,
                 SHARED_ROWS: of_rows.clone(),
             }
-            for parameter, (of_shared, of_rows, many) in zip(
-                self._bucket.parameters, views, strict=True
-            )
+            for parameter, (of_shared, of_rows, many) in zip(self._parameters, views, strict=True)
         }
 
     def undo(self) -> None:
@@ -348,7 +376,7 @@ class AdamSteps:
         if self._before is None:
             return
         places, shared, rows, steps = self._before
-        ends = [*itertools.accumulate(self._bucket.sizes, initial=0)]
+        ends = [*itertools.accumulate(self._sizes, initial=0)]
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         now = list(self._steps)
         for number in numbers:

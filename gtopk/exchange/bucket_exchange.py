@@ -14,7 +14,17 @@ from collectives.transports import Transport
 from .. import settings
 from ..buckets.buckets import Bucket
 from ..buckets.placeholders import lacks_gradient
-from .exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
+from ..compression import ErrorFeedback
+from .adamw import AdamGroups, AdamSteps
+from .exchange import (
+    DenseExchange,
+    Exchange,
+    Exchanged,
+    Progress,
+    SendingAlong,
+    SparseExchange,
+    open_residual,
+)
 from .exchanges import open_exchange
 from .residual import ResidualSize
 
@@ -268,3 +278,24 @@ def open_bucket_exchange(
     bucket = Bucket(parameters, sizes)
     exchange = open_exchange(bucket, compression, progress, share, room_share)
     return BucketExchange(name, parameters, names, exchange, bucket)
+
+
+def make_adam_steps(
+    bucket_exchange: BucketExchange,
+    compression: ErrorFeedback,
+    groups: AdamGroups,
+    ranks: int,
+    *,
+    whole: bool = False,
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Have a new bucket make Adam's steps of its gradients before it exchanges them.
+
+    ranks: that exchange it. whole: every entry is sent.
+    parameters: that lie in it, where one other stands for them.
+    """
+    bucket = bucket_exchange.bucket
+    if whole or ranks == 1:  # one alone has nobody to send less to: it steps as its optimizer would
+        bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
+    assert bucket_exchange.exchange.residual is not None
+    bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, groups, ranks, parameters))

@@ -8,23 +8,26 @@ The residual of one that is frozen, or in no bucket now, waits outside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ..exchange.bucket_exchange import BucketExchange
-from ..exchange.residual import AGE
+from ..exchange.residual import AGE, ROWS
 from ..exchange.residual_state import ResidualState
 
 
 class BucketExchanges:
     """A BucketExchange for each bucket that was seen.
 
-    open_bucket_exchange: of one parameter, which is all of a bucket, and the sizes of those in it.
+    open_bucket_exchange: of one parameter, which is all of a bucket, and those that it stands for.
     """
 
     def __init__(
-        self, open_bucket_exchange: Callable[[torch.nn.Parameter, list[int]], BucketExchange]
+        self,
+        open_bucket_exchange: Callable[
+            [torch.nn.Parameter, Sequence[torch.Tensor]], BucketExchange
+        ],
     ) -> None:
         self._open_bucket_exchange = open_bucket_exchange
         self._bucket_exchanges: dict[
@@ -55,10 +58,9 @@ class BucketExchanges:
             for parameter in parameters:
                 if parameter in self._homes:
                     self._take_out(self._homes[parameter][0])
-            sizes = [parameter.numel() for parameter in parameters]
             whole = torch.nn.Parameter(buffer.detach())  # its own memory
-            bucket_exchange = self._open_bucket_exchange(whole, sizes)
-            starts = itertools.accumulate(sizes, initial=0)
+            bucket_exchange = self._open_bucket_exchange(whole, parameters)
+            starts = itertools.accumulate((p.numel() for p in parameters), initial=0)
             for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
                 self._homes[parameter] = bucket_exchange, index, start
             self._bucket_exchanges[key] = bucket_exchange
@@ -101,11 +103,33 @@ class BucketExchanges:
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return a parameter's part of what its bucket holds, in memory's order."""
         bucket_exchange, index, start = self._homes[parameter]
-        assert bucket_exchange.exchange.residual is not None
-        return {
-            what: tensor[index] if what == AGE else tensor[start : start + parameter.numel()]
-            for what, tensor in bucket_exchange.exchange.residual.after_last_step().items()
-        }
+        residual = bucket_exchange.exchange.residual
+        assert residual is not None
+        views = {}
+        for what, tensor in residual.after_last_step().items():
+            if what == AGE:
+                views[what] = tensor[index]
+            elif what == ROWS:
+                first = sum(residual.rows[:index])
+                views[what] = tensor[first : first + residual.rows[index]]
+            else:
+                views[what] = tensor[start : start + parameter.numel()]
+        return views
+
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the parameters that have a residual, each with it, as its shape.
+
+        That of a bucket is the bucket's memory.
+        """
+        for parameter, parts in self._residuals.items():
+            if "residual" in parts:
+                yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
+        for parameter, (bucket_exchange, _, start) in self._homes.items():
+            residual = bucket_exchange.exchange.residual
+            if parameter in self._residuals or residual is None or residual.holds_nothing:
+                continue
+            part = residual.after_last_step()["residual"][start : start + parameter.numel()]
+            yield parameter, as_shaped(part, parameter)  # type: ignore[misc]
 
     def residual_of(self, parameter: torch.Tensor) -> ResidualState:
         """Return copies of the residual of a parameter, in its shape."""
@@ -113,7 +137,9 @@ class BucketExchanges:
         if own is None:
             own = self._views(parameter) if parameter in self._homes else {}
         return {
-            what: as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
+            what: (part if what in (AGE, ROWS) else as_shaped(part, parameter)).clone(
+                memory_format=torch.contiguous_format
+            )
             for what, part in own.items()
         }
 
@@ -122,7 +148,7 @@ class BucketExchanges:
         self._bucket_exchanges, self._homes, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
             for what, tensor in parts.items():
-                if what == AGE:
+                if what in (AGE, ROWS):
                     self._residuals.setdefault(parameter, {})[what] = tensor.clone()
                     continue
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
@@ -131,9 +157,7 @@ class BucketExchanges:
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return elements in memory's order as the parameter has them; a number as it is."""
-    if not part.dim():
-        return part
+    """Return elements in memory's order as the parameter has them."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
 

@@ -12,8 +12,7 @@ from collectives.transports import Transport
 
 from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
-from ..exchange.adamw import AdamSteps
-from ..exchange.bucket_exchange import open_bucket_exchange
+from ..exchange.bucket_exchange import make_adam_steps, open_bucket_exchange
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import SparseGradientExchange
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
@@ -179,14 +178,12 @@ class Plan:
         bucket_exchange = open_bucket_exchange(
             name, parameters, names, compression, progress, share, room_share
         )
-        bucket, feedback, adam = bucket_exchange.bucket, self.options.feedback, self.options.adam
-        if feedback is None:
-            return bucket_exchange
-        # A rank alone has nobody to send less to: it steps as its optimizer would.
-        is_whole = part.how == "dense" or (adam is not None and ranks == 1)
-        if is_whole and (feedback.corrects or adam is not None):
+        feedback, adam, is_whole = self.options.feedback, self.options.adam, part.how == "dense"
+        if feedback is not None and adam is not None:
+            make_adam_steps(bucket_exchange, feedback, adam, ranks, whole=is_whole)
+        elif feedback is not None and feedback.corrects and is_whole:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
-            bucket_exchange.exchange = DenseExchange(open_residual(bucket, feedback))
-        if adam is not None and bucket_exchange.exchange.residual is not None:
-            bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, adam, ranks))
+            bucket_exchange.exchange = DenseExchange(
+                open_residual(bucket_exchange.bucket, feedback)
+            )
         return bucket_exchange

@@ -49,17 +49,30 @@ def require_one_momentum(
         )
 
 
-def tell_of_optimizer(optimizer: torch.optim.Optimizer, compression: object) -> None:
-    """Say what of this optimizer is better done before the selection; rank 0 does."""
+def tell_of_optimizer(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
+    """Say what of this optimizer is better done before the selection; rank 0 does.
+
+    way: how this one's steps can be made before, in words; "": they cannot.
+    """
     if isinstance(compression, ErrorFeedback):
-        _warn_of_second_moments(optimizer, compression)
+        _warn_of_second_moments(optimizer, compression, way)
         _tell_of_momentum(optimizer, compression)
 
 
-def _warn_of_second_moments(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
-    """Warn of Adam and its kin behind a selection, and say the two ways out."""
+def _warn_of_second_moments(
+    optimizer: torch.optim.Optimizer, compression: ErrorFeedback, way: str
+) -> None:
+    """Warn of Adam and its kin behind a selection, and say the ways out."""
     betas = next((each["betas"] for each in optimizer.param_groups if "betas" in each), None)
     if betas is None:
+        return
+    if way:
+        _log.warning(
+            "%s after compression loses accuracy: it divides by the size of past updates, which "
+            "are zero in most entries. Have its steps made before: %s (docs/tuning.md)",
+            type(optimizer).__name__,
+            way,
+        )
         return
     times = ""
     if isinstance(compression, SparseCompression):

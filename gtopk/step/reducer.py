@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -349,6 +349,10 @@ class Reducer:
             for index, operation in self._transaction.operations.items()
             for parameter in self.planned.bucket_exchanges[index].parameters
         }
+
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the parameters that have a residual, each with it, in the parameter's shape."""
+        return self.planned.residuals()
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..compression import ErrorFeedback, Hierarchical, check_choice
 from ..exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
@@ -99,13 +100,27 @@ class AgreedSteps:
     torch counts no change of a tensor where that takes the scale out of it.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
-        self._versions = [(each, each._version) for each in gradients if each is not None]
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._versions = {  # and the gradients, which `zero_grad` is to free
+            parameter: (TensorWeakRef(parameter.grad), parameter.grad._version)
+            for parameter in parameters
+            if parameter.grad is not None
+        }
+
+    def is_changed(self, parameter: torch.Tensor) -> bool:
+        """Tell whether somebody has changed a parameter's in place since."""
+        gradient, version = self._versions.get(parameter, (lambda: None, 0))
+        here = gradient()
+        return here is not None and here._version != version
+
+    def is_in(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter has its own yet."""
+        gradient, _ = self._versions.get(parameter, (lambda: None, 0))
+        return parameter.grad is not None and parameter.grad is gradient()
 
     def require_unchanged(self) -> None:
         """Raise ValueError where somebody has changed one in place since."""
-        if any(gradient._version != version for gradient, version in self._versions):
+        if any(map(self.is_changed, self._versions)):
             raise ValueError(
                 "gradients were changed between synchronize() and step(), where they are the "
                 "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
@@ -114,7 +129,7 @@ class AgreedSteps:
 
 
 def options_of_adam(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     compression: object,
     adam_steps: str,
     local_residual: bool | None,
@@ -123,7 +138,7 @@ def options_of_adam(
     """Return what `Options` has of Adam; raise ValueError for what does not go together."""
     check_choice("adam_steps", adam_steps, ("before", "after"))
     before = adam_steps == "before" and op != Adasum
-    adam = adam_before(optimizer, compression) if before else None
+    adam = adam_before(optimizer, compression) if before and optimizer is not None else None
     if local_residual and adam is None:
         raise ValueError(
             "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "

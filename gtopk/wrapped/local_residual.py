@@ -19,14 +19,15 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..step.reducer import Reducer
+from ..step.peers import Peers
 
 _log = logging.getLogger("gtopk")
 
@@ -44,6 +45,19 @@ def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return None if holder is None else holder._take_centre(parameter)
 
 
+class Holder(Protocol):
+    """Who has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
+
+    names: of the parameters that it is of; "" where only a model knows it.
+    """
+
+    @property
+    def names(self) -> Mapping[torch.nn.Parameter, str]: ...
+    @property
+    def peers(self) -> Peers: ...
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]: ...
+
+
 class LocalResidual:
     """Swaps the parameters of one optimizer between the centre and c - a.
 
@@ -51,10 +65,12 @@ class LocalResidual:
     first that have one of the parameters. Where none is found by the end of that step, as of models
     that are no torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is
     the caller's.
+
+    owner: what scripts call that has `evaluating` and the option local_residual.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, holder: Holder, owner: str = "optimizer") -> None:
+        self._holder, self._owner = holder, owner
         self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
         self._roots = weakref.WeakSet[torch.nn.Module]()
@@ -75,6 +91,8 @@ class LocalResidual:
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # traced within another model, which was looked at when it was called
             if (own := known()) is None:
                 handle.remove()
             else:
@@ -86,17 +104,21 @@ class LocalResidual:
         """Note a model that has one of the parameters, and is in none that was noted before."""
         if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
             return  # a scripted one takes no hooks
+        if isinstance(module, DistributedDataParallel):
+            return  # the module in it, which is called by itself, too, comes next
         self._looked_at.add(module)
-        if any(parameter in self._reducer.names for parameter in module.parameters()):
+        names = self._holder.names
+        if any(parameter in names for parameter in module.parameters()):
             self._roots.add(module)
             self._looked_at.update(module.modules())
             hook = _Hook(self)
             module.register_forward_pre_hook(hook.before_forward)
-            module.register_state_dict_pre_hook(hook.before_state_dict)
-            module.register_load_state_dict_pre_hook(hook.before_load_state_dict)
+            for each in _layers(module):
+                each.register_state_dict_pre_hook(hook.before_state_dict)
+                each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
             hook.before_forward(module, ())  # the call that goes on has no such hook yet
             found = {parameter for root in self._roots for parameter in root.parameters()}
-            if found.issuperset(self._reducer.names):
+            if found.issuperset(names):
                 self._stop_finding()  # before torch.compile traces what is called inside
 
     def _stop_finding(self) -> None:
@@ -114,8 +136,8 @@ class LocalResidual:
         """Make the parameters c - a; nothing where they are, or `eval` was called."""
         if self.is_applied or self._is_at_rest:
             return
-        ranks = self._reducer.peers.size
-        for parameter, residual in self._reducer.planned.residuals():
+        ranks = self._holder.peers.size
+        for parameter, residual in self._holder.residuals():
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values: what is unsent of it waits
             if (other := _holders.get(parameter)) is not None:
@@ -153,18 +175,22 @@ class LocalResidual:
         _holders.pop(parameter, None)
         if version != parameter._version and not self._is_as_applied(parameter):
             raise RuntimeError(
-                f"rank {self._reducer.peers.world.rank}: parameter "
-                f"'{self._reducer.names.get(parameter, '?')}' was changed between a forward pass "
-                "and step(), where it holds steps that this rank has not sent yet: the replicas "
-                "would part. Change it after step(), or within `with optimizer.evaluating():`, or "
-                "give local_residual=False"
+                f"rank {self._holder.peers.world.rank}: parameter '{self._name_of(parameter)}' "
+                "was changed between a forward pass and step(), where it holds steps that this "
+                "rank has not sent yet: the replicas would part. Change it after step(), or within "
+                f"`with {self._owner}.evaluating():`, or give local_residual=False"
             )
         return self._centre[parameter]
 
+    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+        named = (pair for root in self._roots for pair in root.named_parameters())
+        in_model = next((name for name, other in named if other is parameter), "?")
+        return self._holder.names.get(parameter) or in_model
+
     def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
         """Tell whether it has the values that `apply` gave it: SAM puts them back."""
-        ranks, centre = self._reducer.peers.size, self._centre[parameter]
-        for other, residual in self._reducer.planned.residuals():
+        ranks, centre = self._holder.peers.size, self._centre[parameter]
+        for other, residual in self._holder.residuals():
             if other is parameter:
                 applied = centre.sub(residual.to(centre.device), alpha=ranks)
                 return torch.equal(applied, parameter)
@@ -172,19 +198,20 @@ class LocalResidual:
 
     def end_step(self) -> None:
         """Make sure that the next forward pass sees c - a, where no model will tell of it."""
-        if self._reducer.peers.size == 1:
+        if self._holder.peers.size == 1:
             return  # there is no residual
         if self._roots:
             self._stop_finding()
         elif self._finding is None and not self._has_given_up:
             self.look_for_models()
         else:
-            if not self._has_given_up and self._reducer.peers.rank == 0:
+            if not self._has_given_up and self._holder.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "
                     "between steps they hold steps that rank %d has not sent yet. Evaluate and "
-                    "save within `with optimizer.evaluating():`, or give local_residual=False",
-                    self._reducer.peers.world.rank,
+                    "save within `with %s.evaluating():`, or give local_residual=False",
+                    self._holder.peers.world.rank,
+                    self._owner,
                 )
             self._has_given_up = True
             self._stop_finding()
@@ -200,6 +227,15 @@ class LocalResidual:
         self._is_at_rest = False
         if self._has_given_up:
             self.apply()
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Return a model and what torch.compile and DDP have wrapped in it."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _layers(module.module)
+    elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+        yield from _layers(inner)
 
 
 class _Hook:

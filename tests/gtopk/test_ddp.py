@@ -19,3 +19,10 @@ def test_what_the_hook_holds_back_is_saved_and_loaded(torchrun, ranks):
     job = torchrun(ranks, "ddp_saved.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("the hook saves as it says") == ranks
+
+
+@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
+def test_the_hook_makes_the_steps_of_adamw(torchrun, ranks):
+    job = torchrun(ranks, "ddp_adamw.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("the hook makes AdamW's steps") == ranks

@@ -29,10 +29,10 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def prepared() -> tuple[Any, Any, Any]:
+def prepared(kind: Any = torch.optim.SGD) -> tuple[Any, Any, Any]:
     model = network()
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x), 8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return model, optimizer, loader
@@ -82,6 +82,31 @@ torch.testing.assert_close(residuals(state, model), total, rtol=1e-12, atol=1e-1
 train(model, optimizer, loader, bad=True)
 assert torch.equal(weights(model), mine)
 assert state.skipped_steps == len(loader)
+
+# AdamW's steps are made before the selection; saved, and gone on with.
+accelerator.free_memory()
+accelerator._custom_objects.clear()  # what was registered for the states before
+model, optimizer, loader = prepared(torch.optim.AdamW)
+state = compress(accelerator, model, optimizer, density=0.1, global_clip_norm=1.0)
+assert state.makes_adam_steps
+train(model, optimizer, loader)
+accelerator.save_state(FOLDER)
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+train(model, optimizer, loader)
+ended = weights(model)
+accelerator.load_state(FOLDER)
+assert torch.equal(weights(model), mine)
+train(model, optimizer, loader)
+torch.testing.assert_close(weights(model), ended, rtol=1e-6, atol=1e-6)
+before = weights(model)
+train(model, optimizer, loader, bad=True)
+assert torch.equal(weights(model), before)
+optimizer.zero_grad()
+accelerator.backward(model(torch.ones(2, 6, dtype=torch.float64)).square().mean())
+accelerator.clip_grad_norm_(model.parameters(), 0.1)
+with pytest.raises(ValueError, match="global_clip_norm="):
+    optimizer.step()
 
 # Nor does it move what another optimizer of the same model steps.
 model, _, loader = prepared()

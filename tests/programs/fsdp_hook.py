@@ -413,6 +413,8 @@ def test_what_is_no_sharded_model_is_refused() -> None:
     fully_shard(model, mesh=MESH["shard"])
     with pytest.raises(ValueError, match="a mesh of one dimension"):
         fsdp.replicate(model, MESH)
+    with pytest.raises(ValueError, match=r"give adam_correction=.*gtopk\.ddp makes AdamW's steps"):
+        fsdp.replicate(model, MESH["replicate"], optimizer=torch.optim.AdamW(model.parameters()))
     said = (
         rf"of the ranks that hold the same shard.* rank {RANK} shares a replica with \[{RANK ^ 1}\]"
     )

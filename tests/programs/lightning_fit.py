@@ -6,8 +6,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
@@ -163,4 +164,33 @@ for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
     assert callback.state.skipped_steps == 1
     assert torch.equal(model.seen[3], model.seen[2])
     assert bool(weights(model).isfinite().all())
+
+
+class ByAdamW(Net):
+    """The same by AdamW, whose steps are made before the selection."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Clipped(Callback):
+    """Looks at what the Trainer has become by the time it trains."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        seen_clipping.append(trainer.gradient_clip_val)
+
+
+seen_clipping: list[Any] = []
+callback = GTopK(density=0.1)
+model = fit([callback, Clipped()], epochs=2, model=ByAdamW(bad=2), gradient_clip_val=0.5)
+assert callback.state.makes_adam_steps
+assert (callback.state.global_clip_norm, seen_clipping) == (0.5, [None])
+assert callback.state.skipped_steps == 1
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+assert not torch.equal(mine, weights(fit([GTopK(density=0.1)], epochs=2, model=ByAdamW(bad=2))))
+ended = fit([GTopK(density=0.1)], epochs=3, model=ByAdamW(), path=FOLDER / "1-2.ckpt")
+assert all(torch.equal(weights(ended), other) for other in hvd.allgather(weights(ended)[None]))
+with pytest.raises(ValueError, match="use 'norm'"):
+    fit([GTopK()], model=ByAdamW(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
 print("Lightning goes by gTop-k\n", end="", flush=True)

@@ -1,0 +1,459 @@
+"""Run under torchrun on 2 ranks or more: AdamW whose steps DDP's hook makes."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from checks import logged, raises, run_tests
+from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, assert_alike, batch, weights
+from torch.nn.parallel import DistributedDataParallel
+
+import gtopk.torch as hvd
+from gtopk.compression import Compression
+from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.learning_rates import ramp
+from gtopk.optimizer import DistributedOptimizer
+
+# One bucket, of the parameters in the model's order.
+IN_ORDER = {"bucket_cap_mb": 25, "find_unused_parameters": True}
+OPTIONS = {"wire": "packed", "values": "int8"}
+
+
+def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """Return AdamW of two groups, of unlike rates, betas and decays."""
+    first, *others = model.parameters()
+    groups = [
+        {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
+        {"params": others},
+    ]
+    return kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **options})
+
+
+def hooked(
+    density: float = 0.1,
+    buckets: dict[str, Any] = IN_ORDER,
+    kind: Any = torch.optim.AdamW,
+    **options: Any,
+) -> tuple[Any, Any, GTopKState]:
+    """Return a model, its optimizer, and the state of its hook."""
+    model = DistributedDataParallel(Net(), **buckets)
+    optimizer = adamw(model, kind)
+    state = GTopKState(density, optimizer=optimizer, **options)
+    model.register_comm_hook(state, gtopk_hook)
+    return model, optimizer, state
+
+
+def distributed(density: float = 0.1, **options: Any) -> tuple[Any, Any]:
+    """Return a model, and the same as DistributedOptimizer has it, in the same bucket."""
+    model = Net()
+    own = {name: options.pop(name) for name in ("wire", "values") if name in options}
+    optimizer = DistributedOptimizer(
+        adamw(model),
+        model.named_parameters(),
+        Compression.gtopk(density, **own),
+        groups=[list(model.parameters())],
+        **options,
+    )
+    return model, optimizer
+
+
+def loss(model: Any, step: int) -> torch.Tensor:
+    return model(batch(step)).square().mean()
+
+
+def train(model: Any, optimizer: Any, steps: Sequence[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def saved(model: Any, optimizer: Any, state: GTopKState) -> dict[str, Any]:
+    return copy.deepcopy(
+        {
+            "model": model.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "state": state.state_dict(model),
+        }
+    )
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tell whether two states are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return all(map(equal, one, other)) and len(one) == len(other)
+    return bool(one == other)
+
+
+def test_it_is_distributed_optimizer_to_the_bit() -> None:
+    """Also by a schedule of the rate, and by passes that add up."""
+    for options, passes in (({}, 1), (OPTIONS, 2), ({"local_residual": False}, 1)):
+        ours, optimizer, state = hooked(**options)
+        theirs, other = distributed(**options, backward_passes_per_step=passes)
+        schedules = [ramp(each, 20) for each in (optimizer, other)]
+        for step in range(12):
+            for each in (optimizer, other):
+                each.zero_grad()
+            for number in range(passes - 1):
+                with ours.no_sync():
+                    loss(ours, 100 + 2 * step + number).backward()
+                loss(theirs, 100 + 2 * step + number).backward()
+            loss(ours, step).backward()
+            loss(theirs, step).backward()
+            for each in (optimizer, other):
+                each.step()
+            assert torch.equal(weights(ours), weights(theirs)), (options, step)
+            for schedule in schedules:
+                schedule.step()
+        assert state.makes_adam_steps
+        for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert equal(optimizer.state[one], other.state[two])
+
+
+def test_replicas_are_one_and_all_is_kept_when_ddp_makes_its_buckets_anew() -> None:
+    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        model, optimizer, state = hooked(buckets={**SMALL_BUCKETS, **options})
+        train(model, optimizer, range(6))
+        assert_alike(model)
+        held = state.state_dict(model)["held"][RANK]
+        for parameter in model.parameters():
+            assert float(optimizer.state[parameter]["step"]) == 6
+        for parts in held.values():
+            assert int(parts["age"]) == 6
+            assert len(parts["row_squares"]) == 12 or parts["residual"].dim() == 1
+            assert bool(parts["row_squares"].any())
+        shared = torch.cat(
+            [optimizer.state[p]["shared_exp_avg_sq"].reshape(-1) for p in model.parameters()]
+        )
+        assert all(torch.equal(shared, other) for other in hvd.allgather(shared[None]))
+        train(model, optimizer, range(6, 9))
+        assert_alike(model)
+
+
+def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_centre() -> None:
+    model, optimizer, state = hooked(0.02)
+    seen: list[torch.Tensor] = []
+    model.module.layers[0].register_forward_pre_hook(lambda *call: seen.append(weights(model)))
+    train(model, optimizer, range(3))
+    centre = weights(model)
+    held = state.state_dict(model)["held"][RANK]
+    own = torch.cat(
+        [held[name]["residual"].reshape(-1) for name, _ in model.module.named_parameters()]
+    )
+    optimizer.zero_grad()
+    loss(model, 3)
+    torch.testing.assert_close(seen[-1], centre - SIZE * own, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(seen[-1], centre)
+    with state.evaluating():
+        assert torch.equal(weights(model), centre)
+        loss(model, 3)
+        assert torch.equal(seen[-1], centre)
+    loss(model, 3).backward()
+    for each in (model, model.module):
+        each.eval()
+        each(batch(0))
+        assert torch.equal(seen[-1], centre)
+        each.train()
+        loss(model, 3)
+        assert not torch.equal(seen[-1], centre)
+        values = each.state_dict().values()
+        assert torch.equal(torch.cat([v.reshape(-1) for v in values]), centre)
+    optimizer.step()
+    assert_alike(model)
+
+
+def test_the_mean_gradient_is_clipped_before_the_moments() -> None:
+    ours, optimizer, _ = hooked(global_clip_norm=0.05)
+    theirs, other = distributed(global_clip_norm=0.05)
+    free, unclipped, _ = hooked()
+    for each, one in ((ours, optimizer), (theirs, other), (free, unclipped)):
+        train(each, one, range(8))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(weights(ours), weights(free), rtol=1e-3)
+    assert_alike(ours)
+
+
+def test_clipping_after_backward_is_refused_with_the_way_out() -> None:
+    for early in (True, False):
+        model = DistributedDataParallel(Net(), **SMALL_BUCKETS)
+        optimizer = adamw(model)
+
+        def clip(*call: Any, of: Any = model) -> None:
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1)
+
+        if early:
+            optimizer.register_step_pre_hook(clip)
+        state = GTopKState(0.1, optimizer=optimizer)
+        model.register_comm_hook(state, gtopk_hook)
+        if not early:  # behind the state's own
+            optimizer.register_step_pre_hook(clip)
+        loss(model, 0).backward()
+        raises(ValueError, optimizer.step, "clip_grad_norm_", "global_clip_norm=")
+    with pytest.raises(ValueError, match="use clip_grad_norm_ after backward"):
+        GTopKState(0.1, global_clip_norm=1.0)
+
+
+def test_gradients_that_are_no_agreed_steps_are_refused() -> None:
+    model, optimizer, _ = hooked()
+    with model.no_sync():
+        loss(model, 0).backward()
+    raises(ValueError, optimizer.step, "agreed steps", "no_sync()")
+    optimizer.zero_grad()
+    train(model, optimizer, range(2))
+    raises(ValueError, optimizer.step, "stepped with before")
+    optimizer.zero_grad()
+    optimizer.step()  # there is nothing
+    assert_alike(model)
+
+
+def test_passes_that_add_up_without_no_sync_are_refused() -> None:
+    for view in (False, True):
+        model, optimizer, _ = hooked(buckets={**SMALL_BUCKETS, "gradient_as_bucket_view": view})
+        for clears in (True, False):
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=clears)
+                loss(model, step).backward()
+                optimizer.step()
+        with model.no_sync():
+            loss(model, 9).backward()  # thrown away, as a discriminator's of the generator's loss
+        optimizer.zero_grad()
+        loss(model, 3).backward()
+        raises(RuntimeError, loss(model, 4).backward, "model.no_sync()")
+
+
+def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
+    ours, optimizer, _ = hooked()
+    theirs, other, _ = hooked()
+    called = []
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            called.append(step)
+            optimizer.zero_grad()
+            value = loss(ours, step)
+            value.backward()
+            return value
+
+        assert bool(optimizer.step(closure) > 0)
+    train(theirs, other, range(4))
+    assert called == [*range(4)]
+    assert torch.equal(weights(ours), weights(theirs))
+
+
+def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
+    for has_scaler in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler, growth_interval=99)
+        ours, optimizer, state = hooked(buckets=SMALL_BUCKETS, scaler=scaler)
+        for step in range(8):
+            before = saved(ours, optimizer, state)
+            optimizer.zero_grad()
+            bad = (RANK, step) == (SIZE - 1, 4)
+            value = (
+                loss(ours, step) + (torch.inf if bad else 0.0) * ours.module.layers[0].bias.sum()
+            )
+            scaler.scale(value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            alike = equal(saved(ours, optimizer, state), before)
+            assert alike == (step == 4)
+        assert state.skipped_steps == 1
+        assert_alike(ours)
+
+
+def test_the_scale_of_a_loss_changes_nothing() -> None:
+    found = []
+    for kind in (torch.optim.AdamW, FusedAdamW):
+        for scales in (None, (1.0, 2.0**10, 2.0**3, 2.0**7)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scales is not None)
+            model, optimizer, _ = hooked(kind=kind, scaler=scaler)
+            for step, scale in enumerate(scales or [1.0] * 4):
+                scaler.scale(torch.ones(()))  # which makes it ready
+                if scales:
+                    scaler.update(scale)
+                optimizer.zero_grad()
+                scaler.scale(loss(model, step)).backward()
+                scaler.step(optimizer)
+            found.append(weights(model))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-9, atol=1e-12)
+
+
+def FusedAdamW(*arguments: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(*arguments, **options, fused=True)
+
+
+def test_a_run_resumes_to_the_bit() -> None:
+    model, optimizer, state = hooked()
+    train(model, optimizer, range(4))
+    before = saved(model, optimizer, state)
+    train(model, optimizer, range(4, 8))
+
+    resumed, again, fresh = hooked()
+    resumed.module.load_state_dict(before["model"])
+    again.load_state_dict(before["optimizer"])
+    fresh.load_state_dict(before["state"], resumed)
+    train(resumed, again, range(4, 8))
+    assert torch.equal(weights(resumed), weights(model))
+    assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
+
+
+def test_what_all_ranks_have_is_gathered_and_gone_on_from() -> None:
+    model, optimizer, state = hooked(buckets=SMALL_BUCKETS)
+    train(model, optimizer, range(3))
+    gathered = hvd.broadcast_object(state.gather_state(model))
+    other, also, fresh = hooked(buckets=SMALL_BUCKETS)
+    fresh.load_state_dict(gathered, other)
+    mine = state.state_dict(model)
+    assert equal(fresh.state_dict(other), mine)
+    train(other, also, range(3))
+    assert_alike(other)
+
+
+def test_a_state_of_16_bit_parameters_is_loaded_in_float32() -> None:
+    model = DistributedDataParallel(Net(torch.bfloat16))
+    optimizer = adamw(model)
+    state = GTopKState(0.1, optimizer=optimizer)
+    model.register_comm_hook(state, gtopk_hook)
+    model(batch(0, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(before)
+    for number, parts in enumerate(optimizer.state_dict()["state"].values()):
+        assert parts["shared_exp_avg_sq"].dtype == torch.float32
+        assert equal(parts, before["state"][number])
+    assert_alike(model)
+
+
+def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
+    for buckets in (IN_ORDER, {**SMALL_BUCKETS, "find_unused_parameters": True}):
+        model, optimizer, state = hooked(buckets=buckets)
+        layer = model.module.layers[2]
+
+        def of_layer(
+            layer: Any = layer, optimizer: Any = optimizer, state: Any = state, model: Any = model
+        ) -> Any:
+            held = state.state_dict(model)["held"][RANK]["layers.2.weight"]
+            return copy.deepcopy([layer.weight.detach(), optimizer.state[layer.weight], held])
+
+        train(model, optimizer, range(3))
+        before = of_layer()
+        layer.requires_grad_(False)
+        train(model, optimizer, range(3, 6))
+        assert equal(of_layer(), before)
+        layer.requires_grad_(True)
+        train(model, optimizer, range(6, 8))
+        assert not torch.equal(layer.weight, before[0])
+        assert float(optimizer.state[layer.weight]["step"]) == 5
+        assert_alike(model)
+
+
+def test_ranks_that_run_out_of_batches_join() -> None:
+    model, optimizer, _ = hooked(buckets={**SMALL_BUCKETS, "find_unused_parameters": True})
+    with model.join():
+        train(model, optimizer, range(2 + RANK))
+    assert_alike(model)
+    shared = torch.cat(
+        [optimizer.state[p]["shared_exp_avg_sq"].reshape(-1) for p in model.parameters()]
+    )
+    assert all(torch.equal(shared, other) for other in hvd.allgather(shared[None]))
+
+
+def test_a_compiled_model_trains_as_one_that_is_not() -> None:
+    found = []
+    for compiles in (False, True):
+        model, optimizer, _ = hooked(buckets=IN_ORDER)
+        each = torch.compile(model, backend="aot_eager") if compiles else model
+        train(each, optimizer, range(4))
+        found.append(weights(model))
+        assert_alike(model)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+def said_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
+    """Return what is said of an optimizer in two steps."""
+    model = DistributedDataParallel(Net())
+    optimizer = make(model.parameters())
+    given = {"optimizer": optimizer} if options.pop("gives", False) else {}
+    state = GTopKState(0.5, **given, **options)
+    model.register_comm_hook(state, gtopk_hook)
+    return [text for text in logged(lambda: train(model, optimizer, range(2))) if "Adam" in text]
+
+
+def test_who_does_not_give_its_adam_hears_once_of_the_way() -> None:
+    said = said_of(torch.optim.AdamW)
+    assert len(said) == (RANK == 0)
+    assert all("GTopKState(optimizer=optimizer)" in text for text in said)
+    assert not said_of(torch.optim.AdamW, gives=True)
+    said = said_of(torch.optim.NAdam, gives=True)
+    assert len(said) == (RANK == 0)
+    assert all("raise the lr" in text for text in said)
+    assert len(said_of(torch.optim.AdamW, gives=True, adam_steps="after")) == (RANK == 0)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, optimizer, _ = hooked()
+    loss(model, 0).backward()
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    raises(ValueError, other.step, "another AdamW steps its model")
+    del other
+    optimizer.step()
+    some = torch.optim.AdamW([next(model.parameters())], lr=0.1)
+    model = DistributedDataParallel(Net())
+    model.register_comm_hook(GTopKState(0.1, optimizer=some), gtopk_hook)
+    with pytest.raises(ValueError, match=r"does not step a parameter of shape \[12"):
+        loss(model, 0).backward()
+    with pytest.raises(ValueError, match="distributed already"):
+        GTopKState(0.1, optimizer=distributed()[1])
+    with pytest.raises(ValueError, match="local_residual=True is for"):
+        GTopKState(0.1, local_residual=True)
+
+
+def test_a_rank_without_the_optimizer_is_told_so() -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = adamw(model)
+    given = {"optimizer": optimizer} if RANK else {}
+    model.register_comm_hook(GTopKState(0.1, **given), gtopk_hook)
+    with pytest.raises(RuntimeError, match=r"(?s)adam_steps=after.*adam_steps=before"):
+        loss(model, 0).backward()
+
+
+def test_another_optimizer_that_is_given_drops_what_does_not_count() -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = GTopKState(0.1, optimizer=optimizer)
+    model.register_comm_hook(state, gtopk_hook)
+    begun = weights(model)
+    ((torch.nan if RANK == 0 else 1.0) * loss(model, 0)).backward()
+    optimizer.step()
+    assert torch.equal(weights(model), begun)
+    assert not state.makes_adam_steps
+    train(model, optimizer, range(2))
+    assert_alike(model)
+
+
+def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
+    model = DistributedDataParallel(Net(), **IN_ORDER)
+    optimizer = adamw(model)
+    GTopKState(0.1, optimizer=optimizer)
+    model.register_comm_hook(GTopKState(0.1, optimizer=optimizer), gtopk_hook)
+    other, also, _ = hooked()
+    train(model, optimizer, range(3))
+    train(other, also, range(3))
+    assert torch.equal(weights(model), weights(other))
+
+
+def main() -> None:
+    run_tests(globals())
+    print(f"rank {RANK}: the hook makes AdamW's steps\n", end="", flush=True)
+    hvd.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
