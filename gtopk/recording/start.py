@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from collectives.transports import Transport
 from .. import __version__
 from ..engine.clocks import Offset
 from ..machine import processor
-from ..settings import PROMETHEUS, RUN, TENSORBOARD
+from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from .endpoint import Address, Endpoint
 from .files import LineFile
 from .lines import FORMAT, Line, path_of
@@ -27,6 +27,7 @@ from .rank_file import has_ended
 from .recorder import Recorder, Sink
 from .scalars import Scalars
 from .settings import Settings
+from .trackers import MLflow, Wandb
 
 _log = logging.getLogger("gtopk")
 _written: Final[set[Path]] = set()
@@ -53,10 +54,12 @@ class Recorded(Protocol):
     def transport(self) -> Transport: ...
 
 
-def start(world: Recorded, settings: Settings) -> None:
+def start(world: Recorded, settings: Settings, own: Sequence[Sink] = ()) -> None:
     """Record what this rank does from now on; a recording that goes on ends.
 
-    Raises OSError where a file or an endpoint cannot be opened, ImportError without tensorboard.
+    own: the script's sinks.
+    Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
+    asked for is not installed.
     """
     stop(world, "it is recorded elsewhere from now on")
     _tell_of_earlier_run(world, settings)
@@ -67,7 +70,7 @@ def start(world: Recorded, settings: Settings) -> None:
             opened.callback(sinks[-1].close)
         opened.pop_all()
     world.recordings = settings
-    _record(world, sinks)
+    _record(world, [*sinks, *own])
 
 
 def start_if_asked(world: Recorded) -> None:
@@ -77,7 +80,7 @@ def start_if_asked(world: Recorded) -> None:
     for variable, opening in _openings(world, world.recordings).items():
         try:
             sinks.append(opening())
-        except (ImportError, OSError) as error:
+        except Exception as error:  # of whatever kind theirs raise
             _log.warning("rank %d trains without what %s asks for: %s", world.rank, variable, error)
     _record(world, sinks)
 
@@ -91,8 +94,14 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
         host, port = settings.prometheus
         address = Address(host, port + world.local_rank if port else 0)
         found[PROMETHEUS.name] = partial(Endpoint, address, world.rank)
-    if settings.tensorboard and world.rank == 0:
-        found[TENSORBOARD.name] = partial(Scalars, settings.tensorboard)
+    of_rank_0: dict[str, tuple[str, Callable[[str], Sink]]] = {
+        TENSORBOARD.name: (settings.tensorboard, Scalars),
+        WANDB.name: (settings.wandb, Wandb),
+        MLFLOW.name: (settings.mlflow, MLflow),
+    }
+    for variable, (where, opening) in of_rank_0.items():
+        if where and world.rank == 0:
+            found[variable] = partial(opening, where)
     return found
 
 
