@@ -31,8 +31,8 @@ lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
 
 begins AdamW's training on compressed steps at a part of its rate.
 
-`gtopk.torch`, `ddp`, `fsdp`, `lightning`, `accelerate`, `horovod` and `local_sgd` need no import of
-their own: they and what they need are imported where they are first named.
+`gtopk.torch`, `ddp`, `fsdp`, `lightning`, `accelerate`, `transformers`, `horovod` and `local_sgd`
+need no import of their own: they and what they need are imported where they are first named.
 """
 
 import importlib
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from . import lightning as lightning
     from . import local_sgd as local_sgd
     from . import torch as torch
+    from . import transformers as transformers
     from .learning_rates import ramp
     from .local_sgd import LocalSGD
     from .run_record import log, log_samples, record
@@ -85,7 +86,16 @@ def _check_collectives() -> None:
         )
 
 
-_SUBMODULES = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
+_SUBMODULES = {
+    "accelerate",
+    "ddp",
+    "fsdp",
+    "horovod",
+    "lightning",
+    "local_sgd",
+    "torch",
+    "transformers",
+}
 _HOMES = {
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",

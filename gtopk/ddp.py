@@ -223,7 +223,7 @@ class GTopKState:
         after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
         write_what_ddp_does_not(bucket.parameters(), buffer)
         if bucket.is_last() and self._adam is not None:
-            after_ddp(self._note_steps)
+            after_ddp(self.accept_gradients)
         return future
 
     def _submit_clipped(self, handed: _Handed) -> None:
@@ -271,13 +271,10 @@ class GTopKState:
             self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
         )
 
-    def _note_steps(self) -> None:
-        """Have the optimizer step by what gradients are now, if the pass counts."""
-        assert self._adam is not None
-        if self._skips.counted:
-            self._adam.note()
-        else:
-            self._adam.forget()
+    def accept_gradients(self) -> None:
+        """Have the optimizer step by what gradients are now, where the hook makes its steps."""
+        if self._adam is not None:
+            (self._adam.note if self._skips.counted else self._adam.forget)()
 
     @property
     def makes_adam_steps(self) -> bool:

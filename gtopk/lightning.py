@@ -4,6 +4,7 @@ Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
 
 setup           Lightning wraps the module in DistributedDataParallel
 fit begins      the hook of `gtopk.ddp` is registered on it
+batches         its report of a step goes to the Trainer's loggers
 checkpoints     have the residuals of all ranks, for any number of ranks to go on from
 """
 
@@ -20,6 +21,7 @@ except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install gtopk[lightning]") from missing
 
 from .ddp import GTopKState, gtopk_hook
+from .recording.scalars import scalars_of_step
 
 __all__ = ["GTopK"]
 
@@ -93,6 +95,13 @@ class GTopK(Callback):
         """Pass over a step in which a gradient was not finite on some rank."""
         if self.state is not None and self.state.scaler is None:
             self.state.drop_skipped(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the report of the last step, rank 0's, wherever the Trainer logs to, as often."""
+        if self.state is not None and self.state.last_step is not None:
+            pl_module.log_dict(dict(scalars_of_step(self.state.last_step)), batch_size=1)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

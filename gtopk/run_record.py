@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .engine.clocks import agree_on_now, clock_offset
 from .recording.endpoint import parse_address
+from .recording.recorder import Sink
 from .recording.settings import Settings
 from .recording.start import recorder_of, start
 from .world import world
 
 
 def record(
-    folder: str = "", *, every: int = 1, tensorboard: str = "", prometheus: str = ""
+    folder: str = "",
+    *,
+    every: int = 1,
+    tensorboard: str = "",
+    prometheus: str = "",
+    wandb: str = "",
+    mlflow: str = "",
+    sinks: Sequence[Sink] = (),
 ) -> None:
     """Record this run from now on, as GTOPK_RUN and its like do; every rank must call it.
 
     folder: of a file for each rank, for `gtopk report` and `gtopk top`; "": none.
     every: of so many steps one is written.
     tensorboard: the folder for TensorBoard's scalars, of rank 0.
+    wandb, mlflow: the project at Weights & Biases, the experiment at MLflow for the same; in the
+        run that rank 0's script has begun, or in a new one.
     prometheus: "PORT" on this host alone, or "HOST:PORT"; local rank r has the r-th port from it.
-    Raises OSError where something cannot be opened, ImportError without tensorboard, ValueError for
-    an address or a number that makes no sense.
+    sinks: whatever else takes this rank's lines: see `gtopk.recording.Sink`.
+    Raises OSError where something cannot be opened, ImportError where a package is not installed,
+    ValueError for an address or a number that makes no sense.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
     address = parse_address(prometheus, "prometheus") if prometheus else None
-    settings = Settings(folder, every, tensorboard, address)
+    settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
     here.clock, here.began_unix_seconds = here.engine.submit(
         "clocks", [], lambda t, all_flags: (clock_offset(t), agree_on_now(t))
     ).wait()
-    start(here, settings)
+    start(here, settings, sinks)
 
 
 def log(**values: Any) -> None:

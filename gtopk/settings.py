@@ -254,6 +254,16 @@ RUN_EVERY: Final = _whole(
 TENSORBOARD: Final = _text(
     "GTOPK_TENSORBOARD", "a folder for scalars of rank 0, where tensorboard is installed"
 )
+WANDB: Final = _text(
+    "GTOPK_WANDB",
+    "a project at Weights & Biases for scalars of rank 0, where wandb is installed; in the run "
+    "that the script has begun by then, if it has",
+)
+MLFLOW: Final = _text(
+    "GTOPK_MLFLOW",
+    "an experiment at MLflow for scalars of rank 0, where mlflow is installed; in the run that is "
+    "active by then, if one is",
+)
 PROMETHEUS: Final = _text(  # its check is where addresses are: `recording.endpoint`
     "GTOPK_PROMETHEUS",
     "`PORT` or `HOST:PORT`: each rank answers at that port + its local rank, on the loopback "
@@ -363,6 +373,8 @@ SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
         FAILURE_DIR,
         RUN_EVERY,
         TENSORBOARD,
+        WANDB,
+        MLFLOW,
         PROMETHEUS,
         TIMELINE,
         ADVICE,

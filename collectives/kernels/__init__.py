@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import environment
+from ..ranges import profiled
 from ..vector import Array, SparseVector, is_on_device, require_values
 from . import reference
 from .gradients import Gradient, Located, Momentum
@@ -111,13 +112,15 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
         raise ValueError(f"vectors must be of one length, got {a.length} and {b.length}")
     for vector in (a, b):
         require_values(vector.values)
-    kept, dropped = _twin(a.values).merge(a, b, k)
+    with profiled("merge"):
+        kept, dropped = _twin(a.values).merge(a, b, k)
     return kept, dropped
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the nonzero entries of the sum; each index is summed in the order of the list."""
-    total: SparseVector = _twin(vectors[0].values).sum_by_index(vectors)
+    with profiled("merge"):
+        total: SparseVector = _twin(vectors[0].values).sum_by_index(vectors)
     return total
 
 

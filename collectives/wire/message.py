@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import MessageError
+from ..ranges import profiled
 from ..vector import Array, SparseVector, module_of
 from . import header as headers
 from . import meter
@@ -57,6 +58,20 @@ def encode(
     vector.values - encoded.vector.values, the rounding error, is exact in the values' dtype.
     """
     begun = time.perf_counter()
+    with profiled("encode"):
+        encoded = _encode(vector, k, format, extra, refused_by, number)
+    meter.count(time.perf_counter() - begun, vector.entries, encoded.message.size)
+    return encoded
+
+
+def _encode(
+    vector: SparseVector,
+    k: int,
+    format: Format,
+    extra: Array | None,
+    refused_by: int,
+    number: int,
+) -> Encoded:
     extra = _NOTHING if extra is None else extra
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     count, float_bytes = vector.entries, vector.values.itemsize
@@ -92,7 +107,6 @@ def encode(
     if format.values != "exact":
         rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
         vector = SparseVector(vector.indices, rounded, vector.length)
-    meter.count(time.perf_counter() - begun, count, message.size)
     return Encoded(message, vector)
 
 
@@ -116,7 +130,8 @@ def decode(
     """
     begun = time.perf_counter()
     try:
-        decoded = _decode(message, like, k, format, extra_bytes, number)
+        with profiled("decode"):
+            decoded = _decode(message, like, k, format, extra_bytes, number)
     except ValueError as error:
         raise MessageError(f"the message from rank {sender} is malformed: {error}") from error
     meter.count(time.perf_counter() - begun)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from .. import settings
@@ -216,7 +217,7 @@ class BucketExchange:
         self._let_go_of_taken()
 
     def _apply(self) -> None:
-        with self.bucket.on_stream():
+        with profiled("apply"), self.bucket.on_stream():
             self.exchange.apply(self.bucket)
             if self.exchange.residual is not None:
                 self.exchange.residual.bring_back()

@@ -21,6 +21,7 @@ import torch
 from collectives.algorithms import ALGORITHMS, Regions, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.planning import predict
+from collectives.ranges import profiled
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
@@ -168,14 +169,16 @@ class SparseExchange:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
         learning_seconds = direct(bucket, self.residual, transport) or 0.0
-        begun = Moment(bucket.device)
-        picked = self._pick(bucket, transport)
-        chosen = Moment(bucket.device)
-        select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
+        with profiled("select"):
+            begun = Moment(bucket.device)
+            picked = self._pick(bucket, transport)
+            chosen = Moment(bucket.device)
+            select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._outcome = None
-        with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
+        # What one rank refuses all do: the picks stay in the residuals.
+        with profiled("exchange"), suppress(NonFiniteError):
             update, returned = self._reduce(picked, transport, self.format)
             update, rest = bucket.fit(update)  # the same on every rank
             kept = None if rest is None else self._kept(rest, transport)
@@ -283,23 +286,26 @@ class DenseExchange:
         transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Moment(bucket.device)
-            self._sum = GradientSum(bucket, transport)
-            finite = self._sum.fits(bucket)
-            return _dense(bucket, transport, begun, begun, finite=finite)
+            with profiled("exchange"):
+                self._sum = GradientSum(bucket, transport)
+                finite = self._sum.fits(bucket)
+                return _dense(bucket, transport, begun, begun, finite=finite)
         learning_seconds = direct(bucket, self.residual, transport)
         begun = Moment(bucket.device)
-        gradient = bucket.gather() if learning_seconds is None else bucket.flat
-        if self.residual is not None:
-            self._share = self.residual.add_to(gradient)
+        with profiled("select"):
+            gradient = bucket.gather() if learning_seconds is None else bucket.flat
+            if self.residual is not None:
+                self._share = self.residual.add_to(gradient)
         added = Moment(bucket.device)
-        if is_on_device(gradient) and not transport.supports_device_messages:
-            with bucket.flat_on_host() as on_host:
-                transport.allreduce(on_host)
-        else:
-            transport.allreduce(gradient)
-        keeps = self.residual is not None and transport.rank == 0
-        self._kept = bucket.rounded_away() if keeps else None
-        dense = _dense(bucket, transport, begun, added)
+        with profiled("exchange"):
+            if is_on_device(gradient) and not transport.supports_device_messages:
+                with bucket.flat_on_host() as on_host:
+                    transport.allreduce(on_host)
+            else:
+                transport.allreduce(gradient)
+            keeps = self.residual is not None and transport.rank == 0
+            self._kept = bucket.rounded_away() if keeps else None
+            dense = _dense(bucket, transport, begun, added)
         more = dense.communicate_seconds + (learning_seconds or 0.0)
         return replace(dense, communicate_seconds=more)
 
@@ -361,7 +367,8 @@ class CompressorExchange:
                 fused = np.concatenate([to_array(tensor) for tensor in tensors])
                 parts = np.split(fused, np.cumsum(sizes)[:-1])
             begun = time.perf_counter()
-            transport.allreduce(fused)
+            with profiled("exchange"):
+                transport.allreduce(fused)
             seconds += time.perf_counter() - begun
             for index, tensor, part in zip(indices, tensors, parts, strict=True):
                 is_tensor = isinstance(part, torch.Tensor)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from collectives.errors import MismatchError
+from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..buckets.arrays import as_bytes
@@ -128,14 +129,16 @@ class SparseGradientExchange:
     def reduce(self, transport: Transport) -> Exchanged:
         """Gather every rank's entries."""
         begun = time.perf_counter()
-        values = (self._values * self._weight).cpu().contiguous()
-        # A single index may have any stride, and is contiguous all the same.
-        indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
-        mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
+        with profiled("select"):
+            values = (self._values * self._weight).cpu().contiguous()
+            # A single index may have any stride, and is contiguous all the same.
+            indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
+            mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
-        all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
-        all_values = transport.allgather(_bytes_of(values))
-        along = self._sum_unsent(transport)
+        with profiled("exchange"):
+            all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
+            all_values = transport.allgather(_bytes_of(values))
+            along = self._sum_unsent(transport)
         communicate_seconds = time.perf_counter() - prepared
         dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
         rows = _joined([part[8:] for part in all_indices], torch.int64).reshape(-1, dimensions).t()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..exchange.bucket_exchange import BucketExchange
@@ -65,7 +66,7 @@ class OneStep:
                 bucket_exchange.bucket.poison()
             return exchanged
         begun = time.perf_counter()
-        with bucket_exchange.bucket.on_stream():
+        with profiled("apply"), bucket_exchange.bucket.on_stream():
             bucket_exchange.exchange.apply(bucket_exchange.bucket)
         assert exchanged is not None
         seconds = exchanged.select_seconds + time.perf_counter() - begun

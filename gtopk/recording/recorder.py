@@ -20,7 +20,13 @@ _PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take a
 
 
 class Sink(Protocol):
-    """Something that lines go to; name: what messages call it."""
+    """Something that lines go to: a file, a tracker, or a script's own, for `gtopk.record(sinks=)`.
+
+    name: what messages call it.
+    Lines are dicts of plain values, as `gtopk.recording.lines` describes; `scalars_of` makes names
+    and numbers of one. A thread of the recorder's own calls, five times a second. One that raises
+    is called no more, with a warning; training goes on.
+    """
 
     name: str
 

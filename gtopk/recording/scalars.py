@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..telemetry import batch, density, parts
+from ..telemetry import StepReport, batch, density, parts
 from .lines import Line, report_of
 
 
@@ -43,20 +43,24 @@ def scalars_of(line: Line) -> Iterator[tuple[str, float]]:
         if line["age_steps"] is not None:
             yield "gtopk/residual age, steps", line["age_steps"]
     elif line["what"] == "step":
-        step = report_of(line)
-        for part, seconds in parts(step).items():
-            yield f"gtopk seconds/{part}", seconds
-        yield "gtopk/sent bytes", step.sent_bytes
         yield "gtopk/sent bytes so far", line["bytes_so_far"]
-        yield "gtopk/hidden seconds", step.hidden_seconds
-        if (share := density(step)) is not None:
-            yield "gtopk/density", share
-        if step.coded_entries:
-            yield "gtopk/bits per entry", 8 * step.coded_bytes / step.coded_entries
-        if (samples := batch(step)) is not None:
-            yield "gtopk/samples", samples
-        if step.covers != "step":
-            yield "gtopk/local steps", step.local_steps
-        if step.predicted_seconds is not None:
-            yield "gtopk/exchange, predicted seconds", step.predicted_seconds
-            yield "gtopk/exchange, measured seconds", step.exchange_seconds
+        yield from scalars_of_step(report_of(line))
+
+
+def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of what a step cost."""
+    for part, seconds in parts(step).items():
+        yield f"gtopk seconds/{part}", seconds
+    yield "gtopk/sent bytes", step.sent_bytes
+    yield "gtopk/hidden seconds", step.hidden_seconds
+    if (share := density(step)) is not None:
+        yield "gtopk/density", share
+    if step.coded_entries:
+        yield "gtopk/bits per entry", 8 * step.coded_bytes / step.coded_entries
+    if (samples := batch(step)) is not None:
+        yield "gtopk/samples", samples
+    if step.covers != "step":
+        yield "gtopk/local steps", step.local_steps
+    if step.predicted_seconds is not None:
+        yield "gtopk/exchange, predicted seconds", step.predicted_seconds
+        yield "gtopk/exchange, measured seconds", step.exchange_seconds

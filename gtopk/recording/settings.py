@@ -17,6 +17,7 @@ class Settings:
     run:         the folder of the run's record.
     every:       steps, of which one is written.
     tensorboard: the folder for its scalars.
+    wandb:       the project for them; mlflow: the experiment.
     prometheus:  where its endpoint is, for local rank 0; the others' ports follow.
     """
 
@@ -24,11 +25,13 @@ class Settings:
     every: int = 1
     tensorboard: str = ""
     prometheus: Address | None = None
+    wandb: str = ""
+    mlflow: str = ""
 
     @property
     def asked(self) -> bool:
         """Tell whether anything is to be recorded."""
-        return bool(self.run or self.tensorboard or self.prometheus)
+        return any((self.run, self.tensorboard, self.prometheus, self.wandb, self.mlflow))
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -39,4 +42,6 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         settings.RUN_EVERY.read(environ),
         settings.TENSORBOARD.read(environ),
         parse_address(address, settings.PROMETHEUS.name) if address else None,
+        settings.WANDB.read(environ),
+        settings.MLFLOW.read(environ),
     )

@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from collectives.cores import usable_cores
 
 from .. import __version__
 from ..machine import processor
-from ..settings import PROMETHEUS, RUN, TENSORBOARD
+from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from ..world.state import World, register
 from . import timeline
 from .endpoint import Address, Endpoint
@@ -29,6 +29,7 @@ from .rank_file import has_ended
 from .recorder import Recorder, Sink
 from .scalars import Scalars
 from .settings import Settings, settings_from
+from .trackers import MLflow, Wandb
 
 _log = logging.getLogger("gtopk")
 _written: Final[set[Path]] = set()
@@ -68,10 +69,12 @@ def settings_of(world: World) -> Settings:
     return _records_of(world).settings
 
 
-def start(world: World, settings: Settings) -> None:
+def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     """Record what this rank does from now on; a recording that goes on ends.
 
-    Raises OSError where a file or an endpoint cannot be opened, ImportError without tensorboard.
+    own: the script's sinks.
+    Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
+    asked for is not installed.
     """
     _end(world, "it is recorded elsewhere from now on")
     _tell_of_earlier_run(world, settings)
@@ -82,7 +85,7 @@ def start(world: World, settings: Settings) -> None:
             opened.callback(sinks[-1].close)
         opened.pop_all()
     _records_of(world).settings = settings
-    _record(world, sinks)
+    _record(world, [*sinks, *own])
 
 
 class _WorldRecords:
@@ -101,7 +104,7 @@ class _WorldRecords:
         for variable, opening in _openings(world, settings).items():
             try:
                 sinks.append(opening())
-            except (ImportError, OSError) as error:
+            except Exception as error:  # of whatever kind theirs raise
                 _log.warning(
                     "rank %d trains without what %s asks for: %s", world.rank, variable, error
                 )
@@ -134,8 +137,14 @@ def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]
         host, port = settings.prometheus
         address = Address(host, port + world.local_rank if port else 0)
         found[PROMETHEUS.name] = partial(Endpoint, address, world.rank)
-    if settings.tensorboard and world.rank == 0:
-        found[TENSORBOARD.name] = partial(Scalars, settings.tensorboard)
+    of_rank_0: dict[str, tuple[str, Callable[[str], Sink]]] = {
+        TENSORBOARD.name: (settings.tensorboard, Scalars),
+        WANDB.name: (settings.wandb, Wandb),
+        MLFLOW.name: (settings.mlflow, MLflow),
+    }
+    for variable, (where, opening) in of_rank_0.items():
+        if where and world.rank == 0:
+            found[variable] = partial(opening, where)
     return found
 
 

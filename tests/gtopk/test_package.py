@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 FRESH = """
 import sys, gtopk
-print(*{"torch", "lightning", "accelerate", "horovod", "mpi4py", "cupy"} & set(sys.modules))
+own = {"torch", "lightning", "accelerate", "transformers", "horovod", "mpi4py", "cupy"}
+print(*(own | {"tensorboard", "wandb", "mlflow"}) & set(sys.modules))
 print(gtopk.ddp.GTopKState.__name__, gtopk.ddp.gtopk_hook.__name__)
 sys.modules["lightning"] = None  # not installed
 try:

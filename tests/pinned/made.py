@@ -35,7 +35,7 @@ from tests.gtopk.torch.checkpoint.run import Run
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RANKS, STEPS = 2, 6
-NOT_HERE = ("accelerate", "lightning")  # they need what may not be installed
+NOT_HERE = ("accelerate", "lightning", "transformers")  # they need what may not be installed
 MODULES = (
     *("collectives", "gtopk", "gtopk.torch", "gtopk.torch.elastic", "gtopk.torch.mpi_ops"),
     *("gtopk.ddp", "gtopk.fsdp", "gtopk.horovod", "gtopk.local_sgd"),

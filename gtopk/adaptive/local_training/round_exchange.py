@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives.algorithms import Regions
+from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ...buckets.arrays import view_tensor
@@ -149,7 +150,8 @@ class RoundExchange:
             exchanged = self.exchange(bucket, transport)
             reduced = time.perf_counter()
             if exchanged.finite:
-                self.exchange.apply(bucket)
+                with profiled("apply"):
+                    self.exchange.apply(bucket)
             elif residual is not None:
                 residual.restore()
         if residual is not None:

@@ -1,0 +1,233 @@
+"""Hugging Face Transformers: a callback that lets a Trainer's DDP exchange gradients by gTop-k.
+
+Trainer(model, args, train_dataset=data, callbacks=[gtopk.transformers.GTopK(density=0.01)])
+
+train begins    Trainer has wrapped the model in DistributedDataParallel: the hook of `gtopk.ddp` is
+                registered on it, and takes over AdamW's steps and Trainer's `max_grad_norm`
+logs            have the report of the step that is over
+checkpoints     have what each rank has not sent, and its moments, for any number of ranks
+"""
+
+# DDP looks at the hook's annotations: they must be no strings.
+import gc
+import logging
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers.trainer import OPTIMIZER_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as missing:
+    raise ImportError(
+        "gtopk.transformers needs Transformers: pip install gtopk[transformers]"
+    ) from missing
+
+from .ddp import GTopKState, gtopk_hook
+from .recording.scalars import scalars_of_step
+from .torch.checkpoint import load_latest, save_checkpoint
+from .torch.functions import allgather_object, broadcast_object
+
+__all__ = ["GTopK"]
+
+_log = logging.getLogger("gtopk")
+_KEY: Final = "gtopk"  # in the state of a Trainer that is saved
+
+
+class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Registers gTop-k with a Trainer on two ranks or more, which wraps its model in DDP.
+
+    density, options: as `gtopk.ddp.GTopKState` takes them.
+    state: of the hook, once training has begun: `state.skipped_steps` counts the steps that all
+        ranks passed over, as a gradient or a sum was not finite.
+
+    Of torch's Adam and AdamW, which Trainer makes, the hook makes the steps. `max_grad_norm` then
+    clips the mean gradient before Adam's moments; `grad_norm` in Trainer's logs is the norm of
+    the agreed steps, and `args.max_grad_norm` 0 until training ends. With any other optimizer
+    Trainer clips what the ranks have agreed on.
+
+    Another `train` of the same Trainer goes on with the residual. One from a checkpoint takes what
+    is saved beside it: in its folder in `output_dir`, or in `args.resume_from_checkpoint`.
+    """
+
+    def __init__(self, density: float = 0.001, **options: Any) -> None:
+        self._density = density
+        self._options = options
+        self.state: GTopKState | None = None
+        self._trainer: Trainer | None = None
+        self._model: DistributedDataParallel | None = None  # that the state is of
+        self._max_grad_norm = 0.0  # that Trainer would clip to, and the hook does
+        self._name = ""  # of the folder in checkpoints, of which an earlier run has another
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Register the hook; raise ValueError where Trainer has not wrapped the model in DDP."""
+        self._trainer = trainer = _in_training(self)
+        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # compiled last
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "gtopk.transformers.GTopK needs a Trainer that wraps the model in "
+                "DistributedDataParallel: start the script on two ranks or more, by torchrun, and "
+                f"without FSDP or DeepSpeed; got {type(model).__name__} on {args.world_size} "
+                f"{'process' if args.world_size == 1 else 'processes'}"
+            )
+        # An AcceleratedOptimizer has the one that steps.
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        before = self.state if self._model is model else None
+        held = None if before is None else before.state_dict(model)
+        self.state = GTopKState(
+            self._density,
+            optimizer=optimizer,
+            scaler=trainer.accelerator.scaler,
+            **self._options,
+        )
+        self._take_over_clipping(self.state, args)
+        saved = state.stateful_callbacks.get(_KEY)
+        if state.global_step and saved is not None:
+            held = self._load(saved, args, state, optimizer)
+        if held is not None:
+            self.state.load_state_dict(held, model)
+        self._name = broadcast_object(f"gtopk-{secrets.token_hex(4)}", 0)
+        folder = str(Path(args.output_dir).absolute())
+        state.stateful_callbacks[_KEY] = {"name": self._name, "output_dir": folder}
+        if self._model is not model:
+            self._model = model
+            model.register_comm_hook(self, _exchange)  # DDP takes one, once
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Take the agreed steps as Trainer leaves them: for their norm it multiplies them by 1."""
+        if self.state is not None:
+            self.state.accept_gradients()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **others: Any,
+    ) -> None:
+        """Log the report of the last step, beside the loss: it goes wherever Trainer reports to."""
+        step = None if self.state is None else self.state.last_step
+        if logs and "loss" in logs and step is not None and self._trainer is not None:
+            self._trainer.log(dict(scalars_of_step(step)))
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Save each rank's residual and moments in Trainer's checkpoint."""
+        if self.state is None or args.save_only_model or state.is_hyper_param_search:
+            return  # nothing to go on from
+        assert self._model is not None
+        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._name)
+        held = self.state.state_dict(self._model)
+        save_checkpoint(folder, None, None, step=state.global_step, keep=1, residuals=held)
+        if args.local_process_index == 0:
+            for each in folder.parent.glob("gtopk-*"):  # of a run that came as far, and was resumed
+                if each != folder:
+                    shutil.rmtree(each, ignore_errors=True)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Give Trainer its clipping back."""
+        args.max_grad_norm, self._max_grad_norm = args.max_grad_norm or self._max_grad_norm, 0.0
+
+    def _take_over_clipping(self, state: GTopKState, args: TrainingArguments) -> None:
+        """Have the state clip the mean gradient: what Trainer would clip are AdamW's steps.
+
+        Raises ValueError where what Trainer would clip is no gradient, and the state cannot.
+        """
+        norm = args.max_grad_norm or self._max_grad_norm  # kept where an error has ended training
+        if state.compression.corrects and norm:
+            correction = "adam" if state.compression.adam_correction else "momentum"
+            raise ValueError(
+                f"with {correction}_correction gradients are steps with momentum by the time that "
+                f"Trainer would clip them to max_grad_norm={norm:g}, and far longer: give "
+                "TrainingArguments(max_grad_norm=0), or leave the correction out and let Trainer "
+                "use AdamW, whose gradients are clipped before its moments"
+            )
+        if state.makes_adam_steps and norm:
+            state.global_clip_norm = norm
+            args.max_grad_norm, self._max_grad_norm = 0.0, norm
+
+    def _load(
+        self,
+        saved: dict[str, str],
+        args: TrainingArguments,
+        state: TrainerState,
+        optimizer: torch.optim.Optimizer,
+    ) -> dict[str, Any] | None:
+        """Return this rank's state in the checkpoint that Trainer goes on from.
+
+        Trainer does not tell which folder that is. Of None a warning says so.
+        """
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folders = [Path(saved["output_dir"], name), Path(args.output_dir, name)]
+        if args.resume_from_checkpoint:
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        here = [(folder / saved["name"]).is_dir() for folder in folders]
+        for folder, *ranks in zip(folders, *allgather_object(here), strict=True):
+            if not any(ranks):
+                continue
+            found = load_latest(
+                folder / saved["name"], None, generators=False, missing_ranks="report"
+            )
+            if found is not None:
+                _take_precise_state(optimizer, folder)
+                held: dict[str, Any] = found.values["residuals"]
+                return held
+        if args.process_index == 0:
+            _log.warning(
+                "the residuals and moments that gtopk saved with %s, at step %d, are in none of "
+                "%s: all ranks begin without; if they are elsewhere, name the checkpoint's folder "
+                "in TrainingArguments(resume_from_checkpoint=...), too",
+                name,
+                state.global_step,
+                ", ".join(map(str, dict.fromkeys(folders))),
+            )
+        return None
+
+
+def _exchange(callback: GTopK, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exchange a bucket by the state that the callback has by now."""
+    assert callback.state is not None
+    return gtopk_hook(callback.state, bucket)
+
+
+def _in_training(callback: TrainerCallback) -> Trainer:
+    """Return the Trainer that calls a callback: it hands over the model, and not DDP around it."""
+    # Of a weak proxy to something that is gone even isinstance would raise an error.
+    trainers = [each for each in gc.get_objects() if issubclass(type(each), Trainer)]
+    for trainer in trainers:
+        if trainer.is_in_train and callback in trainer.callback_handler.callbacks:
+            return trainer
+    raise RuntimeError(
+        "gtopk.transformers.GTopK is called by transformers.Trainer or a class derived from it"
+    )
+
+
+def _take_precise_state(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Load an optimizer's state again, now that the hook sees to it that float32 stays float32.
+
+    torch makes the dtype of state that of its parameters, as far as nobody objects.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    path = folder / OPTIMIZER_NAME
+    if path.is_file() and any(p.dtype.itemsize < 4 for p in parameters):
+        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

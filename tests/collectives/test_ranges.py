@@ -1,0 +1,61 @@
+"""Ranges for a profiler: none without one, and torch's and NVTX's while it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from collectives.ranges import profiled
+
+
+def test_without_a_profiler_no_range_is_made_and_no_torch_imported() -> None:
+    program = (
+        "import sys\n"
+        "from collectives.ranges import profiled\n"
+        "with profiled('merge'):\n    pass\n"
+        "assert profiled('merge') is profiled('select')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert profiled("merge") is profiled("select")  # with torch, too
+
+
+def test_torch_profiler_shows_the_ranges_of_another_thread() -> None:
+    ready, done = threading.Event(), threading.Event()
+
+    def exchange() -> None:
+        ready.wait()
+        with profiled("exchange"), profiled("merge"):
+            torch.ones(3).sum()
+        done.set()
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    everyone = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everyone) as seen:
+        ready.set()
+        done.wait()
+    thread.join()
+    parents = {event.name: event.cpu_parent for event in seen.events()}
+    assert parents["gtopk::merge"].name == "gtopk::exchange"
+    assert parents["aten::ones"].name == "gtopk::merge"
+
+
+def test_a_process_that_works_on_a_gpu_has_the_ranges_of_nvtx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    nvtx = SimpleNamespace(range_push=said.append, range_pop=lambda: said.append("pop"))
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    with pytest.raises(KeyError), profiled("exchange"), profiled("merge"):
+        raise KeyError
+    assert said == ["gtopk::exchange", "gtopk::merge", "pop", "pop"]

@@ -1,0 +1,114 @@
+"""What a profiler is shown of an exchange takes as long as the step's report says."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import collectives.kernels
+import collectives.wire.message
+import gtopk.buckets.moment
+import gtopk.exchange.exchange
+import gtopk.hooked.one_step
+from collectives.transports import Transport
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
+from gtopk.exchange.exchange import Exchanged, Progress
+from gtopk.exchange.residual import Residual
+from gtopk.hooked.one_step import OneStep
+from gtopk.torch import Compression
+
+Seconds = Counter[str]
+
+
+class Clock(threading.local):
+    """The time of each rank, which only the work itself lets pass."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Ranges(threading.local):
+    """What poses as torch's record_function: how long each rank's ranges are open."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.seconds: Seconds = Counter()
+
+    def __call__(self, name: str) -> Any:
+        ranges = self
+
+        class Range:
+            def __enter__(self) -> None:
+                ranges.seconds[name] -= ranges.clock.now
+
+            def __exit__(self, *error: Any) -> None:
+                ranges.seconds[name] += ranges.clock.now
+
+        return Range()
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
+    """Have a profiler run, and each part of an exchange take seconds of its own."""
+    clock = Clock()
+    for module in (
+        gtopk.exchange.exchange,
+        gtopk.buckets.moment,
+        gtopk.hooked.one_step,
+        collectives.wire.message,
+    ):
+        monkeypatch.setattr(module, "time", clock)
+
+    def takes(where: Any, what: str, seconds: float) -> None:
+        works = getattr(where, what)
+
+        def work(*given: Any, **options: Any) -> Any:
+            clock.now += seconds
+            return works(*given, **options)
+
+        monkeypatch.setattr(where, what, work)
+
+    takes(Residual, "accumulate_and_select", 1)
+    takes(collectives.wire.message, "_encode", 10)
+    takes(collectives.wire.message, "_decode", 100)
+    takes(collectives.kernels._for_numpy, "merge", 1000)
+    takes(Residual, "settle", 10_000)
+    ranges = Ranges(clock)
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", ranges)
+    return ranges
+
+
+def test_the_ranges_add_up_to_the_seconds_of_the_report(
+    ranges: Ranges, threads: Callable[..., list[tuple[Exchanged, Seconds]]]
+) -> None:
+    def program(transport: Transport) -> tuple[Exchanged, Seconds]:
+        parameter = torch.nn.Parameter(torch.zeros(40))
+        parameter.grad = torch.arange(40.0) * (1 + transport.rank)
+        bucket_exchange = open_bucket_exchange(
+            "bucket", [parameter], ["weight"], Compression.gtopk(0.1), Progress()
+        )
+        bucket_exchange.take(0.5, 1.0)
+        exchanged = OneStep().run(bucket_exchange, transport, [0, 0])
+        assert exchanged is not None
+        return exchanged, ranges.seconds
+
+    for exchanged, seconds in threads(2, program):
+        assert seconds["gtopk::select"] + seconds["gtopk::apply"] == exchanged.select_seconds
+        assert seconds["gtopk::exchange"] == exchanged.communicate_seconds
+        assert seconds["gtopk::encode"] + seconds["gtopk::decode"] == exchanged.coded.seconds
+        assert seconds == {
+            "gtopk::select": 1,
+            "gtopk::encode": 10,
+            "gtopk::decode": 100,
+            "gtopk::merge": 1000,
+            "gtopk::exchange": 1110,
+            "gtopk::apply": 10_000,
+        }
