@@ -91,8 +91,6 @@ class LocalResidual:
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return  # traced within another model, which was looked at when it was called
             if (own := known()) is None:
                 handle.remove()
             else:

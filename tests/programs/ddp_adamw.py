@@ -92,6 +92,19 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def test_a_compiled_model_trains_as_one_that_is_not() -> None:
+    found = []
+    for compiles in (False, True):
+        model, optimizer, _ = hooked(buckets=IN_ORDER)
+        each = torch.compile(model, backend="aot_eager") if compiles else model
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*global hooks on modules")  # torch's, once
+            train(each, optimizer, range(4))
+        found.append(weights(model))
+        assert_alike(model)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
 def test_it_is_distributed_optimizer_to_the_bit() -> None:
     """Also by a schedule of the rate, and by passes that add up."""
     for options, passes in (({}, 1), (OPTIONS, 2), ({"local_residual": False}, 1)):
@@ -363,19 +376,6 @@ def test_ranks_that_run_out_of_batches_join() -> None:
         [optimizer.state[p]["shared_exp_avg_sq"].reshape(-1) for p in model.parameters()]
     )
     assert all(torch.equal(shared, other) for other in hvd.allgather(shared[None]))
-
-
-def test_a_compiled_model_trains_as_one_that_is_not() -> None:
-    found = []
-    for compiles in (False, True):
-        model, optimizer, _ = hooked(buckets=IN_ORDER)
-        each = torch.compile(model, backend="aot_eager") if compiles else model
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*global hooks on modules")  # torch's, once
-            train(each, optimizer, range(4))
-        found.append(weights(model))
-        assert_alike(model)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
 def said_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
