@@ -32,7 +32,7 @@ def test_its_submodules_are_imported_where_they_are_named_and_not_before() -> No
     assert job.stdout.splitlines() == [
         "",
         "GTopKState gtopk_hook",
-        "gtopk.lightning needs Lightning: pip install gtopk[lightning]",
+        "gtopk.lightning needs Lightning: pip install lightning",
     ]
 
 
