@@ -172,7 +172,9 @@ class _DistributedOptimizer(Readings):
             predicted_seconds=self._reducer.expected.seconds,
             skipped=self._skip,
             samples=transaction.samples.count,
+            dense_seconds=self._reducer.expected.dense_seconds,
         )
+        self._world.balance.note(self.last_step)
         if not self._skip:
             seconds = transaction.ready - ended_before if ended_before else None
             self._reducer.stragglers.note(self._reducer.progress.steps, seconds)

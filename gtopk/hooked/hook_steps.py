@@ -82,7 +82,9 @@ class HookSteps:
             predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
+            dense_seconds=self._expected.dense_seconds,
         )
+        self._world.balance.note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
         self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
         self._world.step += 1

@@ -248,7 +248,9 @@ class _LocalSGD(Wrapping):
             elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
             local_steps=made,
             predicted_seconds=self._exchange.expected.seconds,
+            dense_seconds=self._exchange.expected.dense_seconds,
         )
+        self._world.balance.note(self.last_step)
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
             if outcome.moves and looks.is_due(self._exchange.steps):

@@ -17,11 +17,13 @@ def report_of(
     elements: int,
     local_steps: int,
     predicted_seconds: float | None,
+    dense_seconds: float | None = None,
 ) -> StepReport:
     """Return the report of an outer step.
 
     compute_seconds: of all steps of the round. elements: values of all parameters.
-    predicted_seconds: of the exchange, where it predicts nothing itself.
+    predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
+        one.
     """
     operation, done = outcome.operation, outcome.exchanged
     coded = done.coded if done else NOTHING_CODED
@@ -54,4 +56,5 @@ def report_of(
         local_steps=local_steps,
         covers="outer step",
         ranks=operation.ranks,
+        dense_seconds=dense_seconds if done else None,
     )

@@ -18,6 +18,7 @@ from ..errors import HorovodInternalError
 from ..recording import start as recording
 from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from
+from ..telemetry import Balance
 from ..timeline import timeline
 from . import checked_messages
 from .gpu_messages import gpus_in_sight, over_gpus
@@ -45,6 +46,7 @@ class World:
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
     advised:    whether it was said what compression saves.
+    balance:    what compression has cost so far beside dense gradients.
     termination_requested: whether this rank had SIGTERM.
     preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
@@ -69,6 +71,7 @@ class World:
         self.recorded_to: set[str] = set()
         self.resumed = False
         self.advised = False
+        self.balance = Balance()
         self.termination_requested = False
         self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
@@ -171,6 +174,8 @@ class World:
         self.leave(reason)
         if self.failures:
             reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
+        if in_order and self.rank == 0 and (verdict := self.balance.verdict()):
+            _log.info("%s", verdict)
         recording.stop(self, reason, in_order)
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:

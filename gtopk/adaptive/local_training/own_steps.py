@@ -84,7 +84,9 @@ class OwnSteps:
             samples=samples,
             local_steps=local_steps,
             covers=self._covers,
+            dense_seconds=self._expected.dense_seconds if self._expected else None,
         )
+        self._world.balance.note(done)
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(done)
         if self._world.timeline is not None:
