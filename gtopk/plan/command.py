@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if network.is_one_node:
         network = network._replace(native_bytes=0)
     comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
-    content, lines = as_record(comparison, rates, origin), render(comparison, origin)
+    content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
     if options.simulate:
         try:
             platform = simulation.platform_of(options, network)
