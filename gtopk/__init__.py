@@ -80,10 +80,26 @@ def _check_collectives() -> None:
     spec = importlib.util.find_spec("collectives")
     found = Path(spec.origin) if spec and spec.origin else None
     if found is None or not (found.parent / "vector.py").exists():
+        way_out = "rename that file or run from another directory"
+        if found is None or "site-packages" in found.parts:
+            way_out = "pip uninstall collectives, then install gtopk again"
         raise ImportError(
             "gtopk needs the 'collectives' package it was installed with, but found "
-            f"{found or 'none'}; rename that file or run from another directory"
+            f"{found or 'none'}; {way_out}"
         )
+    if _is_replaced(found.parent / "__init__.py"):
+        raise ImportError(
+            f"another package named 'collectives' has overwritten {found}, which gtopk brings: "
+            "pip uninstall collectives, then install gtopk again"
+        )
+
+
+def _is_replaced(initial: Path) -> bool:
+    """Tell whether the file is not ours: a package of the same name lies over it."""
+    try:
+        return "from .vector import SparseVector" not in initial.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 _SUBMODULES = {
@@ -115,6 +131,11 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what users need: the names of `__all__` and the submodules that need no import."""
+    return sorted({*__all__, *_SUBMODULES, "__version__"})
 
 
 _check_collectives()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as missing:
-    raise ImportError("gtopk.lightning needs Lightning: pip install gtopk[lightning]") from missing
+    raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
 from .ddp import GTopKState, gtopk_hook
 from .recording.scalars import scalars_of_step

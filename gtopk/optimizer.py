@@ -18,7 +18,7 @@ from .compression import Compression
 from .exchange.residual_state import state_before
 from .logs import EVERYWHERE
 from .recording import looks
-from .recording.start import recorder_of
+from .recording.start import balance_of, recorder_of
 from .recording.timeline import Span, Step, timeline_of
 from .reduce_ops import Adasum, Average
 from .replicas.check import ReplicaCheck
@@ -173,7 +173,9 @@ class _DistributedOptimizer(Readings):
             predicted_seconds=self._reducer.expected.seconds,
             skipped=self._skip,
             samples=transaction.samples.count,
+            dense_seconds=self._reducer.expected.dense_seconds,
         )
+        balance_of(self._world).note(self.last_step)
         if not self._skip:
             seconds = transaction.ready - ended_before if ended_before else None
             self._reducer.stragglers.note(self._reducer.progress.steps, seconds)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from .units import seconds_text
+
 if TYPE_CHECKING:
     from .engine import Operation
     from .exchange.exchange import Exchanged
@@ -32,6 +34,8 @@ class StepReport:
     buckets:             how many there were.
     exchange_seconds:    accumulate, select, encode to decode, apply: what the cost model predicts.
     predicted_seconds:   what it predicted for that; None where nothing was predicted.
+    dense_seconds:       what it predicts for a dense allreduce of the same gradients; None where
+                         nothing is compressed, or nothing was predicted.
     sent_bytes:          by this rank, with headers.
     sent_messages:       by this rank.
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
@@ -80,6 +84,7 @@ class StepReport:
     local_steps: int = 1
     covers: str = "step"
     ranks: int = 0
+    dense_seconds: float | None = None
 
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
@@ -121,6 +126,63 @@ def batch(step: StepReport) -> float | None:
     if step.samples is None or not step.local_steps:
         return None
     return step.samples / step.local_steps
+
+
+@dataclass
+class Balance:
+    """What compression has cost a run so far, beside what dense gradients would have."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    dense_seconds: float = 0.0
+    selected: int = 0
+    elements: int = 0
+    coded_entries: int = 0
+    coded_bytes: int = 0
+    algorithm: str = ""
+
+    def note(self, step: StepReport, count: int = 1) -> None:
+        """Count a step, or as many like it, if it is known what a dense one would have taken."""
+        if step.dense_seconds is None or step.skipped:
+            return
+        self.steps += count
+        self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
+        self.exchange_seconds += count * step.exchange_seconds
+        self.dense_seconds += count * step.dense_seconds
+        self.selected += step.selected
+        self.elements += step.elements
+        self.coded_entries += step.coded_entries
+        self.coded_bytes += step.coded_bytes
+        self.algorithm = step.algorithm
+
+    def verdict(self) -> str:
+        """Return whether compression has paid, in a sentence; "" where nothing tells.
+
+        Of dense it is known what the exchange takes, by the model, and not what backward hides.
+        """
+        if not self.steps or not self.elements:
+            return ""
+        saved = self.dense_seconds - self.exchange_seconds
+        run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense"
+        if abs(saved) < _CLOSE * self.seconds:
+            result = f"compression neither saved nor cost time in {seconds_text(self.seconds)}"
+        elif saved > 0:
+            result = f"compression saved up to {seconds_text(saved)} of {run}"
+        else:
+            result = (
+                f"compression cost up to {seconds_text(-saved)} of {seconds_text(self.seconds)}: "
+                "Compression.none is faster here"
+            )
+        bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0
+        wire = f", wire {bits:.3g} bits an entry" if bits else ""
+        return (
+            f"{result} (dense by estimate); used {self.algorithm}, density "
+            f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
+        )
+
+
+_CLOSE: Final = 0.01  # of a run: less is not told from nothing
 
 
 class Sized(Protocol):
@@ -166,6 +228,7 @@ def report(
     samples: int | None,
     local_steps: int = 1,
     covers: str = "step",
+    dense_seconds: float | None = None,
 ) -> StepReport:
     """Return what a transaction, which is over, was for its step.
 
@@ -208,6 +271,7 @@ def report(
         local_steps=local_steps,
         covers=covers,
         ranks=max((operation.ranks for operation in operations), default=0),
+        dense_seconds=dense_seconds if exchanged else None,
     )
 
 

@@ -192,6 +192,7 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
     hvd.init()
     line = _Line()
     logging.getLogger("gtopk").addHandler(line)
+    logging.getLogger("gtopk").setLevel(logging.DEBUG)  # the details that the line rests on
     optimizers = []
     shape = options.elements // options.tensors
     for compression in (COMPRESSIONS[options.algorithm](density), hvd.Compression.none):

@@ -327,3 +327,13 @@ def test_every_extra_resolves(setup_cfg, source_archive: Path) -> None:
             check=False,
         )
         assert resolved.returncode == 0, f"{extra}: {resolved.stderr}"
+
+
+def test_workflows_and_the_citation_are_whole() -> None:
+    yaml = pytest.importorskip("yaml")
+    for path in (*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"):
+        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == gtopk.__version__
+    test = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    assert test["jobs"]["suite"]["strategy"]["matrix"]["python"][0] == "3.10"

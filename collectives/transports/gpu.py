@@ -169,7 +169,7 @@ def _missing(transport: str, reason: object) -> str:
     needed = "cupy and NCCL" if transport == "nccl" else "cupy, for messages of GPUs,"
     return (
         f"transport '{transport}' needs {needed} ({reason}): "
-        "pip install gtopk[cuda12], or gtopk[cuda13] for CUDA 13"
+        "pip install cupy-cuda12x nvidia-nccl-cu12, or cupy-cuda13x nvidia-nccl-cu13"
     )
 
 

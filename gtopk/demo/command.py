@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
     if lacking:
-        return fail(f"the demo needs {', '.join(lacking)}: pip install 'gtopk[demo]'")
+        return fail(f"the demo needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
     for name in ("ranks", "seeds", "epochs"):
         if getattr(options, name) < 1:
             return refuse(f"--{name} must be at least 1, got {getattr(options, name)}")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..charts.terminal import wants_colour
-from ..launch import Launched, by_reason, find_mpirun, launched_by
-from ..runner.ranks import Places, launcher_at_hand, start_program
+from ..launch import Launched, by_reason, find_mpirun, identify, launched_by, mpirun_settings
+from ..runner.ranks import launcher_at_hand
 from . import ranks
 from .finding import Finding, State
 from .isolation import PROBES, look
@@ -22,8 +22,11 @@ from .mpi import look_at_launcher
 
 __all__ = ["Finding", "State", "main"]
 
-# Without these not even one rank can train.
+# Without these not even one rank can train; without the others of NEEDED several cannot.
 ESSENTIAL: Final = ("Python", "gtopk", "numpy", "torch", "kernels")
+NEEDED: Final = (*ESSENTIAL, ranks.NAME, ranks.LINKS)
+
+_EXAMPLE_RANKS: Final = 4  # as the pages have it
 
 _NAME_WIDTH: Final = max(map(len, PROBES))
 _STATE_WIDTH: Final = max(len(state.value) for state in State)
@@ -43,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         prog="gtopk doctor",
         description="Say what is installed and works here, and what to run for what does not.",
         epilog="example:\n  gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
-        "Under mpirun it looks at the running job. Exit code 0: one can train here.",
+        "Under mpirun it looks at the running job. Exit code 1: a FAIL is in the way of training\n"
+        "on several ranks; WARN and MISSING are not.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -57,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; return 0 when one can train here, else 1.
+    """Print the report; return 0 when several ranks can train here, else 1.
 
     Under a launcher rank 0 prints it, and the job's own ranks have to work together.
     """
@@ -71,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _look_at_job(job, options.ranks)
         return 0
     findings: list[Finding] = []
-    examined = _examine(job, not options.no_run, options.ranks)
+    examined = map(weigh, _examine(job, not options.no_run, options.ranks))
     if options.json:
         findings.extend(examined)
-        ready = _is_ready(findings, job)
+        ready = not _failed(findings)
         records = [finding._asdict() for finding in findings]
         print(json.dumps({"ready": ready, "findings": records}, indent=2))
         return 0 if ready else 1
@@ -87,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings.append(finding)
     _say("")
     _say(_conclude(findings, job))
-    return 0 if _is_ready(findings, job) else 1
+    return 1 if _failed(findings) else 0
 
 
 def _look_at_job(job: Launched, links: bool) -> list[Finding]:
@@ -108,15 +112,18 @@ def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
         yield ranks.look_at_new_ranks()
 
 
-def _is_ready(findings: Sequence[Finding], job: Launched | None) -> bool:
-    return not _blocking(findings, job)
+def weigh(finding: Finding) -> Finding:
+    """Give a finding the state that it has for training, which an optional package cannot stop."""
+    if finding.name in NEEDED and finding.state is State.MISSING:
+        return finding._replace(state=State.FAIL)
+    if finding.name not in NEEDED and finding.state is State.FAIL:
+        return finding._replace(state=State.WARN)
+    return finding
 
 
-def _blocking(findings: Sequence[Finding], job: Launched | None) -> list[str]:
+def _failed(findings: Sequence[Finding]) -> list[str]:
     """Return what is in the way of training."""
-    needed = ESSENTIAL if job is None else (*ESSENTIAL, ranks.NAME, ranks.LINKS)
-    bad = (State.MISSING, State.FAIL)
-    return [f.name for f in findings if f.name in needed and f.state in bad]
+    return [finding.name for finding in findings if finding.state is State.FAIL]
 
 
 def _say(text: str) -> None:
@@ -140,25 +147,38 @@ def _render(finding: Finding, colour: bool, width: int | None) -> str:
 
 
 def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
-    blocking = _blocking(findings, job)
-    if blocking:
-        return f"Not ready to train. In the way: {', '.join(blocking)}."
+    failed = _failed(findings)
+    if job is None and failed and not set(failed) & set(ESSENTIAL):
+        return (
+            f"Not ready to train on several ranks. In the way: {', '.join(failed)}.\n"
+            "One rank trains: python train.py"
+        )
+    if failed:
+        return f"Not ready to train. In the way: {', '.join(failed)}."
     if job is not None:
         return f"Ready to train on these {job.size} ranks."
-    several = next((f.state for f in findings if f.name == ranks.NAME), None)
-    if several in (State.MISSING, State.FAIL):
-        return "Ready to train on one rank: python train.py\nSeveral ranks need more, see above."
-    if several is None:
+    if all(finding.name != ranks.NAME for finding in findings):
         return "Ready to train on one rank: python train.py\nSeveral ranks were not tried."
-    lines = ["Ready to train. On two ranks:"]
-    start = start_program(Places(2), ["python", "train.py"], {})
-    for reason, group in by_reason(start.variables).items():
-        assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in group.items())
-        lines += [f"  # {reason}", f"  export {assignments}"]
-    if launcher_at_hand() == "torchrun":
-        return "\n".join([*lines, f"  {ranks.TORCHRUN} 2 train.py"])
-    mpirun = find_mpirun()
-    on_path = shutil.which("mpirun")
-    same = mpirun is not None and on_path is not None and os.path.samefile(mpirun, on_path)
-    lines.append(f"  {'mpirun' if same else shlex.quote(str(mpirun))} -n 2 python train.py")
-    return "\n".join(lines)
+    return "\n".join(["Ready to train:", f"  gtopk run -n {_EXAMPLE_RANKS} train.py", *_by_hand()])
+
+
+def _by_hand() -> Iterator[str]:
+    """Yield how to start ranks without `gtopk run`: the settings that each launcher needs here."""
+    from collectives.cores import usable_cores  # which needs NumPy
+
+    yield ""
+    yield "It sets all that its launcher needs here. By hand:"
+    threads = max(1, usable_cores() // _EXAMPLE_RANKS)
+    if launcher_at_hand() == "mpirun" and (mpirun := find_mpirun()) is not None:
+        yield f"by mpirun ({identify(mpirun)}):"
+        for reason, group in by_reason(mpirun_settings(threads, identify(mpirun).vendor)).items():
+            yield f"  # {reason}"
+            yield f"  export {' '.join(f'{name}={shlex.quote(group[name])}' for name in group)}"
+        on_path = shutil.which("mpirun")
+        same = on_path is not None and os.path.samefile(mpirun, on_path)
+        command = "mpirun" if same else shlex.quote(str(mpirun))
+        yield f"  {command} -n {_EXAMPLE_RANKS} python train.py"
+    yield "by torchrun:"
+    if "OMP_NUM_THREADS" not in os.environ:
+        yield f"  export OMP_NUM_THREADS={threads}"
+    yield f"  {ranks.TORCHRUN} {_EXAMPLE_RANKS} train.py"

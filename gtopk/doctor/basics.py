@@ -10,9 +10,10 @@ import math
 import platform
 import shutil
 from importlib import import_module, metadata
+from pathlib import Path
 
 from ..settings import KERNELS
-from .finding import Finding, State, installed
+from .finding import PACKAGE, Finding, State, installed
 
 
 def look_at_python() -> Finding:
@@ -26,7 +27,13 @@ def look_at_gtopk() -> Finding:
     if not installed("msgpack"):
         return Finding("gtopk", State.FAIL, "it needs msgpack", "pip install msgpack")
     package = import_module("gtopk")
-    return Finding("gtopk", State.OK, f"{package.__version__}, {package.__path__[0]}")
+    folder = Path(package.__path__[0])
+    detail = f"{package.__version__}, {folder}"
+    here = Path.cwd() / "gtopk"
+    if (here / "__init__.py").is_file() and here.resolve() != folder.resolve():
+        detail += f"; but a script in this folder imports {here}"
+        return Finding("gtopk", State.WARN, detail, "pip install -e ., or train in another folder")
+    return Finding("gtopk", State.OK, detail)
 
 
 def look_at_cores() -> Finding:
@@ -98,8 +105,8 @@ def look_at_kernels() -> Finding:
 def _how_to_build() -> str:
     # pip keeps the wheel that it built without the core.
     build = (
-        "pip install -v --force-reinstall --no-deps --no-cache-dir gtopk, or in a checkout: "
-        "pip install -v -e ."
+        f"pip install -v --force-reinstall --no-deps --no-cache-dir {PACKAGE}, or to train in a "
+        "clone: pip install -v -e ."
     )
     compiler = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:

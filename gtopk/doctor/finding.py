@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from enum import Enum
 from importlib import util
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+# What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
+PACKAGE: Final = "."
 
 
 class State(str, Enum):
-    """OK; WARN: works, but mind it; MISSING: not there; FAIL: there, but does not work."""
+    """OK; WARN: training works, but mind this; MISSING: optional, and not there; FAIL: in the way.
+
+    Where a report has a FAIL, several ranks cannot train here, and the exit code says so.
+    """
 
     OK = "OK"
     WARN = "WARN"

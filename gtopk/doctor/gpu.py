@@ -13,7 +13,6 @@ from typing import Final
 
 from .finding import Finding, State, installed
 
-_EXTRAS: Final = (12, 13)  # of CUDA, as in setup.cfg
 CHECK_DRIVER: Final = "see whether the driver works: nvidia-smi"
 
 
@@ -44,9 +43,9 @@ def look_at_cupy() -> Finding:
     """Whether there is one CuPy, for torch's CUDA, and whether it computes."""
     packages = cupy_packages()
     if not packages and not installed("cupy"):
-        advice = f"on a machine with an NVIDIA GPU: pip install {_extra()}"
+        advice = f"on a machine with an NVIDIA GPU: pip install {_packages()}"
         return Finding("CuPy", State.MISSING, "needed for kernels and NCCL on GPUs", advice)
-    replace = f"pip uninstall -y {' '.join(packages)} && pip install {_extra()}"
+    replace = f"pip uninstall -y {' '.join(packages)} && pip install {_packages()}"
     if len(packages) > 1:
         detail = f"{' and '.join(packages)} overwrite each other"
         return Finding("CuPy", State.FAIL, detail, replace)
@@ -66,7 +65,7 @@ def look_at_cupy() -> Finding:
 def look_at_nccl() -> Finding:
     """Whether CuPy finds NCCL; else whether torch brings one."""
     if not installed("cupy"):
-        advice = f"on a machine with NVIDIA GPUs: pip install {_extra()}"
+        advice = f"on a machine with NVIDIA GPUs: pip install {_packages()}"
         return _torchs_nccl(advice) or Finding(
             "NCCL", State.MISSING, "reached through CuPy, or through torch's CUDA builds", advice
         )
@@ -114,11 +113,9 @@ def _refusal(use: Callable[[], object]) -> str:
     return "it sees no GPU"
 
 
-def _extra() -> str:
-    """Return the extra of gtopk that brings CuPy and NCCL; the packages where it has none."""
+def _packages() -> str:
+    """Return the packages that bring CuPy and NCCL."""
     major = _major()
-    if major in _EXTRAS:
-        return f"'gtopk[cuda{major}]'"
     return f"cupy-cuda{major}x nvidia-nccl-cu{major}"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Final, NamedTuple
 
 from . import basics, gpu, interface, mpi, ports
-from .finding import Finding, State, gist
+from .finding import PACKAGE, Finding, State, gist
 
 SILENCE_SECONDS: Final = 60.0
 
@@ -38,7 +38,7 @@ def _reinstall(packages: str) -> str:
 
 PROBES: dict[str, Probe] = {
     "Python": Probe(basics.look_at_python, "python -VV"),
-    "gtopk": Probe(basics.look_at_gtopk, _reinstall("--no-deps gtopk")),
+    "gtopk": Probe(basics.look_at_gtopk, _reinstall(f"--no-deps {PACKAGE}")),
     "cores": Probe(basics.look_at_cores, "see what limits them: cat /proc/self/cgroup"),
     "numpy": Probe(basics.look_at_numpy, _reinstall("numpy")),
     "torch": Probe(basics.look_at_torch, _reinstall("torch")),

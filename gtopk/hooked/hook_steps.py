@@ -14,7 +14,7 @@ from ..engine import Operation
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged, Progress
 from ..recording import looks
-from ..recording.start import recorder_of
+from ..recording.start import balance_of, recorder_of
 from ..recording.stragglers import Stragglers
 from ..step.expected_step import ExpectedStep
 from ..step.peers import Peers
@@ -83,7 +83,9 @@ class HookSteps:
             predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
+            dense_seconds=self._expected.dense_seconds,
         )
+        balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
         self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
         self._world.step += 1

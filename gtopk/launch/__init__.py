@@ -11,6 +11,7 @@ from .mpirun import (
     find_mpirun,
     identify,
     mpirun_command,
+    mpirun_settings,
     rank_environment,
     run,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "launched_by",
     "launchers",
     "mpirun_command",
+    "mpirun_settings",
     "rank_environment",
     "require_sound_ranks",
     "run",

@@ -69,7 +69,7 @@ _REASONS: Final = (
         ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"),
     ),
     (
-        "more ranks than cores: they share, and who waits yields",
+        "more ranks than cores may share them, and a rank that waits yields",
         (
             "PRTE_MCA_rmaps_default_mapping_policy",
             "OMPI_MCA_rmaps_base_oversubscribe",
@@ -90,6 +90,18 @@ _REASONS: Final = (
 )
 
 
+# "slot": without it Open MPI 5 numbers local ranks 0, 2, 1, 3.
+_SHARED_CORES: Final = {
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+_UNBOUND: Final = {
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
 def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to add so that `ranks` ranks start and run well on this machine.
 
@@ -102,20 +114,29 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
     wanted = {}
     if ranks is not None:
         wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    wanted |= _SHARED_CORES if ranks is not None and ranks > cores else _UNBOUND
+    wanted |= _open_mpi_here(environ)
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def mpirun_settings(
+    threads: int, vendor: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables with which an mpirun of this vendor starts any number of ranks here.
+
+    threads: of each rank. Never a variable that `environ` has.
+    """
+    wanted = {"OMP_NUM_THREADS": str(threads)}
+    if vendor == "Open MPI":
+        wanted |= _SHARED_CORES | _UNBOUND | _open_mpi_here(environ)
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what Open MPI needs for this user, in these folders and with these programs."""
+    wanted = {}
     if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if ranks is not None and ranks > cores:
-        wanted |= {
-            # "slot": without it Open MPI 5 numbers local ranks 0, 2, 1, 3.
-            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-        }
-    else:
-        wanted |= {
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-        }
     temporary = environ.get("TMPDIR", "/")
     if not os.path.isabs(temporary):
         absolute = os.path.abspath(temporary)
@@ -128,7 +149,7 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
         wanted["OMPI_MCA_plm_rsh_agent"] = ""
     home = os.path.expanduser("~")
     wanted["HOME"] = home if os.path.isabs(home) else "/tmp"
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return wanted
 
 
 def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -33,7 +33,7 @@ from ..compression import Compression, ErrorFeedback, check_count, hides_behind_
 from ..engine.agreement import name_ranks
 from ..exchange.exchanges import require_compression
 from ..recording import looks
-from ..recording.start import recorder_of
+from ..recording.start import balance_of, recorder_of
 from ..replicas.replicas import BUFFERS_STAY, checksums
 from ..step.momentum import require_one_momentum
 from ..step.skip_counter import SkipCounter
@@ -55,11 +55,13 @@ def report_of(
     elements: int,
     local_steps: int,
     predicted_seconds: float | None,
+    dense_seconds: float | None = None,
 ) -> StepReport:
     """Return the report of an outer step.
 
     compute_seconds: of all steps of the round. elements: values of all parameters.
-    predicted_seconds: of the exchange, where it predicts nothing itself.
+    predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
+        one.
     """
     operation, done = outcome.operation, outcome.exchanged
     coded = done.coded if done else NOTHING_CODED
@@ -92,6 +94,7 @@ def report_of(
         local_steps=local_steps,
         covers="outer step",
         ranks=operation.ranks,
+        dense_seconds=dense_seconds if done else None,
     )
 
 
@@ -333,7 +336,9 @@ class _LocalSGD(Wrapping):
             elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
             local_steps=made,
             predicted_seconds=self._exchange.expected.seconds,
+            dense_seconds=self._exchange.expected.dense_seconds,
         )
+        balance_of(self._world).note(self.last_step)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
             if outcome.moves and looks.is_due(self._exchange.steps):

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparison = compare(
         Cluster(length, network, options.density, options.backward_ms), rates, formats
     )
-    content, lines = as_record(comparison, rates, origin), render(comparison, origin)
+    content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
     if options.simulate:
         try:
             platform = simulation.platform_of(options, network)

@@ -150,6 +150,42 @@ class Comparison:
         return self.cheapest.candidate.algorithm != "dense"
 
 
+def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
+    """Tell whether to compress; None where the two times differ by less than the model's error."""
+    formats = list(rates.coding)
+    backward = cluster.backward_seconds
+    dense = exposed_seconds(cluster.reduced(DENSE, rates), backward)
+    sparse = min(
+        _in_quickest_format(name, cluster, rates, formats).seconds
+        for name in offered(cluster.network)
+    )
+    if backward + dense > (1 + ERROR) * (backward + sparse):
+        return True
+    return None if sparse < dense else False
+
+
+def deciding(cluster: Cluster, rates: Rates) -> list[str]:
+    """Return which inputs turn the verdict where one of them alone is half or twice as much."""
+    link, now = cluster.network.farthest, pays_clearly(cluster, rates)
+    found = []
+    for factor, words in ((0.5, "half"), (2.0, "twice")):
+        changed = {
+            f"{words} the bandwidth": cluster.on(
+                Link(link.latency_seconds, link.seconds_per_byte / factor)
+            ),
+            f"{words} the latency": cluster.on(
+                Link(factor * link.latency_seconds, link.seconds_per_byte)
+            ),
+            f"{words} the density": replace(cluster, density=min(1.0, factor * cluster.density)),
+        }
+        if cluster.backward_seconds:
+            changed[f"{words} the backward pass"] = replace(
+                cluster, backward_seconds=factor * cluster.backward_seconds
+            )
+        found += [name for name, at in changed.items() if pays_clearly(at, rates) is not now]
+    return found
+
+
 def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
     """Return what the reductions of so many buckets take in a step, with the ranks' agreements.
 

@@ -7,26 +7,34 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from collectives.planning import Prediction
+from collectives.cost import ERROR
+from collectives.planning import Prediction, Rates
 from collectives.wire.indices import USUAL_INDICES
 
 from ..charts.terminal import wants_colour
 from ..units import (
+    SPACE,
     bandwidth_text,
     bytes_text,
     count_text,
     digits,
     seconds_text,
 )
-from .comparison import LABELS, Comparison, where_it_pays
+from .comparison import LABELS, Comparison, deciding, pays_clearly, where_it_pays
 
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
 _ACCURACY = "docs/tuning.md"
+# Measured beside model, gradients and optimizer: 8 million parameters, 2 ranks, CPU, Open MPI.
+_MEMORY = (
+    "Memory on each rank beside the model: about 16 bytes a parameter (24 with "
+    "momentum_correction, 36 with adam_correction); dense takes about 10."
+)
+_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
-def render(comparison: Comparison, rates_origin: str) -> list[str]:
+def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]:
     """Return the lines; those of the cheapest method begin with ">"."""
     cluster, network = comparison.cluster, comparison.cluster.network
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
@@ -47,8 +55,11 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
         *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
         *_legend(comparison),
         "",
-        *_wrapped(verdict(comparison)),
+        *_wrapped(verdict(comparison, pays_clearly(cluster, rates))),
     ]
+    if network.ranks > 1:
+        lines += _wrapped(_what_decides(deciding(cluster, rates)))
+        lines += _wrapped(_MEMORY)
     if comparison.equal_bytes and network.ranks > 1:
         sent = comparison.equal_bytes[0].sent.most_bytes
         rows = (_equal_row(each, comparison) for each in comparison.equal_bytes)
@@ -58,6 +69,12 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
             *_aligned([(*_EQUAL_HEADINGS, times), *rows]),
         ]
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _what_decides(turns: Sequence[str]) -> str:
+    if not turns:
+        return "Half or twice of any one input leaves this verdict as it is."
+    return f"What decides: this verdict turns with {' or '.join(turns)}."
 
 
 def _legend(comparison: Comparison) -> list[str]:
@@ -126,8 +143,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def verdict(comparison: Comparison) -> str:
-    """Return what to do, in words."""
+def verdict(comparison: Comparison, clearly: bool | None) -> str:
+    """Return what to do, in words; clearly: whether to compress, None: too close to tell."""
     cheapest, dense = comparison.cheapest, comparison.dense
     if comparison.cluster.network.ranks == 1:
         return "One rank has nobody to send to: there is nothing to compress."
@@ -140,6 +157,12 @@ def verdict(comparison: Comparison) -> str:
         return (
             f"Do not compress here: dense adds {dense_adds} to a step{at_most}, and no sparse "
             f"method less. At this latency it pays {where}."
+        )
+    if clearly is None:
+        return (
+            f"Too close to tell: the best sparse method adds {adds} to a step, dense {dense_adds}, "
+            f"and a time may be {_OFF}. Leave it dense, or measure both. At this latency "
+            f"compression pays {where}."
         )
     algorithm = cheapest.candidate.algorithm
     name = {"topk-allgather": "topk"}.get(algorithm, algorithm)

@@ -136,6 +136,10 @@ class Run:
         return "the record", f"{lines} that gtopk has not written so: passed over"
 
 
+class NoRunError(ValueError):
+    """A folder holds no run's record, or none yet."""
+
+
 class Reader:
     """Reads a run's record, and read again, only what was written since.
 
@@ -147,7 +151,7 @@ class Reader:
         self._files: dict[Path, RankFile] = {}
 
     def read(self) -> Run:
-        """Return the run; raise ValueError where there is none, or one of another version.
+        """Return the run; raise NoRunError where there is none, ValueError for another version's.
 
         A folder may hold several runs, one after the other: it is the last one, with what it went
         on from.
@@ -158,13 +162,13 @@ class Reader:
         }
         found = [attempts for file in self._files.values() if (attempts := file.read_on())]
         if not self._files:
-            raise ValueError(
+            raise NoRunError(
                 f"'{self._folder}' must hold a run's record, files named {_PATTERN}, and has none: "
                 "record a run with `gtopk run --record FOLDER`, or with GTOPK_RUN=FOLDER in its "
                 "environment"
             )
         if not found:
-            raise ValueError(
+            raise NoRunError(
                 f"'{self._folder}' must hold a run's record, and has only files without a whole "
                 f"first line, empty or damaged: {_listed(path.name for path in self._files)}"
             )

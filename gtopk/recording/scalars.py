@@ -18,7 +18,7 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                f"TensorBoard's scalars need tensorboard ({error}): pip install gtopk[tensorboard]"
+                f"TensorBoard's scalars need tensorboard ({error}): pip install tensorboard"
             ) from error
         self._writer = SummaryWriter(folder)
 

@@ -20,6 +20,7 @@ from collectives.cores import usable_cores
 from .. import __version__
 from ..machine import processor
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
+from ..telemetry import Balance
 from ..world.state import World, register
 from . import timeline
 from .endpoint import Address, Endpoint
@@ -42,11 +43,13 @@ class _Records:
     settings:    what was asked to be recorded, by the environment or the script.
     recorder:    what records its steps, while something does.
     recorded_to: the folders that it was recorded to so far.
+    balance:     what compression has cost so far beside dense gradients.
     """
 
     settings: Settings
     recorder: Recorder | None = None
     recorded_to: set[str] = field(default_factory=set)
+    balance: Balance = field(default_factory=Balance)
 
 
 _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
@@ -62,6 +65,11 @@ def _records_of(world: World) -> _Records:
 def recorder_of(world: World) -> Recorder | None:
     """Return what records the steps of a world; None where nothing does."""
     return _records_of(world).recorder
+
+
+def balance_of(world: World) -> Balance:
+    """Return what compression has cost a world so far beside dense gradients."""
+    return _records_of(world).balance
 
 
 def settings_of(world: World) -> Settings:
@@ -124,6 +132,10 @@ class _WorldRecords:
         _pause(world)
 
     def end(self, world: World, how: str, in_order: bool) -> None:
+        records = _records_of(world)
+        if in_order and world.rank == 0 and (verdict := records.balance.verdict()):
+            _log.info("%s", verdict)
+            records.balance = Balance()  # it is said once
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..recording.reading import RankRecord, Run, read_run
 from . import series
-from .words import happenings, tiles, what_was_run
+from .words import happenings, tiles, verdict, what_was_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +73,7 @@ def as_record(run: Run) -> dict[str, Any]:
         "began_unix_seconds": run.began_unix_seconds,
         "seconds": run.seconds,
         "figures": {tile.name: [tile.value, tile.detail] for tile in tiles(run)},
+        "verdict": verdict(run),
         "happened": happenings(run),
         "logged": {
             name: [point[:2] for point in series.logged(run, name, over)]

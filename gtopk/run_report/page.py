@@ -12,7 +12,7 @@ from ..recording.reading import Run
 from ..recording.soundness import shown
 from ..units import seconds_text
 from .figures import figures
-from .words import Tile, happenings, steps_taken, tiles, what_was_run
+from .words import Tile, happenings, steps_taken, tiles, verdict, what_was_run
 
 
 def page(run: Run, name: str) -> str:
@@ -27,7 +27,7 @@ def page(run: Run, name: str) -> str:
         title,
         style,
         f"""<h1>{escape(title)}</h1>
-<p class="lead">{escape(opening(run))}</p>
+{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
 <dl class="tiles">{"".join(map(tile, tiles(run)))}</dl>
 {plots}{_happened(run)}<h2>What was run</h2>
 <dl class="facts">{facts(what_was_run(run))}</dl>""",
@@ -57,6 +57,13 @@ def tile(of: Tile) -> str:
         f'<div class="{"tile loss" if of.loss else "tile"}"><dt>{escape(of.name)}</dt>'
         f'<dd class="value">{escape(of.value)}</dd><dd class="detail">{prose(of.detail)}</dd></div>'
     )
+
+
+def _verdict(run: Run) -> str:
+    said = verdict(run)
+    if not said:
+        return ""
+    return f'<p class="lead"><strong>{escape(said[0].upper() + said[1:])}.</strong></p>\n'
 
 
 def _happened(run: Run) -> str:

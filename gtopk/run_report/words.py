@@ -11,6 +11,7 @@ from typing import NamedTuple
 from collectives.cost import dense_bytes
 
 from ..recording.reading import RankRecord, Run
+from ..telemetry import Balance
 from ..units import bytes_text, count_text, digits, percent_text, seconds_text
 from . import series
 from .covered import a, several
@@ -37,6 +38,14 @@ def tiles(run: Run) -> Iterator[Tile]:
     if any(rank.steps for rank in run.ranks):
         yield _step(run)
     yield _ranks(run)
+
+
+def verdict(run: Run) -> str:
+    """Return whether compression has paid; "" where its record does not tell."""
+    rank, balance = run.first, Balance()
+    for step in rank.steps:
+        balance.note(step.report, int(rank.begin.get("every", 1)))
+    return balance.verdict()
 
 
 def _last_value(run: Run, name: str) -> Tile:

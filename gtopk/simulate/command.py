@@ -317,7 +317,7 @@ def _refusal(
     if "slow-only" in options.modes and len({*_classes(options).fast}) == cluster.ranks:
         return "slow-only has no rank to train: all of --speeds are fast; --fast says which are"
     if importlib.util.find_spec("sklearn") is None:
-        return "scikit-learn, whose digits are trained on, is not here: pip install 'gtopk[demo]'"
+        return "scikit-learn, whose digits are trained on, is not here: pip install scikit-learn"
     if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
         return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
     if options.html and options.html == options.json:

@@ -1,4 +1,4 @@
-"""Advice: one line at the start of a run, on what compression saves here and where it pays.
+"""Advice: one sentence at the start of a run, on what compression saves here, and its details.
 
 From the links and rates that are measured once and kept for a week (collectives.planning): about
 three seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Final, TypeGuard
+from typing import Final, NamedTuple, TypeGuard
 
 from collectives.cost import BreakEven, Link, break_even
 from collectives.planning import Calibration, Candidate, Prediction, Rates
@@ -30,11 +30,20 @@ _log = logging.getLogger("gtopk")
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
-def say_once(here: World, text: str) -> None:
+class Advice(NamedTuple):
+    """The sentence that is logged, and what it rests on, which GTOPK_LOG=debug shows."""
+
+    sentence: str
+    details: str = ""
+
+
+def say_once(here: World, said: Advice) -> None:
     """Have rank 0 say it, unless a line was said in this world."""
     if here.rank == 0 and not here.advised:
         here.advised = True
-        _log.info("%s", text)
+        _log.info("%s", said.sentence)
+        if said.details:
+            _log.debug("%s", said.details)
 
 
 def advice(
@@ -45,8 +54,9 @@ def advice(
     per: str = "step",
     beyond: str = "",
     other_buckets: int | None = None,
-) -> str:
-    """Return the line.
+    over: str = "",
+) -> Advice:
+    """Return what to say.
 
     lengths: values that compressing is a question of, in each bucket; others: that travel as they
         are in any case.
@@ -54,6 +64,7 @@ def advice(
     beyond: what runs in place of any exchange that is modelled; "": nothing does.
     other_buckets: in how many the values would be if they travelled whole, where they are
                    compressed, or were compressed, where they are not; None: in as many.
+    over: what carries the ranks' messages.
     """
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
@@ -76,12 +87,37 @@ def advice(
         name, edge = LABELS[found.candidate.algorithm], comparison.break_even
     is_somewhere = edge.lowest < edge.highest
     link = comparison.cluster.network.farthest
-    return (
+    details = (
         f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
         f"backward: {verdict}; {'' if is_somewhere else 'at this latency '}"
         f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
         f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
     )
+    where = f"{comparison.cluster.network.ranks} ranks" + (f" over {over}" if over else "")
+    return Advice(f"{where}: {_in_short(found, comparison, runs, beyond, per)}", details)
+
+
+def _in_short(
+    found: Prediction, comparison: Comparison, runs: Prediction | None, beyond: str, per: str
+) -> str:
+    """Return the verdict as one clause."""
+    dense, compressed = comparison.dense.seconds, _is_compressed(runs)
+    takes = f"dense takes {seconds_text(dense)} a {per} (estimate)"
+    if beyond:
+        return f"{takes}; {beyond} as it runs here is beyond the model"
+    candidate = runs.candidate if _is_compressed(runs) else found.candidate
+    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    name = f"{LABELS[candidate.algorithm]} at density {candidate.density:g}"
+    if seconds * _CLOSE < dense:
+        verb = "saves" if compressed else "would save"
+        return (
+            f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
+            f"{seconds_text(dense)} a {per} (estimate)"
+        )
+    times = f"{takes}, {name} {seconds_text(seconds)}"
+    if dense * _CLOSE < seconds:
+        return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
+    return f"compression makes no difference here: {times}"
 
 
 def _what(comparison: Comparison, others: int) -> str:

@@ -11,7 +11,7 @@ from collectives.planning import Calibration
 from collectives.transports import Transport
 
 from .. import settings
-from ..compression import GTopK, usual_density
+from ..compression import Compression, GTopK, usual_density
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
@@ -19,7 +19,7 @@ from ..telemetry import Sized
 from ..world.state import World
 from . import advice
 from .bucket_plan import buckets_by
-from .expectation import expected_seconds, in_question
+from .expectation import Exchanging, expected, expected_seconds, in_question
 from .peers import Peers
 
 
@@ -48,6 +48,7 @@ class ExpectedStep:
         self._is_planned = is_planned
         self._calibration: Calibration | None = None
         self._seconds: float | None = None
+        self._dense_seconds: float | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
         """Expect what these buckets will take; rank 0 says, once a world, what compressing saves.
@@ -56,7 +57,7 @@ class ExpectedStep:
         have no links to speak of. Groups that exchange side by side measure side by side, too, and
         so share links as they do in every step.
         """
-        self._calibration = self._seconds = None
+        self._calibration = self._seconds = self._dense_seconds = None
         here = peers.world
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
@@ -80,34 +81,52 @@ class ExpectedStep:
         self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
     ) -> None:
         """Say it of what is compressed, else of what could be, where there is any."""
-        every = [
-            bucket_exchange.elements
-            for bucket_exchange in bucket_exchanges
-            if bucket_exchange.elements
-        ]
+        every = _lengths(bucket_exchanges)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
         lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
         if lengths:
             compression = self._compression if is_compressed else None
-            others = sum(every) - sum(lengths)
-            other_buckets = None
-            if self._is_planned:
-                parameters = [
-                    each.numel()
-                    for bucket_exchange in asked
-                    for each in bucket_exchange.bucket.parameters
-                ]
-                other = None if is_compressed else GTopK(usual_density(sum(lengths)))
-                other_buckets = buckets_by(other, parameters, calibration.network.ranks)
             said = advice.advice(
-                compression, lengths, calibration, others, self._per, self._beyond, other_buckets
+                compression,
+                lengths,
+                calibration,
+                sum(every) - sum(lengths),
+                self._per,
+                self._beyond,
+                self._other_buckets(asked, is_compressed, calibration),
+                here.transport.library(),
             )
             advice.say_once(here, said)
 
+    def _other_buckets(
+        self, asked: Sequence[Exchanging], is_compressed: bool, calibration: Calibration
+    ) -> int | None:
+        """Return in how many buckets the values would be if they travelled the other way."""
+        if not self._is_planned or not asked:
+            return None
+        parameters = [
+            each.numel() for bucket_exchange in asked for each in bucket_exchange.bucket.parameters
+        ]
+        sparse = GTopK(usual_density(sum(bucket_exchange.elements for bucket_exchange in asked)))
+        return buckets_by(None if is_compressed else sparse, parameters, calibration.network.ranks)
+
     def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
         """Expect what these buckets will take from now on, where links were measured."""
-        if self._calibration is not None:
-            self._seconds = expected_seconds(bucket_exchanges, self._calibration)
+        if self._calibration is None:
+            return
+        self._seconds = expected_seconds(bucket_exchanges, self._calibration)
+        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
+        self._dense_seconds = None
+        if is_compressed:
+            buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
+            length = -(-sum(_lengths(bucket_exchanges)) // buckets)
+            dense = expected(Compression.none, length, self._calibration)
+            self._dense_seconds = dense.times(buckets).seconds if dense is not None else None
+
+    @property
+    def dense_seconds(self) -> float | None:
+        """Return what a dense exchange is expected to take; None where nothing is compressed."""
+        return self._dense_seconds
 
     @property
     def seconds(self) -> float | None:
@@ -117,3 +136,8 @@ class ExpectedStep:
         """
         warming = getattr(self._compression, "warmup_steps", 0) > self._progress.steps
         return None if warming else self._seconds
+
+
+def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:
+    """Return how many values each has that has any."""
+    return [each.elements for each in bucket_exchanges if each.elements]

@@ -36,6 +36,7 @@ from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
+from .reduced_twice import refuse_ddp
 from .samples import Samples, note_stepper
 from .step_transaction import StepTransaction
 from .weights import LocalClip
@@ -187,6 +188,8 @@ class Reducer:
         """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
+        if self.options.feedback is not None:
+            refuse_ddp(trained)
         note_stepper(self, trained)
         self.planned.plan(trained, order, self.peers)
         self.overlap.await_all(self.planned.bucket_exchanges)

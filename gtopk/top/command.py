@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..arguments import as_argument, number_in
-from ..recording.reading import Reader
+from ..recording.reading import NoRunError, Reader
 from ..recording.soundness import shown
 from .show import as_lines, as_table
 from .status import RECENT, Status, status_of
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk top",
         description="Show what each rank of a run is doing, from the record that it writes. On a "
-        "terminal it refreshes until Ctrl-C or the end of the run.",
+        "terminal it waits for a run to begin, and refreshes until Ctrl-C or the end of the run.",
         epilog="example:\n  gtopk top runs/first\n  gtopk top runs/first --once --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     try:
-        looks = _looks(options.run, options.every)
         if options.once or not (options.json or live):
-            looks = itertools.islice(looks, 1)
+            looks = itertools.islice(_looks(options.run, options.every), 1)
+        else:
+            _await_run(options.run, options.every)
+            looks = _looks(options.run, options.every)
         if options.json or options.once or not live:
             _print(looks, options.json)
         else:
@@ -59,7 +61,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gtopk top: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("gtopk top: ended by Ctrl-C; the run itself goes on", file=sys.stderr)
         return 0
+
+
+def _await_run(folder: Path, every: float) -> None:
+    """Return when a run has begun to write its record there."""
+    said = False
+    while True:
+        try:
+            Reader(folder, RECENT).read()
+            return
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        except NoRunError:
+            if not said:
+                print(f"gtopk top: waiting for a run to begin in '{folder}'", file=sys.stderr)
+            said = True
+        time.sleep(every)
 
 
 def _looks(folder: Path, every: float) -> Iterator[list[Status]]:

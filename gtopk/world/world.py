@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from collectives.errors import PeerTimeoutError
+from collectives.kernels import why_not_compiled
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
@@ -130,6 +131,8 @@ def init_on(transport: Transport, before: World | None = None) -> None:
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
+    if transport.rank == 0 and transport.size > 1:
+        _tell_of_slow_kernels()
     here = World(transport, before)
     guard = Guard(here, heartbeat_seconds, failures)
     try:
@@ -145,6 +148,16 @@ def init_on(transport: Transport, before: World | None = None) -> None:
             setattr(error, _MARK, _handled)
     here.observe()
     atexit.register(_at_exit)
+
+
+def _tell_of_slow_kernels() -> None:
+    """Say which kernels run where they are not the compiled ones."""
+    if reason := why_not_compiled():
+        _log.warning(
+            "the NumPy kernels run, which are slower than the C++ core: %s; `gtopk doctor` says "
+            "how to get it",
+            reason,
+        )
 
 
 def shutdown() -> None:

@@ -14,29 +14,35 @@ WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 @pytest.mark.parametrize("ranks", some_of([2, 4], 4))
 def test_rank_0_says_it_once_and_all_ranks_predict(torchrun, ranks):
-    job = torchrun(ranks, "advised.py", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
+    asked = {"GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off", "GTOPK_LOG": "debug"}
+    job = torchrun(ranks, "advised.py", **asked)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == ranks
-    start = r"^gtopk: rank (\d): (?:estimated exchange per ([\w -]+), )?([\d,]+) values,? (.*)$"
-    found = re.findall(start, job.stderr, re.MULTILINE)
-    lines = [(rank, values, said) for rank, _, values, said in found]
-    expected = [("0", f"{2 * values:,}") for values in range(501, 501 + WAYS)]
+    details = r"^gtopk: rank (\d): estimated exchange per ([\w -]+), ([\d,]+) values,? (.*)$"
+    found = re.findall(details, job.stderr, re.MULTILINE)
+    expected = {way: f"{2 * (501 + way):,}" for way in range(WAYS) if way not in IN_MEMORY}
     if ranks == 4:  # of two replicas, two shards each: a rank exchanges half of the values
-        expected[FSDP] = ("0", f"{501 + FSDP:,}")
-    assert [line[:2] for line in lines] == expected
+        expected[FSDP] = f"{501 + FSDP:,}"
+    assert [(rank, values) for rank, _, values, _ in found] == [
+        ("0", values) for values in expected.values()
+    ]
     among = dict.fromkeys(range(WAYS), ranks) | dict.fromkeys((FSDP, NODES), 2)
-    for way, (*_, said) in enumerate(lines):
-        if way in IN_MEMORY:
-            assert said.startswith(f"in this host's memory, on which {ranks} workers step: ")
-            continue
+    for way, (_, per, _, said) in zip(expected, found, strict=True):
         assert said.startswith(f"{among[way]} ranks, ")
         assert re.search(r"(; \S+( \S+)? pays below|pays at (no|every) bandwidth)", said)
         assert ("op=Adasum as it runs here is beyond the model" in said) == (way == ADASUM)
-        assert (found[way][1] == "merge of all nodes") == (way == NODES)
+        assert (per == "merge of all nodes") == (way == NODES)
+    sentences = re.findall(r"^gtopk: rank 0: (\d) ranks over gloo", job.stderr, re.MULTILINE)
+    assert sentences == [str(among[way]) for way in expected]
+    in_memory = re.findall(r"^gtopk: rank 0: (\d) workers step on ", job.stderr, re.MULTILINE)
+    assert in_memory == [str(ranks)] * len(IN_MEMORY)
+    (verdict,) = re.findall("^.*compare with a dense run$", job.stderr, re.MULTILINE)
+    assert verdict.startswith("gtopk: rank 0: compression ")
 
 
 def test_one_rank_that_wants_none_is_enough_for_none(torchrun):
     job = torchrun(2, "advised.py", "off", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == 2
-    assert "estimated exchange" not in job.stderr
+    assert "(estimate)" not in job.stderr
+    assert "compare with a dense run" not in job.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_its_submodules_are_imported_where_they_are_named_and_not_before() -> No
     assert job.stdout.splitlines() == [
         "",
         "GTopKState gtopk_hook",
-        "gtopk.lightning needs Lightning: pip install gtopk[lightning]",
+        "gtopk.lightning needs Lightning: pip install lightning",
     ]
 
 
@@ -45,3 +46,34 @@ def test_a_submodule_needs_no_import_of_its_own(name: str) -> None:
 def test_what_it_does_not_have_it_does_not_import() -> None:
     with pytest.raises(AttributeError, match="module 'gtopk' has no attribute 'keras'"):
         gtopk.__getattr__("keras")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_another_package_named_collectives_is_named_in_one_sentence(
+    beside: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "collectives").mkdir()
+    (tmp_path / "collectives/__init__.py").write_text("raise ImportError('a placeholder')")
+    if beside:  # it lies over ours, whose other files are still there
+        (tmp_path / "collectives/vector.py").touch()
+    root = Path(__file__).parents[2]
+    job = subprocess.run(
+        [sys.executable, "-c", "import gtopk"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *_, said = job.stderr.splitlines()
+    assert said.startswith("ImportError: ")
+    assert f"{tmp_path / 'collectives'}" in said
+    if beside:
+        assert "another package named 'collectives' has overwritten" in said
+        assert said.endswith("pip uninstall collectives, then install gtopk again")
+
+
+def test_dir_shows_what_users_need_and_nothing_else() -> None:
+    shown = dir(gtopk)
+    assert {"LocalSGD", "save_checkpoint", "load_latest", "ddp", "fsdp", "run"} <= set(shown)
+    assert not {"Any", "Path", "TYPE_CHECKING", "importlib", "_HOMES"} & set(shown)

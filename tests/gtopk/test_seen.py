@@ -37,11 +37,10 @@ def test_the_run_ends_as_its_ranks_do(run) -> None:
 
 
 def test_rank_0_gives_advice_first_and_the_others_none(run) -> None:
-    said = [line for line in run[1].stderr.splitlines() if "estimated exchange" in line]
+    said = [line for line in run[1].stderr.splitlines() if "(estimate)" in line]
     assert len(said) == 1
-    assert said[0].startswith("gtopk: rank 0: estimated exchange per step, 2,050 values, 3 ranks, ")
-    assert " pays " in said[0]
-    assert "; links 1\N{NO-BREAK SPACE}Gbit/s, " in said[0]
+    assert said[0].startswith("gtopk: rank 0: 3 ranks over ")
+    assert len(said[0]) < 200
 
 
 def test_every_rank_has_a_record_of_what_it_did(run) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtopk.telemetry import PARTS, StepReport, parts
+from gtopk.telemetry import PARTS, Balance, StepReport, parts
 from tests.gtopk.made_runs import report
 
 SECONDS = [f.name for f in dataclasses.fields(StepReport) if f.name.endswith("_seconds")]
@@ -42,3 +42,40 @@ def test_what_backward_hides_is_no_part_of_the_step() -> None:
     assert half["exchange"] == pytest.approx(0.0011 / 2)
     assert half["select"] == pytest.approx(0.001 / 2 + 0.0002)
     assert half["compute"] == 0.006
+
+
+@pytest.mark.parametrize(
+    ("dense_seconds", "says"),
+    [
+        (
+            1.003,
+            "compression saved up to 100 s of 101 s against dense",
+        ),
+        (0.00305, "compression neither saved nor cost time in 1 s"),
+        (0.001, "Compression.none is faster here"),
+    ],
+)
+def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
+    balance = Balance()
+    for step in range(100):
+        balance.note(report(step, dense_seconds=dense_seconds))
+    said = balance.verdict().replace("\N{NO-BREAK SPACE}", " ")
+    assert says in said
+    assert said.endswith(
+        "used gtopk, density 0.001, wire 48 bits an entry; accuracy: compare with a dense run"
+    )
+
+
+def test_steps_that_stand_for_others_count_as_many_times() -> None:
+    one, many = Balance(), Balance()
+    for balance, counts in ((one, [1] * 10), (many, [5, 5])):
+        for count in counts:
+            balance.note(report(dense_seconds=1.0), count)
+    assert one.verdict() == many.verdict() != ""
+
+
+def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
+    balance = Balance()
+    balance.note(report())
+    balance.note(report(dense_seconds=1.0, skipped=True))
+    assert balance.verdict() == ""

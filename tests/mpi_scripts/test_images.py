@@ -87,7 +87,7 @@ def checkpoints(volume: Callable[[str, str, str], str], image: str) -> str:
 
 def test_the_doctor_finds_the_image_ready_for_several_ranks(image: str) -> None:
     said = engine("run", "--rm", image).stdout
-    assert "Ready to train. On two ranks:" in said
+    assert "Ready to train:" in said
     assert re.search(r"kernels +OK +C\+\+", said), said
 
 

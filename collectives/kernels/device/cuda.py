@@ -29,7 +29,7 @@ def cupy() -> Any:
         return import_module("cupy")
     except ImportError as error:
         raise ImportError(
-            "arrays on a GPU need cupy: pip install gtopk[cuda12], or gtopk[cuda13] for CUDA 13"
+            "arrays on a GPU need cupy: pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
         ) from error
 
 

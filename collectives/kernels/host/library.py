@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -51,23 +52,52 @@ def fingerprint() -> str:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the library, or None where there is none that fits its sources."""
-    return None if absence() else ctypes.CDLL(str(LIBRARY))
+    return _found()[0]
 
 
 @functools.cache
 def absence() -> str:
     """Return why the library cannot be used; "" when it can."""
-    if not LIBRARY.exists():
-        return "the C++ core is not built"
+    return _found()[1]
+
+
+def _found() -> tuple[ctypes.CDLL | None, str]:
+    """Return the first library that fits; None, and what is amiss with the one beside its sources.
+
+    A script in a clone imports the clone's sources, whose core may be built in an installed package
+    alone (`pip install .`): there it is looked for, too, so that both run the same kernels.
+    """
+    amiss = []
+    for path in (LIBRARY, *_installed()):
+        loaded, reason = _load(path)
+        if loaded is not None:
+            return loaded, ""
+        amiss.append(reason)
+    return None, amiss[0]
+
+
+def _installed() -> list[Path]:
+    """Return the libraries of other copies of this package that could be imported."""
+    if not fingerprint():  # an installed package: it has no sources that another could fit
+        return []
+    found = (Path(folder, *__package__.split("."), LIBRARY.name) for folder in sys.path)
+    return [path for path in found if path != LIBRARY and path.is_file()]
+
+
+def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    """Return a library, or None and why it cannot be used."""
+    if not path.exists():
+        return None, "the C++ core is not built"
     try:
-        built_from = ctypes.CDLL(str(LIBRARY)).sources_fingerprint
+        loaded = ctypes.CDLL(str(path))
+        built_from = loaded.sources_fingerprint
     except (OSError, AttributeError) as error:
-        return f"the C++ core cannot be loaded: {error}"
+        return None, f"the C++ core cannot be loaded: {error}"
     built_from.restype = ctypes.c_char_p
     # An installed package has no sources to compare with.
     if fingerprint() not in ("", built_from().decode()):
-        return "the C++ core is not built from the sources beside it"
-    return ""
+        return None, "the C++ core is not built from the sources beside it"
+    return loaded, ""
 
 
 def instructions() -> str:

@@ -178,9 +178,10 @@ def join_node(
         values = sum(parameter.numel() for parameter in parameters)
         advice.say_once(
             world,
-            f"{count_text(values)} values in this host's memory, on which {world.size} workers "
-            "step: they exchange no gradients, and compression has nothing to save, at any "
-            "bandwidth",
+            advice.Advice(
+                f"{world.size} workers step on {count_text(values)} values in this host's memory: "
+                "they exchange no gradients, and compression has nothing to save"
+            ),
         )
     if node.memory.place == 0:
         here = [rows[rank] for rank in node.ranks if rows[rank]["class"] != "gpu"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine import Operation
 from ...recording import looks
-from ...recording.start import recorder_of
+from ...recording.start import balance_of, recorder_of
 from ...recording.timeline import Span, Step, timeline_of
 from ...step.expected_step import ExpectedStep
 from ...step.peers import Peers
@@ -85,7 +85,9 @@ class OwnSteps:
             samples=samples,
             local_steps=local_steps,
             covers=self._covers,
+            dense_seconds=self._expected.dense_seconds if self._expected else None,
         )
+        balance_of(self._world).note(done)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(done)
         if (timeline := timeline_of(self._world)) is not None:

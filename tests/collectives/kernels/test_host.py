@@ -352,10 +352,11 @@ def test_wherever_memory_runs_out_no_gradient_is_halved_and_the_next_call_works(
 # ---- which one is in use
 
 
-def kernels_in_use(**variables: str) -> subprocess.CompletedProcess[str]:
+def kernels_in_use(folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     code = "from collectives import kernels as k; print(k.in_use(), k.why_not_compiled(), sep='|')"
     return subprocess.run(
         [sys.executable, "-c", code],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
@@ -392,7 +393,24 @@ def test_a_core_that_does_not_fit_is_not_used(
     name: str, replacement: object, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, name, replacement)
+    monkeypatch.setattr("sys.path", [])
     assert re.fullmatch(rf"the C\+\+ core {reason}", library.absence())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_clone_that_is_not_built_runs_the_core_of_an_installation_of_its_sources(
+    same: bool, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "collectives", tmp_path / "collectives", ignore=_not_built)
+    if not same:
+        (tmp_path / "collectives/kernels/host/abi.hpp").write_text("// edited since\n")
+    found = kernels_in_use(tmp_path, GTOPK_KERNELS="")
+    core = f"C++ core, {host.instructions()}|\n"
+    assert found.stdout == (core if same else "NumPy reference|the C++ core is not built\n")
+
+
+def _not_built(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == "__pycache__" or name.endswith(".so")]
 
 
 @pytest.fixture

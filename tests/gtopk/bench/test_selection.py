@@ -127,7 +127,7 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_a_gpu_out_of_reach_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
-        raise ImportError("arrays on a GPU need cupy: pip install gtopk[cuda12]")
+        raise ImportError("arrays on a GPU need cupy: pip install cupy-cuda12x")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "cupy", absent)

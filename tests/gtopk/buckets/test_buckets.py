@@ -162,7 +162,7 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def absent() -> Any:
-        raise ImportError("pip install gtopk[cuda12]")
+        raise ImportError("pip install cupy-cuda12x")
 
     monkeypatch.setattr(arrays.device, "cupy", absent)
     arrays._kernels_reach_gpus.cache_clear()
@@ -172,7 +172,7 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
                 assert arrays.home_of([OnGpu(), OnGpu()]) == torch.device("cpu")
         (record,) = caplog.records
         assert "through the host" in record.getMessage()
-        assert "gtopk[cuda12]" in record.getMessage()
+        assert "cupy-cuda12x" in record.getMessage()
         arrays._kernels_reach_gpus.cache_clear()
         monkeypatch.setattr(arrays.device, "cupy", lambda: sys)
         assert arrays.home_of([OnGpu()]) == OnGpu.device

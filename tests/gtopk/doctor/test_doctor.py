@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from collectives.cores import usable_cores
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk import doctor
@@ -19,7 +20,7 @@ from gtopk.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
 from gtopk.doctor.network import describe
-from gtopk.launch import Launched, find_mpirun, run
+from gtopk.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
 
@@ -141,7 +142,9 @@ def test_everything_missing_has_advice_and_nobody_can_train() -> None:
     assert job.returncode == 1
     assert not json.loads(job.stdout)["ready"]
     missing = {f.name for f in found.values() if f.state is State.MISSING}
-    assert {"numpy", "torch", "mpi4py", "MPI library", "CuPy", "NCCL", "ranks"} <= missing
+    assert {"mpi4py", "MPI library", "CuPy", "NCCL"} <= missing
+    failed = {f.name for f in found.values() if f.state is State.FAIL}
+    assert failed == {"gtopk", "numpy", "torch", "kernels", "ranks"}
     for finding in found.values():
         assert bool(finding.advice) == (finding.state is not State.OK), finding
 
@@ -153,7 +156,7 @@ def test_an_optional_package_that_breaks_is_a_finding(tmp_path: Path) -> None:
     package(tmp_path, "cupy", "print('noise', flush=True)\nraise OSError('libcublas is gone')")
     job = examine("--no-run", "--json", path=tmp_path)
     assert job.returncode == 0
-    assert findings_of(job)["CuPy"].state is State.FAIL
+    assert findings_of(job)["CuPy"].state is State.WARN
     assert findings_of(job)["CuPy"].detail == "OSError: libcublas is gone"
     assert findings_of(job)["CuPy"].advice
 
@@ -164,9 +167,9 @@ def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> N
     assert job.returncode == 0
     found = findings_of(job)
     assert set(found) == {*PROBES, "launcher"}
-    assert found["Horovod"].state is State.FAIL
+    assert found["Horovod"].state is State.WARN
     assert found["Horovod"].detail == "died: Segmentation fault"
-    assert found["demo"].state is not State.FAIL  # the next one
+    assert found["demo"].state is State.OK  # the next one
 
 
 def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> None:
@@ -201,9 +204,7 @@ def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = gpu.look_at_cupy()
     assert finding.state is State.FAIL
     assert finding.detail == "cupy and cupy-cuda12x overwrite each other"
-    assert finding.advice.startswith(
-        "pip uninstall -y cupy cupy-cuda12x && pip install 'gtopk[cuda"
-    )
+    assert finding.advice.startswith("pip uninstall -y cupy cupy-cuda12x && pip install cupy-cuda")
 
 
 @pytest.mark.parametrize(
@@ -323,10 +324,69 @@ def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
     assert "2 ranks on" in finding.detail
     found = [Finding(name, State.OK, "") for name in doctor.ESSENTIAL]
     conclusion = doctor._conclude([*found, finding], None)
-    assert conclusion.startswith("Ready to train. On two ranks:")
-    command = {"mpirun": "mpirun -n 2 python train.py", "torchrun": f"{ranks.TORCHRUN} 2 train.py"}
-    assert conclusion.endswith(command[launcher])
+    assert conclusion.startswith("Ready to train:\n  gtopk run -n 4 train.py\n")
+    assert conclusion.endswith(f"\n  {ranks.TORCHRUN} 4 train.py")
+    assert ("mpirun -n 4 python train.py" in conclusion) == (launcher == "mpirun")
     assert launcher == "mpirun" or "MPI" not in conclusion
+
+
+@needs_mpirun
+def test_mpirun_starts_more_ranks_than_cores_with_the_settings_that_are_printed() -> None:
+    """As root, too: of the settings that Open MPI asks for none is left out."""
+    ours = ("OMPI_", "PRTE_", "OMP_")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    printed = mpirun_settings(1, identify(find_mpirun()).vendor, bare)
+    many = usable_cores() + 2
+    job = subprocess.run(
+        [str(find_mpirun()), "-n", str(many), sys.executable, "-c", "print('here')"],
+        env={**bare, **printed},
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_SECONDS,
+        check=False,
+    )
+    assert (job.returncode, job.stdout.count("here")) == (0, many), job.stderr
+
+
+def test_settings_are_those_of_the_mpi_at_hand() -> None:
+    environ = {"HOME": "/home/x", "PATH": os.environ["PATH"]}
+    assert set(mpirun_settings(1, "MPICH", environ)) == {"OMP_NUM_THREADS"}
+    printed = mpirun_settings(1, "Open MPI", environ)
+    both = {"OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_hwloc_default_binding_policy"}
+    assert both <= set(printed)
+    assert "HOME" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "weighs"),
+    [
+        ("numpy", State.MISSING, State.FAIL),
+        ("ranks", State.MISSING, State.FAIL),
+        ("CuPy", State.FAIL, State.WARN),
+        ("CuPy", State.MISSING, State.MISSING),
+        ("torch", State.FAIL, State.FAIL),
+    ],
+)
+def test_fail_means_that_training_cannot_start(name: str, said: State, weighs: State) -> None:
+    assert doctor.weigh(Finding(name, said, "")).state is weighs
+
+
+def test_one_rank_may_train_where_several_fail() -> None:
+    failed = [Finding("torch", State.OK, ""), Finding("ranks", State.FAIL, "")]
+    said = doctor._conclude(failed, None)
+    assert said.startswith("Not ready to train on several ranks. In the way: ranks.\n")
+    assert said.endswith("One rank trains: python train.py")
+
+
+def test_a_clone_that_hides_the_installed_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert basics.look_at_gtopk().state is State.OK
+    package(tmp_path, "gtopk", "")
+    finding = basics.look_at_gtopk()
+    assert finding.state is State.WARN
+    assert f"a script in this folder imports {tmp_path / 'gtopk'}" in finding.detail
 
 
 def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,24 @@ def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
     assert "Do not compress here" in out
 
 
+def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
+    edge = json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json"))
+    bits = edge["break_even_bits_per_second"]
+    command = ["--model", "resnet50", "--ranks", "32", "--latency", "0.4ms", *BACKWARD, assumed]
+    text = prose(said(capsys, *command, "--bandwidth", f"{0.99 * bits / 1e9}gbit"))
+    assert "Too close to tell" in text
+    assert "pays here" not in text
+    assert "What decides: this verdict turns with half the bandwidth" in text
+
+
+def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):
+    text = prose(said(capsys, *SLOW, *BACKWARD, assumed))
+    assert "What decides: " in text or "Half or twice of any one input" in text
+    assert "Memory on each rank beside the model: about 16 bytes a parameter" in text
+    alone = ["--elements", "1M", "--ranks", "4", "--bandwidth", "1mbit", assumed]
+    assert "Half or twice of any one input leaves this verdict" in prose(said(capsys, *alone))
+
+
 @pytest.mark.parametrize("ranks", ["2", "65536"])
 def test_the_largest_model_can_be_asked_about(capsys, ranks):
     for density in ("1e-320", "1"):

@@ -55,6 +55,13 @@ def test_every_figure_has_its_place(tmp_path: Path) -> None:
     assert len(others) == len(set(others))
 
 
+def test_the_verdict_is_on_top_where_the_record_tells(tmp_path: Path) -> None:
+    assert "compare with a dense run" not in html_of(write_run(tmp_path / "one"))
+    html = html_of(write_run(tmp_path / "two", dense_seconds=1.0))
+    verdict = html.index("<strong>Compression saved up to ")
+    assert html.index("<h1>") < verdict < html.index('<dl class="tiles">')
+
+
 def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path, ranks=3, steps=50))
     values = re.findall(r'<dd class="value">(.*?)</dd>', html)

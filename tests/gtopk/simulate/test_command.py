@@ -79,7 +79,7 @@ def test_what_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["simulate", *QUICK]) == 2
-    assert "pip install 'gtopk[demo]'" in capsys.readouterr().err
+    assert "pip install scikit-learn" in capsys.readouterr().err
 
 
 def test_a_training_that_diverges_ends_and_says_so(

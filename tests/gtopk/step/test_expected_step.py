@@ -34,7 +34,7 @@ def embedding(values: int) -> SparseGradientExchange:
 
 def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
     """Return some of 8 ranks of a world, which have measured."""
-    transport = SimpleNamespace(name="made up")
+    transport = SimpleNamespace(name="made up", library=lambda: "threads")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
     return SimpleNamespace(
         size=size, world=here, takes_part=takes_part, run=lambda *said, **flags: SLOW
@@ -43,7 +43,7 @@ def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
 
 def said_of(bucket_exchanges: list[Any], caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
-    with caplog.at_level(logging.INFO, "gtopk"):
+    with caplog.at_level(logging.DEBUG, "gtopk"):
         ExpectedStep(GTOPK, Progress()).measure(bucket_exchanges, peers())
     return caplog.text
 
@@ -70,9 +70,10 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
     assert count > 1
     for is_planned, buckets in ((True, count), (False, 1)):
         caplog.clear()
-        with caplog.at_level(logging.INFO, "gtopk"):
+        with caplog.at_level(logging.DEBUG, "gtopk"):
             ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
-        assert caplog.messages == [advice(runs, [1_000_000], SLOW, other_buckets=buckets)]
+        said = advice(runs, [1_000_000], SLOW, other_buckets=buckets, over="threads")
+        assert caplog.messages == [said.sentence, said.details]
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])

@@ -18,6 +18,7 @@ from gtopk.exchange.bucket_exchange import BucketExchange
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.step import reducer
 from gtopk.step.expected_step import ExpectedStep
+from gtopk.step.reduced_twice import refuse_ddp
 from gtopk.step.step_transaction import StepTransaction
 from gtopk.world import world
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
@@ -509,3 +510,16 @@ def test_several_optimizers_and_models_step_in_any_order(threads):
 
     replicas = threads(3, program)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+def test_a_model_that_ddp_reduces_already_is_refused_by_both_names() -> None:
+    model = torch.nn.Linear(2, 2)
+    ddp = torch.nn.parallel.DistributedDataParallel.__new__(
+        torch.nn.parallel.DistributedDataParallel
+    )
+    torch.nn.Module.__init__(ddp)
+    refuse_ddp(model.parameters())
+    ddp.module = model
+    with pytest.raises(ValueError, match="DistributedDataParallel and DistributedOptimizer both"):
+        refuse_ddp(model.parameters())
+    refuse_ddp(torch.nn.Linear(2, 2).parameters())

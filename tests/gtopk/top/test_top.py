@@ -224,6 +224,26 @@ def test_whose_record_is_missing_is_said_when_it_changes(
     assert line.startswith("gtopk top: ranks 1, 2: no record is here")
 
 
+def test_it_waits_for_a_run_to_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, waits = tmp_path / "run", itertools.count()
+
+    def later(seconds: float) -> None:
+        if (wait := next(waits)) == 1:
+            folder.mkdir()
+            path_of(folder, 0).touch()
+        elif wait == 2:
+            write_run(folder, ranks=1, steps=10)
+
+    monkeypatch.setattr("gtopk.top.command.time.sleep", later)
+    assert main([str(folder), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"gtopk top: waiting for a run to begin in '{folder}'\n"
+    assert [rank["step"] for rank in json.loads(out)["ranks"]] == [9]
+    assert next(waits) == 3
+
+
 def pose_as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stdout be a terminal that is wide enough for every column."""
     for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}.items():
@@ -300,8 +320,9 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
 
     monkeypatch.setattr("gtopk.top.command.time.sleep", interrupt)
     assert main([str(tmp_path)]) == 0
-    drawn = capsys.readouterr().out
+    drawn, err = capsys.readouterr()
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
+    assert err == "gtopk top: ended by Ctrl-C; the run itself goes on\n"
 
 
 def test_a_step_over_an_emulated_link_is_called_so(

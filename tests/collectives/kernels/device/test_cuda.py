@@ -39,7 +39,7 @@ def fresh() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh")
 def test_without_cupy_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"needs? cupy: pip install gtopk\[cuda12\]"):
+    with pytest.raises(ImportError, match=r"needs? cupy: pip install cupy-cuda12x"):
         kernels.select(OnDevice(), 1)
 
 

@@ -118,16 +118,16 @@ def test_both_need_a_bootstrap(name: str) -> None:
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    text = r"transport 'nccl' needs cupy and NCCL \(.*cupy.*\): pip install gtopk\[cuda12\]"
+    text = r"transport 'nccl' needs cupy and NCCL \(.*cupy.*\): pip install cupy-cuda12x "
     with pytest.raises(ImportError, match=text):
         open_transport("nccl", bootstrap=local_world(1)[0])
-    with pytest.raises(ImportError, match=r"'local' needs cupy, for .*: pip install gtopk\[cuda12"):
+    with pytest.raises(ImportError, match=r"'local' needs cupy, for .*: pip install cupy-cuda12x"):
         open_transport("staged", bootstrap=local_world(1)[0])
 
 
 def test_without_nccl_the_error_says_what_to_install(cuda: Any) -> None:
     sys.modules["cupy.cuda.nccl"].available = False
-    text = r"'nccl' needs cupy and NCCL \(CuPy finds no libnccl\): pip install gtopk\[cuda12\]"
+    text = r"'nccl' needs cupy and NCCL \(CuPy finds no libnccl\): pip install cupy-cuda12x "
     with pytest.raises(ImportError, match=text):
         open_transport("nccl", bootstrap=local_world(1)[0])
 

@@ -275,5 +275,5 @@ def test_a_rank_without_cupy_is_a_fact_and_no_error(
     monkeypatch.setitem(sys.modules, "cupy", None)
     facts = nccl_start.facts_here(local_world(1)[0], None)
     assert (facts.device, facts.nccl, facts.torch_nccl) == ("", 0, 0)
-    assert "pip install gtopk[cuda12]" in facts.cupy
+    assert "pip install cupy-cuda12x" in facts.cupy
     assert facts.problem == "it sees 0 and would use number 0"
