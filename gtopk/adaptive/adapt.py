@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -74,7 +74,7 @@ MODES: Final[Mapping[str, Mode]] = {
 def adapt(
     loader: DataLoader[Any],
     optimizer: Any,
-    mode: str = "balanced",
+    mode: Literal["balanced", "abs", "adaptive-sgd", "hogbatch", "adaptive-hogbatch"] = "balanced",
     *,
     global_batch: int | None = None,
     order: Order | None = None,
