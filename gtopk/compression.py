@@ -209,7 +209,26 @@ class TopK(SparseCompression):
 
 @dataclass(frozen=True)
 class GTopK(SparseCompression):
-    """Global top-k: the ranks agree on one set of k entries, or some more (Shi et al. 2019)."""
+    """Global top-k: the ranks agree on one set of k entries, or some more (Shi et al. 2019).
+
+    Begin with density=0.01, and compare with a dense run; halve it while accuracy stays.
+
+    density: the share of the entries that a rank sends in a step. Lower: fewer bytes, slower
+        convergence by step. Under about 500 entries a step accuracy suffers.
+    warmup_steps, warmup_from: begin at the density `warmup_from`, and come down in so many steps.
+    growth: the update holds up to growth * k entries. Higher: it converges better, for few bytes
+        more; 1 is the paper's.
+    put_back: who keeps what a merge drops: "owners", or "spread" over the ranks that merged.
+    momentum_correction: take SGD's momentum, say 0.9, before the selection, and set the
+        optimizer's own to 0: better than momentum after it. factor_masking: begin the velocity of
+        what was sent anew.
+    adam_correction: Adam's betas, to make its steps before the selection under a plain SGD.
+    dense, dense_vectors, dense_under: parameters that travel whole: by regular expressions on
+        their names, all vectors (biases and norms), or those of fewer elements.
+    wire, values: "packed" and "int8" cut the bytes to about a third, for time to encode; what
+        rounding loses stays in the residual. "auto" takes what is quickest on this network.
+    Raises ValueError for an option out of its range. Measurements: docs/tuning.md.
+    """
 
     _: KW_ONLY
     # Higher: updates of up to growth * k entries, for few more bytes in the last rounds. 1 is the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -23,7 +23,7 @@ from .throughput.timing import Timer
 def adapt(
     loader: DataLoader[Any],
     optimizer: Any,
-    mode: str = "balanced",
+    mode: Literal["balanced", "abs", "adaptive-sgd", "hogbatch", "adaptive-hogbatch"] = "balanced",
     *,
     global_batch: int | None = None,
     order: Order | None = None,

@@ -134,7 +134,7 @@ def mpirun_settings(
 
 def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what Open MPI needs for this user, in these folders and with these programs."""
-    wanted = {}
+    wanted: dict[str, str] = {}
     if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     temporary = environ.get("TMPDIR", "/")

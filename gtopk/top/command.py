@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     try:
+        looks: Iterator[list[Status]] = _looks(options.run, options.every)
         if options.once or not (options.json or live):
-            looks = itertools.islice(_looks(options.run, options.every), 1)
+            looks = itertools.islice(looks, 1)
         else:
             _await_run(options.run, options.every)
-            looks = _looks(options.run, options.every)
         if options.json or options.once or not live:
             _print(looks, options.json)
         else:
