@@ -219,7 +219,7 @@ class GTopK(SparseCompression):
 
     density: the share of the entries that a rank sends in a step. Lower: fewer bytes, slower
         convergence by step. Under about 500 entries a step accuracy suffers.
-    warmup_steps, warmup_density: begin denser, and come down to `density` in so many steps.
+    warmup_steps, warmup_from: begin at the density `warmup_from`, and come down in so many steps.
     growth: the update holds up to growth * k entries. Higher: it converges better, for few bytes
         more; 1 is the paper's.
     put_back: who keeps what a merge drops: "owners", or "spread" over the ranks that merged.
