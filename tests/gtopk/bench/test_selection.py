@@ -131,7 +131,7 @@ def test_a_gpu_out_of_reach_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "cupy", absent)
-    assert "gtopk[cuda12]" in gpu.why_no_gpu()
+    assert "cupy-cuda12x" in gpu.why_no_gpu()
 
 
 def model_of_a_gpu() -> gpu.Gpu:
