@@ -122,7 +122,7 @@ def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
 def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setenv("GTOPK_TRANSPORT", "nccl")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"transport 'nccl' needs cupy.*gtopk\[cuda12\]"):
+    with pytest.raises(ImportError, match=r"transport 'nccl' needs cupy.*cupy-cuda12x"):
         join()
 
 
