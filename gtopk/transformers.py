@@ -9,11 +9,12 @@ checkpoints     have what each rank has not sent, and its moments, for any numbe
 """
 
 # DDP looks at the hook's annotations: they must be no strings.
-import gc
 import logging
 import secrets
 import shutil
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -212,11 +213,12 @@ def _exchange(callback: GTopK, bucket: GradBucket) -> torch.futures.Future[torch
 
 def _in_training(callback: TrainerCallback) -> Trainer:
     """Return the Trainer that calls a callback: it hands over the model, and not DDP around it."""
-    # Of a weak proxy to something that is gone even isinstance would raise an error.
-    trainers = [each for each in gc.get_objects() if issubclass(type(each), Trainer)]
-    for trainer in trainers:
-        if trainer.is_in_train and callback in trainer.callback_handler.callbacks:
-            return trainer
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
+        frame = frame.f_back
     raise RuntimeError(
         "gtopk.transformers.GTopK is called by transformers.Trainer or a class derived from it"
     )

@@ -12,15 +12,19 @@ import torch
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where DDP reduces the gradients of one of these parameters already.
 
-    DDP leaves no mark on a parameter: its instances are looked for among all objects, once.
+    DDP leaves no mark on a parameter, but keeps all of them in a list, which is found from them. A
+    walk over all objects would hold tuples that other threads are making: CPython raises then.
     """
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    if module is None or not torch.distributed.is_available():
+    ddp = sys.modules.get("torch.nn.parallel.distributed")
+    ours = list(parameters)
+    if ddp is None or not torch.distributed.is_available():
         return
-    ours = set(parameters)
-    for each in gc.get_objects():
-        is_ddp = issubclass(type(each), module.DistributedDataParallel)  # proxies have a __class__
-        if is_ddp and not ours.isdisjoint(each.parameters()):
+    lists = [
+        each for each in gc.get_referrers(*ours) if isinstance(each, list) and each is not ours
+    ]
+    for owner in gc.get_referrers(*lists):
+        kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
             raise ValueError(
                 "DistributedDataParallel and DistributedOptimizer both reduce this model's "
                 "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "

@@ -512,14 +512,22 @@ def test_several_optimizers_and_models_step_in_any_order(threads):
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
-def test_a_model_that_ddp_reduces_already_is_refused_by_both_names() -> None:
-    model = torch.nn.Linear(2, 2)
-    ddp = torch.nn.parallel.DistributedDataParallel.__new__(
-        torch.nn.parallel.DistributedDataParallel
+def test_a_model_that_ddp_reduces_already_is_refused_by_both_names(monkeypatch) -> None:
+    def walk() -> None:
+        raise AssertionError("a walk over all objects disturbs other threads")
+
+    monkeypatch.setattr("gc.get_objects", walk)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    torch.nn.Module.__init__(ddp)
-    refuse_ddp(model.parameters())
-    ddp.module = model
-    with pytest.raises(ValueError, match="DistributedDataParallel and DistributedOptimizer both"):
+    try:
         refuse_ddp(model.parameters())
-    refuse_ddp(torch.nn.Linear(2, 2).parameters())
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        message = "DistributedDataParallel and DistributedOptimizer both"
+        for parameters in (model.parameters(), ddp.parameters(), [model[1].weight]):
+            with pytest.raises(ValueError, match=message):
+                refuse_ddp(parameters)
+        refuse_ddp(torch.nn.Linear(2, 2).parameters())
+    finally:
+        torch.distributed.destroy_process_group()
