@@ -6,8 +6,10 @@ step, and so is an optimizer that is not the one whose steps the hook makes.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,6 +18,36 @@ from ..compression import ErrorFeedback
 from ..step.momentum import require_one_momentum, tell_of_optimizer
 from ..wrapped.adam_step import adam_before, require_plain
 from .hook_skips import HookSkips
+
+
+class _Watch(NamedTuple):
+    """The optimizers that one hook looks at, for as long as it lives."""
+
+    skips: weakref.ref[HookSkips]
+    look: Callable[[torch.optim.Optimizer, HookSkips], None]
+
+
+# Replaced as a whole, so that a step may go through them while another thread adds one. PyTorch
+# iterates over its own global hooks: to remove one when a hook is collected would break a step.
+_watched: tuple[_Watch, ...] = ()
+_adding = threading.Lock()
+
+
+def _look_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    """Let the hooks that live look at an optimizer which is about to step."""
+    for skips, look in _watched:
+        alive = skips()
+        if alive is not None:
+            look(optimizer, alive)
+
+
+def _watch(skips: HookSkips, look: Callable[[torch.optim.Optimizer, HookSkips], None]) -> None:
+    global _watched
+    with _adding:
+        if not _watched:
+            register_optimizer_step_pre_hook(_look_all)
+        living = (each for each in _watched if each.skips() is not None)
+        _watched = (*living, _Watch(weakref.ref(skips), look))
 
 
 def look_at_optimizers(
@@ -34,12 +66,10 @@ def look_at_optimizers(
     stepped: the optimizer whose steps the hook makes, which is the only one then.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
-    alive = weakref.ref(skips, lambda _: handle.remove())
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
-    def look(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        ours = alive()
-        if ours is None or optimizer in seen:
+    def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
+        if optimizer in seen:
             return
         parameters = ours.parameters()
         theirs = (p for group in optimizer.param_groups for p in group["params"])
@@ -58,4 +88,4 @@ def look_at_optimizers(
                     tell_of_optimizer(optimizer, compression, way if takes else "")
             seen.add(optimizer)
 
-    handle = register_optimizer_step_pre_hook(look)
+    _watch(skips, look)
