@@ -40,14 +40,14 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py \
-	tests/gtopk/test_transformers.py tests/gtopk/recording/test_scalars.py \
-	tests/gtopk/recording/test_trackers.py
+	tests/gtopk/test_transformers.py tests/gtopk/telemetry/test_scalars.py \
+	tests/gtopk/telemetry/test_trackers.py
 
 # Over MPI alone, and of what test-faults does once or a few times.
 MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptive/hogbatch \
-	tests/gtopk/adaptive/test_adapt.py tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py \
-	tests/gtopk/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runner \
-	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/world tests/faults
+	tests/gtopk/adaptive/test_adapt.py tests/gtopk/cli/doctor tests/gtopk/runtime/coordinator/test_real_ranks.py \
+	tests/gtopk/runtime/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runtime/runner \
+	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/runtime/world tests/faults
 MPICH_FAULTS := a_killed_launcher or beyond_31 or preempted or killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \

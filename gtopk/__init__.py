@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointError, RankError
-from .runner import run
+from .runtime.runner import run
 
 if TYPE_CHECKING:
     from . import accelerate as accelerate
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from . import local_sgd as local_sgd
     from . import torch as torch
     from . import transformers as transformers
-    from .learning_rates import ramp
     from .local_sgd import LocalSGD
-    from .run_record import log, log_samples, record
+    from .optim.learning_rates import ramp
+    from .runtime.world.preemption import termination
+    from .telemetry.run_record import log, log_samples, record
     from .torch.checkpoint import load_latest, save_checkpoint
-    from .world.preemption import termination
 
 __all__ = [
     "CheckpointError",
@@ -115,12 +115,12 @@ _SUBMODULES = {
 _HOMES = {
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
-    "log": ".run_record",
-    "log_samples": ".run_record",
-    "ramp": ".learning_rates",
-    "record": ".run_record",
+    "log": ".telemetry.run_record",
+    "log_samples": ".telemetry.run_record",
+    "ramp": ".optim.learning_rates",
+    "record": ".telemetry.run_record",
     "save_checkpoint": ".torch.checkpoint",
-    "termination": ".world.preemption",
+    "termination": ".runtime.world.preemption",
 }
 
 

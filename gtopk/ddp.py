@@ -30,36 +30,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
-from .buckets.parameters import refuse_complex
 from .compression import GTopK
-from .engine import Operation
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_names import plain_name, under_known_names, unmatched
 from .exchange.residual_state import ResidualState, fits, mean_square_ratio
-from .hooked.adam import HookedAdam, check_clip_norm
-from .hooked.bucket_exchanges import BucketExchanges
-from .hooked.ddp_passes import (
+from .integrations.adam import HookedAdam, check_clip_norm
+from .integrations.bucket_exchanges import BucketExchanges
+from .integrations.ddp_passes import (
     after_ddp,
     process_set_of,
     refuse_sparse,
     write_what_ddp_does_not,
 )
-from .hooked.hook_skips import HookSkips
-from .hooked.hook_steps import HookSteps
-from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
-from .hooked.optimizer_checks import look_at_optimizers
-from .objects import decode, encode
+from .integrations.hook_skips import HookSkips
+from .integrations.hook_steps import HookSteps
+from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
+from .integrations.optimizer_checks import look_at_optimizers
+from .optim.grad_scaler import loss_scale
+from .optim.peers import Peers
+from .optim.skipped_steps import MAX_SKIPPED_STEPS
+from .optim.weights import LocalClip
+from .optim.wrapped.adam_step import options_of_adam
+from .optim.wrapped.checkpoint import FORMAT, share_of
+from .optim.wrapped.wrapping import Wrapping
 from .reduce_ops import Average
-from .step.grad_scaler import loss_scale
-from .step.peers import Peers
-from .step.skipped_steps import MAX_SKIPPED_STEPS
-from .step.weights import LocalClip
-from .telemetry import StepReport
-from .world import world
-from .wrapped.adam_step import options_of_adam
-from .wrapped.checkpoint import FORMAT, share_of
-from .wrapped.wrapping import Wrapping
+from .runtime.coordinator import Operation
+from .runtime.object_codec import decode, encode
+from .runtime.world import world
+from .telemetry.step_report import StepReport
 
 __all__ = ["GTopKState", "gtopk_hook"]
 

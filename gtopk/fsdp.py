@@ -41,26 +41,26 @@ except (ImportError, AttributeError) as missing:
 
 from collectives.transports import Transport
 
-from .buckets.parameters import refuse_complex
 from .compression import GTopK
-from .engine import Operation
 from .exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_names import plain_name, unmatched
 from .exchange.residual_state import ResidualState
-from .hooked.bucket_exchanges import BucketExchanges
-from .hooked.fsdp_units import Unit, require_shape, stand_in
-from .hooked.hook_skips import HookSkips
-from .hooked.hook_steps import HookSteps
-from .hooked.one_step import OneStep, flags_of
-from .hooked.optimizer_checks import look_at_optimizers
-from .step.grad_scaler import loss_scale
-from .step.peers import Peers
-from .step.skipped_steps import MAX_SKIPPED_STEPS
-from .telemetry import StepReport
-from .world import world
-from .world.process_sets import ProcessSet, find_or_register
-from .wrapped.checkpoint import FORMAT, share_of
+from .integrations.bucket_exchanges import BucketExchanges
+from .integrations.fsdp_units import Unit, require_shape, stand_in
+from .integrations.hook_skips import HookSkips
+from .integrations.hook_steps import HookSteps
+from .integrations.one_step import OneStep, flags_of
+from .integrations.optimizer_checks import look_at_optimizers
+from .optim.grad_scaler import loss_scale
+from .optim.peers import Peers
+from .optim.skipped_steps import MAX_SKIPPED_STEPS
+from .optim.wrapped.checkpoint import FORMAT, share_of
+from .runtime.coordinator import Operation
+from .runtime.world import world
+from .runtime.world.process_sets import ProcessSet, find_or_register
+from .telemetry.step_report import StepReport
 
 __all__ = ["ReplicaState", "replicate"]
 

@@ -24,11 +24,11 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from . import optimizer
 from .compression import Compression
+from .optim import distributed as optimizer
+from .runtime.world import world
+from .runtime.world.joining import join_over
 from .torch import functions
-from .world import world
-from .world.joining import join_over
 
 __all__ = ["Compression", "DistributedOptimizer", "broadcast_optimizer_state", "shutdown"]
 

@@ -24,7 +24,7 @@ import torch.distributed
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.transports import Transport, open_transport
-from gtopk.launch import launched_by
+from gtopk.runtime.launch import launched_by
 
 LENGTHS = (250, 4_000, 32_000, 250_000, 2_000_000, 12_000_000)
 COLUMNS = ("float32", "plain", "checked", "ratio", "CPU, plain", "CPU, checked", "ratio")

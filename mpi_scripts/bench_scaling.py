@@ -24,12 +24,12 @@ from pathlib import Path
 # By path, Python would not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gtopk.bench.scaling.picture import picture
-from gtopk.bench.scaling.published import PUBLISHED
-from gtopk.bench.scaling.record import Results, read
-from gtopk.bench.scaling.report import markdown
-from gtopk.launch.mpirun import require_mpirun
-from gtopk.plan.quantities import bandwidth
+from gtopk.cli.bench.scaling.picture import picture
+from gtopk.cli.bench.scaling.published import PUBLISHED
+from gtopk.cli.bench.scaling.record import Results, read
+from gtopk.cli.bench.scaling.report import markdown
+from gtopk.cli.plan.quantities import bandwidth
+from gtopk.runtime.launch.mpirun import require_mpirun
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def command(options: argparse.Namespace, model: str, ranks: int, file: Path) -> list[str]:
     """Return what measures one model on so many ranks."""
     bench = [
-        *(sys.executable, "-m", "gtopk.cli", "bench", "scaling"),
+        *(sys.executable, "-m", "gtopk.cli.main", "bench", "scaling"),
         *("--model", model, "--scale", f"{options.scale:g}", "--json", str(file)),
     ]
     if options.hostfile is not None:

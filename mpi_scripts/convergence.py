@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
-from gtopk.arguments import as_argument, output_file
-from gtopk.optimizer import DistributedOptimizer
-from gtopk.world import world
+from gtopk.cli.arguments import as_argument, output_file
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
 from mpi_scripts.low_rank import LowRank
 from mpi_scripts.recipes import RECIPES, Recipe, Setting
 from mpi_scripts.tasks import TASKS, Task

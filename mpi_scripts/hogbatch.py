@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from gtopk.arguments import as_argument, output_file
+from gtopk.cli.arguments import as_argument, output_file
 from models.data.batches import as_batch
 from models.fully_connected import fully_connected
 from mpi_scripts.tables import TABLES, File, Table, open_table

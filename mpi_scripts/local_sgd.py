@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
-from gtopk.arguments import as_argument, output_file
+from gtopk.cli.arguments import as_argument, output_file
 from gtopk.compression import Compression
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
-from gtopk.optimizer import DistributedOptimizer
-from gtopk.world import world
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
 from mpi_scripts.tasks import TASKS, Task
 
 plain = partial(torch.optim.SGD, lr=0.7)

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from gtopk.arguments import as_argument, share
+from gtopk.cli.arguments import as_argument, share
 from gtopk.units import bytes_text, count_text
 from models.data.batches import SparseDataset
 from models.data.catalogue import shape_of

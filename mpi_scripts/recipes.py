@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
+from gtopk.cli.demo.plan import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
-from gtopk.demo.plan import equal_bytes_density
 
 MOMENTUM: Final = 0.9
 BETAS: Final = (0.9, 0.999)  # of AdamW

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives.cost import Link
 from collectives.errors import CollectiveError
 from collectives.planning import Network
-from gtopk.arguments import as_argument, number_in, output_file, whole_number
-from gtopk.charts import svg
-from gtopk.plan.models import PARAMETERS
-from gtopk.plan.quantities import bandwidth, duration
-from gtopk.replay.platform import NODES_PER_SWITCH, Platform
-from gtopk.replay.simulate import SimulationError, find_python, simulate
-from gtopk.replay.traces import Reduction, trace_of
+from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
+from gtopk.cli.charts import svg
+from gtopk.cli.plan.models import PARAMETERS
+from gtopk.cli.plan.quantities import bandwidth, duration
+from gtopk.cli.replay.platform import NODES_PER_SWITCH, Platform
+from gtopk.cli.replay.simulate import SimulationError, find_python, simulate
+from gtopk.cli.replay.traces import Reduction, trace_of
 from gtopk.units import count_text, seconds_text
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
 from collectives.algorithms.growth import USUAL_GROWTH
-from gtopk.arguments import as_argument, number_in, output_file
+from gtopk.cli.arguments import as_argument, number_in, output_file
 from gtopk.compression import SparseCompression
 from mpi_scripts.arguments import Parser, at_least, on_every_rank
 from mpi_scripts.device import own_device

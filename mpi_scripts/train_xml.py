@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from gtopk.arguments import as_argument, output_file, share
+from gtopk.cli.arguments import as_argument, output_file, share
 from models.data.batches import SparseBatch, SparseDataset, as_batch
 from models.data.catalogue import shape_of
 from models.data.rows import LabelledRows

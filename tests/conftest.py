@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
-from gtopk.launch import rank_environment, run
+from gtopk.runtime.launch import rank_environment, run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent

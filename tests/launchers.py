@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gtopk.launch import find_mpirun, identify
+from gtopk.runtime.launch import find_mpirun, identify
 
 _mpirun = find_mpirun()
 VENDOR: Final = identify(_mpirun).vendor if _mpirun else ""

@@ -24,10 +24,10 @@ import pytest
 import torch
 
 import gtopk
-from gtopk import objects
 from gtopk.errors import DamagedError
-from gtopk.objects.format import HEADER, MAGIC, VERSION
-from gtopk.runner import report
+from gtopk.runtime import object_codec as objects
+from gtopk.runtime.object_codec.format import HEADER, MAGIC, VERSION
+from gtopk.runtime.runner import report
 from gtopk.torch.checkpoint import CheckpointError, load_latest
 from gtopk.torch.checkpoint.files import seal
 from gtopk.torch.checkpoint.tree import put_together
@@ -45,9 +45,9 @@ ROOT = Path(__file__).parents[1]
 
 # Where code may speak of pickles or run text, and why.
 ALLOWED = {
-    "gtopk/objects/encode.py": "pickle",  # where GTOPK_ALLOW_PICKLE=1
-    "gtopk/objects/leaves.py": "pickle",
-    "gtopk/objects/pickles.py": "pickle",
+    "gtopk/runtime/object_codec/encode.py": "pickle",  # where GTOPK_ALLOW_PICKLE=1
+    "gtopk/runtime/object_codec/leaves.py": "pickle",
+    "gtopk/runtime/object_codec/pickles.py": "pickle",
     "gtopk/torch/checkpoint/dcp.py": "torch.save",  # for DCP's planner, in memory
     "gtopk/transformers.py": "torch.load",  # of Trainer's own file, weights_only: it runs none
     "gtopk/as_horovod/script.py": "exec",  # the user's own script
@@ -98,7 +98,7 @@ def test_no_message_between_ranks_is_unpickled(canary):
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
-    from gtopk.world import world
+    from gtopk.runtime.world import world
 
     hostile = pickle.dumps(Hostile(canary))
     message = base64.b64encode(concealed(hostile, 1)).decode()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from collectives.transports import local_world, run_ranks
-from gtopk.recording.reading import read_run
-from gtopk.run_report.command import as_record
-from gtopk.world import world
+from gtopk.cli.report.command import as_record
+from gtopk.runtime.world import world
+from gtopk.telemetry.reading import read_run
 from tests.gtopk.torch.checkpoint.run import Run
 from tests.pinned import made
 

@@ -3,8 +3,8 @@
 adapt.py           the one line that a script has of it, and the modes by name
 options.py         what may be turned
 balanced.py        "balanced": synchronous steps of one global batch, divided by speed
-delayed/           "abs": delayed synchronous rounds of micro-batches
-merging/           "adaptive-sgd": replicas of their own, merged now and then
+delayed_sync/      "abs": delayed synchronous rounds of micro-batches
+model_averaging/   "adaptive-sgd": replicas of their own, merged now and then
 hogbatch/          "hogbatch", "adaptive-hogbatch": the workers of one server share one model
 throughput/        how fast each rank is, and how many samples it gets for that
 partitioning/      which samples each rank gets; batches/: how they are read

@@ -11,21 +11,21 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
-from ..adasum import _AdasumOptimizer
 from ..compression import hides_behind_backward
-from ..optimizer import _DistributedOptimizer
+from ..optim.adasum import _AdasumOptimizer
+from ..optim.distributed import _DistributedOptimizer
+from ..optim.wrapped.adam_step import require_plain
 from ..reduce_ops import Average
-from ..world import world
-from ..world.process_sets import global_process_set
-from ..wrapped.adam_step import require_plain
+from ..runtime.world import world
+from ..runtime.world.process_sets import global_process_set
 from .balanced import BalancedLoader
 from .batches.sources import Order, is_indexed
-from .delayed.delayed import DelayedLoader
+from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
 from .local_training.stepping import require_not_taken
-from .merging.loader import MergingLoader
-from .merging.options import MergingOptions
+from .model_averaging.loader import MergingLoader
+from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
 from .throughput.timing import Timer
 

@@ -18,10 +18,10 @@ from collectives.kernels import squared_norm
 from collectives.transports import Transport
 from collectives.vector import Array
 
-from ..buckets.parameters import trained_by
-from ..objects import decode, encode
-from ..step.grad_scaler import loss_scale
-from ..step.samples import whole_number
+from ..exchange.buckets.parameters import trained_by
+from ..optim.grad_scaler import loss_scale
+from ..optim.samples import whole_number
+from ..runtime.object_codec import decode, encode
 from .batches.current_batch import CurrentBatch
 from .batches.epochs import Epochs
 from .batches.next_world import entered, is_over

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..step.samples import whole_number
-from ..world.state import World
+from ..optim.samples import whole_number
+from ..runtime.world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
 from .throughput.policies import POLICIES

@@ -19,8 +19,8 @@ HOROVOD_VERSION: Final = "0.28.1"
 # Horovod's module, gtopk's; what lies below the one lies below the other.
 _STANDS_FOR: Final = (
     ("horovod.common", "gtopk.common"),
-    ("horovod.run.runner", "gtopk.runner"),  # until Horovod 0.20
-    ("horovod.runner", "gtopk.runner"),
+    ("horovod.run.runner", "gtopk.runtime.runner"),  # until Horovod 0.20
+    ("horovod.runner", "gtopk.runtime.runner"),
     ("horovod.torch", "gtopk.torch"),
 )
 
@@ -110,7 +110,7 @@ class _Made(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill it."""
-        from ..runner import run
+        from ..runtime.runner import run
 
         module.__dict__["run"] = run
         module.__dict__["__version__"] = HOROVOD_VERSION

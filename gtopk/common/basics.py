@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..torch import mpi_ops
-from ..world.process_sets import ProcessSet, global_process_set
 
 __all__ = ["HorovodBasics", "ProcessSet", "global_process_set"]
 

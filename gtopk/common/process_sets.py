@@ -1,5 +1,10 @@
 """Horovod's import path for process sets."""
 
-from ..world.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from ..runtime.world.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]

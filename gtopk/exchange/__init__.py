@@ -1,15 +1,15 @@
 """The exchange of a bucket: accumulate, select, exchange, apply.
 
-exchange.py          the method on one screen
-bucket_exchange.py   a bucket, how it is exchanged, and what its gradients were
-sparse_gradients.py  the same of one parameter whose gradients are sparse
-residual_state.py    what checkpoints have of a residual, by parameter
-residual_names.py    residuals of parameters that are named otherwise now
-residual.py          what was not sent yet
-moments.py           Adam's, before the selection
-node_exchange.py     sums inside a node, picks between the nodes
-exchanges.py         which exchange a compression stands for
-automatic.py         the one that runs what a selector says
-algorithm_selector.py from predictions first, from measurements then
-calibration.py       what the predictions go by
+exchange.py            the method on one screen
+bucket_exchange.py     a bucket: its exchange, and its gradients as one vector
+buckets/               flat buffers of gradients
+residual.py            what a rank has not sent yet
+residual_state.py      a residual in a checkpoint, by parameter; residual_names.py: renamed ones
+moments.py             Adam's moments, updated before the selection
+sparse_gradients.py    the exchange of a parameter whose gradients are sparse
+node_exchange.py       dense sums inside a node, top-k between the nodes
+shard_exchange.py      `Compression.shards`
+exchanges.py           which exchange a compression stands for
+automatic.py           `Compression.auto`; algorithm_selector.py: how it chooses
+calibration.py         measured rates of links, which predictions use
 """

@@ -30,8 +30,8 @@ import torch
 
 from collectives.transports import Transport
 
-from ..buckets.arrays import from_array, to_array, zeros
-from ..buckets.buckets import Bucket, split_like, strides_of
+from .buckets.arrays import from_array, to_array, zeros
+from .buckets.buckets import Bucket, split_like, strides_of
 from .sampling import SWEEP, Sampling, times_sampled
 
 # Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is

@@ -35,7 +35,7 @@ from collectives.planning import (
 from collectives.planning.choice import SPARSE, TooFewBytesError
 
 from ..compression import Automatic
-from ..engine.announcement import cycle_bytes
+from ..runtime.coordinator.announcement import cycle_bytes
 
 CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5

@@ -34,18 +34,11 @@ from collectives.planning.calibration import assumed
 from collectives.planning.probes import agree_on_slowest
 from collectives.transports import Transport
 
-from ..buckets.buckets import Bucket
 from ..compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
 from .algorithm_selector import AlgorithmSelector, Measured
+from .buckets.buckets import Bucket
 from .calibration import calibration_of
-from .exchange import (
-    DenseExchange,
-    Exchange,
-    Exchanged,
-    Progress,
-    SparseExchange,
-    open_residual,
-)
+from .exchange import DenseExchange, Exchange, Exchanged, Progress, SparseExchange, open_residual
 from .residual import Residual
 
 _log = logging.getLogger("gtopk")

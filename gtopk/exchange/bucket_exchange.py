@@ -12,10 +12,10 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from .. import settings
-from ..buckets.buckets import Bucket
-from ..buckets.placeholders import lacks_gradient
 from ..compression import ErrorFeedback
 from .adamw import AdamGroups, AdamSteps
+from .buckets.buckets import Bucket
+from .buckets.placeholders import lacks_gradient
 from .exchange import (
     DenseExchange,
     Exchange,

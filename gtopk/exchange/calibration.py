@@ -20,8 +20,8 @@ from collectives.planning.rates import Rates
 from collectives.transports import Transport
 
 from .. import __version__
-from ..buckets.arrays import current_stream, located
-from ..buckets.moment import Moment
+from .buckets.arrays import current_stream, located
+from .buckets.moment import Moment
 from .residual import Residual
 
 _ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with

@@ -26,10 +26,10 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
-from ..buckets.arrays import from_array, to_array
-from ..buckets.buckets import Bucket
-from ..buckets.moment import Moment
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
+from .buckets.arrays import from_array, to_array
+from .buckets.buckets import Bucket
+from .buckets.moment import Moment
 from .calibration import calibration_of
 from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual

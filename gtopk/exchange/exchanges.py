@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..buckets.buckets import Bucket
 from ..compression import (
     Automatic,
     ErrorFeedback,
@@ -14,6 +13,7 @@ from ..compression import (
     SparseCompression,
 )
 from .automatic import AutomaticExchange
+from .buckets.buckets import Bucket
 from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
 from .node_exchange import NodeExchange
 from .shard_exchange import ShardExchange

@@ -9,7 +9,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ..buckets.buckets import Bucket
+from .buckets.buckets import Bucket
 
 
 class GradientSum:

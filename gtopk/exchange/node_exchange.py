@@ -16,8 +16,8 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector
 from collectives.wire import Format
 
-from ..buckets.buckets import Bucket
 from ..compression import Hierarchical
+from .buckets.buckets import Bucket
 from .exchange import Progress, SparseExchange
 
 

@@ -36,8 +36,8 @@ from collectives.kernels.device import Step, open_step
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 
-from ..buckets.arrays import view_array, view_tensor, zeros
 from .adamw import AdamSteps, OwnMoments
+from .buckets.arrays import view_array, view_tensor, zeros
 from .moments import Moments
 
 PART: Final = 0.5  # of the gradient's length

@@ -23,8 +23,8 @@ from collectives.transports import Transport
 from collectives.vector import Array, SparseVector, module_of
 from collectives.wire import Format
 
-from ..buckets.buckets import Bucket
 from ..compression import Shards
+from .buckets.buckets import Bucket
 from .exchange import Progress, SparseExchange
 from .residual import Residual
 

@@ -18,8 +18,8 @@ from collectives.errors import MismatchError
 from collectives.ranges import profiled
 from collectives.transports import Transport
 
-from ..buckets.arrays import as_bytes
-from ..buckets.placeholders import lacks_gradient
+from .buckets.arrays import as_bytes
+from .buckets.placeholders import lacks_gradient
 from .exchange import Exchanged
 from .residual import ResidualSize
 

@@ -28,21 +28,21 @@ import torch
 
 from collectives.wire import NOTHING_CODED
 
-from ..buckets.parameters import name_parameters, require_known
 from ..compression import Compression, ErrorFeedback, check_count, hides_behind_backward
-from ..engine.agreement import name_ranks
+from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
-from ..recording import looks
-from ..recording.start import balance_of, recorder_of
-from ..replicas.replicas import BUFFERS_STAY, checksums
-from ..step.momentum import require_one_momentum
-from ..step.skip_counter import SkipCounter
-from ..telemetry import StepReport
-from ..world import world
-from ..world.process_sets import ProcessSet, global_process_set
-from ..wrapped import checkpoint as optimizer_checkpoint
-from ..wrapped.tree import lay_out_as_parameters
-from ..wrapped.wrapping import Wrapping, wrap
+from ..optim.momentum import require_one_momentum
+from ..optim.replicas.replicas import BUFFERS_STAY, checksums
+from ..optim.skip_counter import SkipCounter
+from ..optim.wrapped import checkpoint as optimizer_checkpoint
+from ..optim.wrapped.tree import lay_out_as_parameters
+from ..optim.wrapped.wrapping import Wrapping, wrap
+from ..runtime.coordinator.agreement import name_ranks
+from ..runtime.world import world
+from ..runtime.world.process_sets import ProcessSet, global_process_set
+from ..telemetry import looks
+from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.step_report import StepReport
 from .outer_exchange import Outcome, OuterExchange
 
 

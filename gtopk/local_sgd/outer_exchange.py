@@ -19,19 +19,19 @@ import torch
 
 from collectives.transports import Transport
 
-from ..engine import Operation
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
 from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
-from ..replicas.replicas import checksums, require_the_same
-from ..step.expected_step import ExpectedStep
-from ..step.options import signature_of
-from ..step.peers import Peers
-from ..world.process_sets import ProcessSet
-from ..world.state import World
-from ..wrapped.checkpoint import CHANGES
+from ..optim.expected_step import ExpectedStep
+from ..optim.options import signature_of
+from ..optim.peers import Peers
+from ..optim.replicas.replicas import checksums, require_the_same
+from ..optim.wrapped.checkpoint import CHANGES
+from ..runtime.coordinator import Operation
+from ..runtime.world.process_sets import ProcessSet
+from ..runtime.world.state import World
 
 # Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
 # parameters are frozen and as they were.

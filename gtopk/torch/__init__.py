@@ -3,7 +3,7 @@
 from ..adaptive.adapt import adapt
 from ..compression import Compression
 from ..errors import HorovodInternalError
-from ..optimizer import DistributedOptimizer
+from ..optim.distributed import DistributedOptimizer
 from . import compression as compression
 from . import elastic as elastic
 from . import optimizer as optimizer

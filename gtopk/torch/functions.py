@@ -1,8 +1,8 @@
 """What scripts do once, at the start: all ranks get the root's parameters, state and objects.
 
 Every rank must call each of these, in the same order. No pickle is involved unless it is allowed
-(see gtopk.objects). Objects are encoded before anything is sent, so that one that cannot be sent
-is the same TypeError on every rank, and no rank waits for it.
+(see `runtime.object_codec`). Objects are encoded before anything is sent, so that one that cannot
+be sent is the same TypeError on every rank, and no rank waits for it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..buckets.buckets import is_expanded
-from ..engine.agreement import name_ranks
 from ..errors import HorovodInternalError
-from ..objects import decode, encode, holds_pickle, pickle_allowed
-from ..world.process_sets import ProcessSet, global_process_set
-from ..wrapped import tree as optimizer_tree
-from ..wrapped.wrapping import Wrapping
+from ..exchange.buckets.buckets import is_expanded
+from ..optim.wrapped import tree as optimizer_tree
+from ..optim.wrapped.wrapping import Wrapping
+from ..runtime.coordinator.agreement import name_ranks
+from ..runtime.object_codec import decode, encode, holds_pickle, pickle_allowed
+from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .mpi_ops import allgather, broadcast_, rank, synchronize
 from .mpi_ops.broadcasting import begin_broadcast, begin_refused, check_root
 from .mpi_ops.tensors import check
@@ -201,7 +201,7 @@ def broadcast_object(
     """Return the root's object; what the other ranks pass does not matter.
 
     root_rank: in the world, also with a process set.
-    The root gets its own object back, the others a copy (gtopk.objects.encode lists the types).
+    The root gets its own object back, the others a copy (`object_codec.encode` lists the types).
     Raises TypeError, on every rank, when the root's object cannot be sent.
     """
     ranks = check_root(root_rank, process_set)

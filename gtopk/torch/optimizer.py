@@ -1,5 +1,5 @@
 """Horovod's import path for DistributedOptimizer."""
 
-from ..optimizer import DistributedOptimizer
+from ..optim.distributed import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..step.samples import own_weight
+from ..optim.samples import own_weight
 from . import mpi_ops
 
 

@@ -38,7 +38,7 @@ OF_PYTHON = set(dir(type("Plain", (), {}))) | {"__annotations__", "__firstlineno
 # Stand-ins that are written down as `SimpleNamespace(...)` or `vars(...).update(...)`.
 WRITTEN = {
     "tests/collectives/kernels/device/test_cuda.py": ("module", "cupy"),
-    "tests/gtopk/buckets/test_arrays.py": ("cupy", "cupy.cuda"),
+    "tests/gtopk/exchange/buckets/test_arrays.py": ("cupy", "cupy.cuda"),
 }
 OLDER = {"cupy.cuda.ExternalStream"}  # asked for where its successor is missing
 

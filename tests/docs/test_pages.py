@@ -21,8 +21,8 @@ import torch
 
 import gtopk.torch as hvd
 from docs.make.blocks import Block, blocks, commands
-from gtopk.plan.command import main as plan
-from gtopk.simulate.command import parser
+from gtopk.cli.plan.command import main as plan
+from gtopk.cli.simulate.command import parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

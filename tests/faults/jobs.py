@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gtopk.launch import find_mpirun, mpirun_command, rank_environment
+from gtopk.runtime.launch import find_mpirun, mpirun_command, rank_environment
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"

@@ -158,7 +158,7 @@ def test_after_so_many_kills_a_job_ends_as_if_there_had_been_none(launcher, time
     )
 
 
-@pytest.mark.faults  # of two ranks the suite does, in tests/gtopk/world/test_guard.py
+@pytest.mark.faults  # of two ranks the suite does, in tests/gtopk/runtime/world/test_guard.py
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_ends_well_before_init_is_missed_and_named(launcher, tmp_path):

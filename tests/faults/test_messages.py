@@ -12,8 +12,8 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from collectives.wire.header import MAGIC
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
-from gtopk.optimizer import DistributedOptimizer
-from gtopk.world import world
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
 
 SIZE, CULPRIT, STEP = 4, 2, 3
 DENSE_BYTES = 20_000  # of a part of all gradients, where they travel whole

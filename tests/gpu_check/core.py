@@ -10,7 +10,7 @@ from pathlib import Path
 from common import arguments, record
 
 from collectives.kernels import why_not_compiled
-from gtopk.launch import find_mpirun
+from gtopk.runtime.launch import find_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 

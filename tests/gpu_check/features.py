@@ -16,7 +16,7 @@ from common import NotHere, arguments, join_alone, on_gpu, run_cases, tests_of
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.launch import launched_by
+from gtopk.runtime.launch import launched_by
 
 DEVICE = arguments().device
 GPU = on_gpu(DEVICE)

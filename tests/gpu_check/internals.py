@@ -14,8 +14,8 @@ import torch
 from collectives.kernels import device as kernels
 from collectives.kernels.device import cuda, source, timing
 from collectives.kernels.device.step import Step
-from gtopk.buckets.arrays import current_stream, view_array
-from gtopk.world import world
+from gtopk.exchange.buckets.arrays import current_stream, view_array
+from gtopk.runtime.world import world
 
 # The kernels that a selection spends most of its time in, as their names begin.
 LARGEST_KERNELS = ("mark", "expand", "search_level")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gtopk.exchange.sampling import times_sampled
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 
 
 def network() -> torch.nn.Module:

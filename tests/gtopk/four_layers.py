@@ -9,8 +9,8 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
-from gtopk.world import world
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
 EACH_ALONE = {"bucket_bytes": 1}

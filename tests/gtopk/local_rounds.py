@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gtopk.recording.files import LineFile
-from gtopk.recording.lines import FORMAT, Line, as_text, path_of, step_line
-from gtopk.telemetry import StepReport
+from gtopk.telemetry.files import LineFile
+from gtopk.telemetry.lines import FORMAT, Line, as_text, path_of, step_line
+from gtopk.telemetry.step_report import StepReport
 
 
 def report(step: int = 0, **changes: Any) -> StepReport:

@@ -21,8 +21,8 @@ import torch
 
 from collectives.kernels.device import cuda
 from collectives.kernels.device.machine import Scratch
-from gtopk.buckets import arrays, buckets
 from gtopk.exchange import bucket_exchange, residual
+from gtopk.exchange.buckets import arrays, buckets
 from tests.collectives.kernels.device.machine_on_host import HostMachine, build
 
 WHOLE = ("dtype", "size", "nbytes", "itemsize", "shape", "strides", "flags", "ndim")

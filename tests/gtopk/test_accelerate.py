@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import LocalTransport
 from gtopk.accelerate import compress
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 
 @pytest.mark.skipif(

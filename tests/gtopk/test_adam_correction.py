@@ -14,9 +14,9 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import LocalSGD
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.adamw import flat, network, train_scaled, value
 from tests.gtopk.held import held
 

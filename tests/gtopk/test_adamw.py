@@ -20,11 +20,11 @@ from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
 from gtopk.exchange.residual_state import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.optim.weights import LocalClip
 from gtopk.reduce_ops import Sum
-from gtopk.step.weights import LocalClip
+from gtopk.runtime.world import world
 from gtopk.torch import add_process_set, broadcast_optimizer_state, join
-from gtopk.world import world
 from tests.gtopk.adamw import (
     OneRank,
     centre,

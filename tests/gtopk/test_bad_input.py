@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from collectives.transports import Transport
-from gtopk.engine import Engine
 from gtopk.errors import HorovodInternalError
+from gtopk.runtime.coordinator import Engine
 from tests.matrix import some_of
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk.buckets.buckets import Bucket
 from gtopk.compression import Compression
+from gtopk.exchange.buckets.buckets import Bucket
 from gtopk.exchange.exchange import DenseExchange
 from gtopk.exchange.residual import Residual
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
 LARGEST = torch.finfo(torch.float16).max

@@ -12,7 +12,7 @@ import torch
 
 import gtopk.horovod
 import gtopk.torch
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 PROGRAM = "horovod_digits.py"
 

@@ -10,9 +10,9 @@ import torch
 
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Average
-from gtopk.world import process_sets, world
+from gtopk.runtime.world import process_sets, world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
 

@@ -12,8 +12,8 @@ import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
-from gtopk.world import world
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
 from tests.gtopk import posing
 
 KINDS = [

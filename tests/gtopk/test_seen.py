@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli import main
-from gtopk.recording.reading import read_run
+from gtopk.cli.main import main
+from gtopk.telemetry.reading import read_run
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "seen.py"
 

@@ -15,9 +15,9 @@ import torch
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
 

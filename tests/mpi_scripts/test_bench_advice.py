@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collectives.cost import BreakEven
-from gtopk.plan.comparison import where_it_pays
+from gtopk.planning.comparison import where_it_pays
 from mpi_scripts import bench_advice
 from mpi_scripts.bench_advice import NO_DELAY, Held, edges, said, said_edge, table
 from tests.mpi_scripts.test_emulated_network import require_hosts

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.bench.collectives.command import read
+from gtopk.cli.bench.collectives.command import read
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "mpi_scripts" / "emulated_network.sh"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.bench.collectives.command import read
-from gtopk.bench.collectives.record import SCHEMA
-from gtopk.cli import main as gtopk
-from gtopk.replay.simulate import SimulationError, find_python
+from gtopk.cli.bench.collectives.command import read
+from gtopk.cli.bench.collectives.record import SCHEMA
+from gtopk.cli.main import main as gtopk
+from gtopk.cli.replay.simulate import SimulationError, find_python
 from mpi_scripts.predictions import (
     DENSE,
     Forecast,

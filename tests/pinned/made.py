@@ -28,7 +28,7 @@ import gtopk
 from collectives import SparseVector
 from collectives.transports import LocalTransport, local_world, run_ranks
 from collectives.wire import INDEX_CODES, VALUE_CODES, Format, encode
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.held import held
 from tests.gtopk.torch.checkpoint.run import Run
 

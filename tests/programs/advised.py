@@ -21,8 +21,8 @@ import gtopk
 import gtopk.torch as hvd
 from gtopk import fsdp
 from gtopk.ddp import GTopKState, gtopk_hook
-from gtopk.telemetry import StepReport
-from gtopk.world import world
+from gtopk.runtime.world import world
+from gtopk.telemetry.step_report import StepReport
 
 torch.distributed.init_process_group("gloo")
 hvd.init()

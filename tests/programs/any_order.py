@@ -10,7 +10,7 @@ import torch
 from checks import raises, run_tests
 
 import gtopk.torch as hvd
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

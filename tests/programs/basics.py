@@ -13,7 +13,7 @@ import torch
 from checks import raises
 
 import gtopk.torch as hvd
-from gtopk.launch import carried_by, launched_by
+from gtopk.runtime.launch import carried_by, launched_by
 
 OVER_MPI = carried_by(launched_by()) == "mpi"
 

@@ -21,7 +21,7 @@ import threading
 import numpy as np
 
 from collectives.transports import Transport
-from gtopk.heartbeat.heartbeat import Heartbeat, Lost
+from gtopk.runtime.liveness.heartbeat import Heartbeat, Lost
 
 size, timeout_seconds = int(sys.argv[1]), float(sys.argv[2])
 

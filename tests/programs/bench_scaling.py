@@ -2,6 +2,6 @@
 
 import sys
 
-from gtopk.bench.scaling.command import main
+from gtopk.cli.bench.scaling.command import main
 
 sys.exit(main())

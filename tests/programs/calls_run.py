@@ -17,7 +17,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk import settings
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 
 from collectives.transports import local_world
 from gtopk import load_latest, save_checkpoint
+from gtopk.runtime.world import world
 from gtopk.torch.checkpoint.files import absent_of, list_parts
-from gtopk.world import world
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])

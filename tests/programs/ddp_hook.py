@@ -15,7 +15,7 @@ import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
 from gtopk.errors import HorovodInternalError
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 torch.distributed.init_process_group("gloo")
 RANK, SIZE = torch.distributed.get_rank(), torch.distributed.get_world_size()

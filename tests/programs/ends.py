@@ -15,8 +15,8 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
-from gtopk.launch import launched_by
-from gtopk.world import guard, world
+from gtopk.runtime.launch import launched_by
+from gtopk.runtime.world import guard, world
 
 way, culprit = sys.argv[1], int(sys.argv[2])
 

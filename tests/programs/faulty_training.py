@@ -40,9 +40,9 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.engine.observer import Event
-from gtopk.launch import launched_by
-from gtopk.world import world
+from gtopk.runtime.coordinator.observer import Event
+from gtopk.runtime.launch import launched_by
+from gtopk.runtime.world import world
 
 PLAN = json.loads(sys.argv[1])
 FAULT = PLAN.get("fault") or {}

@@ -9,7 +9,7 @@ from fsdp_hook import MESH, RANK, network, weights
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from gtopk import fsdp
-from gtopk.hooked.fsdp_units import Unit
+from gtopk.integrations.fsdp_units import Unit
 
 DECIDES = Unit.is_left_alone
 

@@ -43,13 +43,13 @@ from collectives.transports import local_world
 from gtopk import load_latest, save_checkpoint
 from gtopk.compression import Compression
 from gtopk.errors import DamagedError
-from gtopk.objects import ObjectFormatError, decode, encode
-from gtopk.objects.format import HEADER, HEADER_BYTES
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.object_codec import ObjectFormatError, decode, encode
+from gtopk.runtime.object_codec.format import HEADER, HEADER_BYTES
+from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError, Loaded
 from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
-from gtopk.world import world
 from models.data import classification
 from models.data.an4 import read_transcript
 from models.data.cifar10 import IMAGE_BYTES, read_binary_batch

@@ -15,7 +15,7 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 folder = Path(sys.argv[1])
 

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from gtopk.world import world
+from gtopk.runtime.world import world
 from models.data import load
 from models.mlp import mlp
 

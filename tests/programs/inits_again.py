@@ -9,7 +9,7 @@ import torch
 from checks import raises
 
 import gtopk.torch as hvd
-from gtopk.launch import launched_by
+from gtopk.runtime.launch import launched_by
 
 hook = sys.excepthook
 job = launched_by()

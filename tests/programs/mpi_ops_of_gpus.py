@@ -16,7 +16,7 @@ import light_torch  # noqa: F401
 from collectives import Transport
 from collectives.transports import nccl, nccl_start
 from collectives.transports.device_choice import Facts
-from gtopk.world import state
+from gtopk.runtime.world import state
 
 calls: Counter[str] = Counter()
 

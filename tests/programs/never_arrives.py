@@ -3,7 +3,7 @@
 import sys
 import time
 
-from gtopk.launch import launched_by
+from gtopk.runtime.launch import launched_by
 
 if (job := launched_by()) is None or job.rank != 0:
     if sys.argv[1:]:

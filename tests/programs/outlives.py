@@ -8,7 +8,7 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
-from gtopk.engine import Engine
+from gtopk.runtime.coordinator import Engine
 
 looked = threading.Semaphore(0)
 look = Engine._look_for_the_end

@@ -8,8 +8,8 @@ from checks import raises
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.launch import launched_by
-from gtopk.world import state
+from gtopk.runtime.launch import launched_by
+from gtopk.runtime.world import state
 
 job = launched_by()
 assert job is not None

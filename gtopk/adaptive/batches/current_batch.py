@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ...step.listener import Listener
-from ...step.samples import Samples
-from ...world.state import World
+from ...optim.listener import Listener
+from ...optim.samples import Samples
+from ...runtime.world.state import World
 
 
 class CurrentBatch(Listener):

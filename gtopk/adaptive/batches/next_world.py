@@ -6,8 +6,8 @@ The other modes' gradients, replicas and shared models end with the world.
 
 from __future__ import annotations
 
-from ...world import world
-from ...world.state import World
+from ...runtime.world import world
+from ...runtime.world.state import World
 
 
 def entered(here: World) -> World | None:

@@ -23,8 +23,8 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 from collectives.vector import Array
 
-from ...engine.agreement import name_ranks
-from ...replicas.replicas import checksums
+from ...optim.replicas.replicas import checksums
+from ...runtime.coordinator.agreement import name_ranks
 
 
 def columns_of(block: Sequence[Any]) -> Array:

@@ -22,7 +22,7 @@ import torch
 
 from collectives.vector import Array
 
-from ...buckets.arrays import await_copies
+from ...exchange.buckets.arrays import await_copies
 from .shared_model import SharedModel
 
 _log = logging.getLogger("gtopk")

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...world.state import World
+from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...runtime.world.state import World
 from ..batches.epochs import Epochs
 from ..batches.next_world import is_over, require_its_world
 from ..batches.same_stream import order_in_words

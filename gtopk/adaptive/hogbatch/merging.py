@@ -24,10 +24,10 @@ from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 
-from ...engine import Engine, Operation
-from ...step.expected_step import ExpectedStep
-from ...step.peers import Peers
-from ...world.state import World
+from ...optim.expected_step import ExpectedStep
+from ...optim.peers import Peers
+from ...runtime.coordinator import Engine, Operation
+from ...runtime.world.state import World
 from ..local_training.own_steps import OwnSteps
 from ..local_training.replica import Replica
 from .board import Board

@@ -19,7 +19,7 @@ from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
 from ... import settings
-from ...step import advice
+from ...planning import advice
 from ...units import count_text
 from ..local_training.own_steps import OwnSteps
 from ..options import Job

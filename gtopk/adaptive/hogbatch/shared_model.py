@@ -10,7 +10,7 @@ import torch
 
 from collectives.vector import Array
 
-from ...buckets.buckets import is_expanded
+from ...exchange.buckets.buckets import is_expanded
 
 _ALIGNMENT: Final = 64
 # What an optimizer's state has before its first step, where a step without a gradient changes it.

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from ...buckets.buckets import is_finite
-from ...step.skip_counter import SkipCounter
+from ...exchange.buckets.buckets import is_finite
+from ...optim.skip_counter import SkipCounter
 from ..learning_rate import LearningRate
 from ..local_training.stepping import take_over
 from ..memory import Memory

@@ -24,7 +24,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...world.state import World
+from ...runtime.world.state import World
 from .board import Board
 from .device_copy import DeviceCopy
 from .shared_model import SharedModel, require_in_place

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Operation
-from ...recording import looks
-from ...recording.start import balance_of, recorder_of
-from ...recording.timeline import Span, Step, timeline_of
-from ...step.expected_step import ExpectedStep
-from ...step.peers import Peers
-from ...telemetry import Seen, StepReport, report
-from ...world.state import World
+from ...optim.expected_step import ExpectedStep
+from ...optim.peers import Peers
+from ...runtime.coordinator import Operation
+from ...runtime.world.state import World
+from ...telemetry import looks
+from ...telemetry.start import balance_of, recorder_of
+from ...telemetry.step_report import Seen, StepReport, report
+from ...telemetry.timeline import Span, Step, timeline_of
 from .round_exchange import RoundExchange
 from .spent import Bounds, Spent
 

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from collectives.transports import Transport
 
-from ...buckets.arrays import from_array, to_array
-from ...step.weights import norm_of
+from ...exchange.buckets.arrays import from_array, to_array
+from ...optim.weights import norm_of
 from .round_exchange import RoundExchange
 
 

@@ -13,13 +13,13 @@ from collectives.algorithms import Regions
 from collectives.ranges import profiled
 from collectives.transports import Transport
 
-from ...buckets.arrays import view_tensor
-from ...buckets.buckets import Bucket
 from ...compression import ErrorFeedback, Shards
+from ...exchange.buckets.arrays import view_tensor
+from ...exchange.buckets.buckets import Bucket
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
 from ...exchange.exchanges import open_exchange
 from ...exchange.residual import ResidualSize
-from ...step.weights import LocalClip
+from ...optim.weights import LocalClip
 
 
 class Ran(NamedTuple):

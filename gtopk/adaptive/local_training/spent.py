@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...engine import Operation
+from ...runtime.coordinator import Operation
 
 Bounds = tuple[float, float]  # from, to; by time.perf_counter
 

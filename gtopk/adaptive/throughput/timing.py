@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from ...buckets.moment import Moment
-from ...buckets.parameters import trained_by
-from ...telemetry import StepReport
+from ...exchange.buckets.moment import Moment
+from ...exchange.buckets.parameters import trained_by
+from ...telemetry.step_report import StepReport
 
 
 class Timer(Protocol):

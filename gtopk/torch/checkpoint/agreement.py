@@ -8,9 +8,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ...buckets.arrays import as_bytes
-from ...engine.agreement import name_ranks
 from ...errors import CheckpointError, DamagedError
+from ...exchange.buckets.arrays import as_bytes
+from ...runtime.coordinator.agreement import name_ranks
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
 

@@ -22,11 +22,11 @@ import torch
 
 from collectives.transports import Transport
 
-from ...engine import Engine
-from ...engine.operation import Operation
 from ...errors import CheckpointError, DamagedError, FormatError
-from ...logs import say
-from ...world import world
+from ...runtime.coordinator import Engine
+from ...runtime.coordinator.operation import Operation
+from ...runtime.logs import say
+from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .agreement import as_told, by_rank, on_all, spread, take_on_all

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ...errors import CheckpointError, DamagedError
-from ...wrapped.checkpoint import KEY
+from ...optim.wrapped.checkpoint import KEY
 from .files import (
     ALL,
     Content,

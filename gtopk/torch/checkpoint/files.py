@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple, SupportsIndex
 
 import torch
 
-from ...buckets.arrays import as_bytes
 from ...errors import DamagedError, FormatError
+from ...exchange.buckets.arrays import as_bytes
 from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"

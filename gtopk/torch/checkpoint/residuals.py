@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Any
 
-from ...wrapped import checkpoint as optimizer_checkpoint
+from ...optim.wrapped import checkpoint as optimizer_checkpoint
 from ..functions import allgather_object
 from ..mpi_ops import rank, size
 

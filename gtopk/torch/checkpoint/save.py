@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...engine import Engine
-from ...engine.operation import Operation
 from ...errors import CheckpointError, DamagedError, HorovodInternalError
-from ...logs import EVERYWHERE
-from ...world import world
-from ...world.state import World
+from ...runtime.coordinator import Engine
+from ...runtime.coordinator.operation import Operation
+from ...runtime.logs import EVERYWHERE
+from ...runtime.world import world
+from ...runtime.world.state import World
 from ..functions import allgather_object
 from .agreement import on_all
 from .archive import Archive, Found, Writing, tell_outcomes
@@ -188,7 +188,7 @@ def save_checkpoint(
 
     The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
-    a type that gtopk.objects does not know.
+    a type that the object codec does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
     still there, and training may go on. So it is where an asynchronous save before this one failed,
     and `wait()` has not said so; this one is written all the same. TypeError for a keep or step

@@ -33,10 +33,10 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError
-from ...world import world
-from ...wrapped import checkpoint as optimizer_checkpoint
-from ...wrapped.tree import lay_out_as_parameters
-from ...wrapped.wrapping import Wrapping
+from ...optim.wrapped import checkpoint as optimizer_checkpoint
+from ...optim.wrapped.tree import lay_out_as_parameters
+from ...optim.wrapped.wrapping import Wrapping
+from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .agreement import spread

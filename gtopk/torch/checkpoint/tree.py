@@ -13,7 +13,7 @@ What JSON has no word for is an object whose first key begins with "$":
     $tuple $dict        its items; its pairs, where a key is no plain text
     $ordered $metadata  an OrderedDict, and the versions that a module's state_dict keeps at it
     $float              one that is not finite
-    $object             anything else that gtopk.objects has a code for: its bytes in base64
+    $object             anything else that the object codec has a code for: its bytes in base64
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError
-from ...objects import MAX_DEPTH, decode, encode
+from ...runtime.object_codec import MAX_DEPTH, decode, encode
 
 Json: TypeAlias = Any
 
@@ -60,7 +60,7 @@ def take_apart(obj: object, *, copy: bool = False) -> Taken:
     """Return the object as JSON and tensors.
 
     copy: whether tensors on the host are copied, so that they may change afterwards.
-    Raises TypeError, naming the place, for what gtopk.objects cannot encode either.
+    Raises TypeError, naming the place, for what the object codec cannot encode either.
     """
     taker = _Taker(copy)
     return Taken(taker.take(obj, ()), taker.tensors)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ... import settings
-from ...world import world
-from ...world.state import World
+from ...runtime.world import world
+from ...runtime.world.state import World
 from ..checkpoint.agreement import on_all
 from ..checkpoint.archive import Archive, Snapshot
 from ..checkpoint.tree import take_apart

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import HostsUpdatedInterrupt
-from ...world import world
+from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
 from ..checkpoint.tree import put_together
 from ..functions import broadcast_object
@@ -130,7 +130,7 @@ class State:
 class ObjectState(State):
     """A state of plain objects: each keyword becomes an attribute.
 
-    Objects travel and are kept as gtopk.objects has them: without pickle, unless it is allowed.
+    Objects travel and are kept as the object codec has them: without pickle, unless it is allowed.
 
     With GTOPK_ELASTIC_DIR=folder, `commit` also writes to that folder, and the first `sync` takes
     over the newest commit there. The folder is one state's, whose names stay the same.

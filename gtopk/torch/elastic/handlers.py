@@ -6,8 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ...optimizer import _DistributedOptimizer
-from ...wrapped.checkpoint import KEY
+from ...optim.distributed import _DistributedOptimizer
+from ...optim.wrapped.checkpoint import KEY
 from ..checkpoint.archive import Owned
 from ..checkpoint.residuals import share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -44,7 +44,7 @@ class StateHandler:
         """Reset what depends on the ranks, which have come together anew."""
 
     def saved(self) -> Any:
-        """Return what was saved and is the same on every rank, in types that gtopk.objects has."""
+        """Return what was saved and is the same on all ranks, in types of the object codec."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def saved_here(self) -> Any:

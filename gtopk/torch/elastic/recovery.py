@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from ...errors import HorovodInternalError, HostsUpdatedInterrupt
-from ...world import world
+from ...runtime.world import world
 from .base import State
 
 S = TypeVar("S", bound=State)

@@ -21,13 +21,13 @@ without one, an operation is named by a counter.
 from ...compression import Compression
 from ...errors import HorovodInternalError
 from ...reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from ...world.process_sets import (
+from ...runtime.world.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from ...world.world import is_initialized, shutdown
+from ...runtime.world.world import is_initialized, shutdown
 from .allgathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .allreducing import (
     allreduce,

@@ -9,7 +9,7 @@ import numpy as np
 from collectives.algorithms import adasum
 from collectives.transports import Transport
 
-from ...engine.fusion import Dense, scale
+from ...runtime.coordinator.fusion import Dense, scale
 
 
 def combine(denses: Sequence[Dense], transport: Transport) -> None:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...buckets.arrays import flattened
-from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
+from ...exchange.buckets.arrays import flattened
 from ...reduce_ops import Average
-from ...world.process_sets import ProcessSet, global_process_set
+from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .handles import submit, synchronize
 from .tensors import (

@@ -9,11 +9,11 @@ import torch
 
 from collectives.transports import Transport
 
-from ...buckets.arrays import await_copies
 from ...compression import Compression, Compressor
-from ...engine.on_gpu import Finish, OnGpu
+from ...exchange.buckets.arrays import await_copies
 from ...reduce_ops import Adasum
-from ...world.process_sets import ProcessSet, global_process_set
+from ...runtime.coordinator.on_gpu import Finish, OnGpu
+from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .adasum import combine
 from .compressing import compress
 from .handles import submit, synchronize

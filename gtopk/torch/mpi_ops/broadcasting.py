@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...reduce_ops import Average
-from ...world.process_sets import ProcessSet, global_process_set
-from ...world.world import current
+from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.world import current
 from .allreducing import allreduce
 from .handles import submit, synchronize
 from .tensors import (

@@ -6,7 +6,7 @@ import torch
 
 from collectives.transports.gpu import load_nccl, torch_nccl
 
-from ...world.world import current
+from ...runtime.world.world import current
 
 
 def mpi_enabled() -> bool:

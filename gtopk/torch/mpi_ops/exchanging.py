@@ -12,9 +12,9 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...buckets.arrays import as_bytes
-from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...world.process_sets import ProcessSet, global_process_set
+from ...exchange.buckets.arrays import as_bytes
+from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .handles import submit, synchronize
 from .tensors import (
     carried,

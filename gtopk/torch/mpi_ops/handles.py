@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...engine import Operation, Work
-from ...engine.fusion import Dense
-from ...world.process_sets import ProcessSet
+from ...runtime.coordinator import Operation, Work
+from ...runtime.coordinator.fusion import Dense
+from ...runtime.world.process_sets import ProcessSet
 
 _handles: Final[dict[int, tuple[Operation, Callable[[Any], Any]]]] = {}
 _next_handle: Final = itertools.count(1)  # a handle is never false

@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ... import settings
-from ...recording import (
-    start,  # noqa: F401 -- observes every world that is made from now on
-    timeline,
-)
-from ...step.join_shadow import break_off_steps
-from ...world import process_sets as sets
-from ...world import world
-from ...world.process_sets import ProcessSet, global_process_set
-from ...world.world import current
+from ...optim.join_shadow import break_off_steps
+from ...runtime.world import process_sets as sets
+from ...runtime.world import world
+from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.world import current
+from ...telemetry import timeline
 from .handles import forget_all
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...engine.fusion import Dense, scale
-from ...engine.on_gpu import OnGpu
-from ...engine.on_gpu import scale as scale_tensor
 from ...errors import InvalidCallError
 from ...reduce_ops import NAMES, Adasum, Average, Max, Min, Product, Sum
+from ...runtime.coordinator.fusion import Dense, scale
+from ...runtime.coordinator.on_gpu import OnGpu
+from ...runtime.coordinator.on_gpu import scale as scale_tensor
 
 _EXCHANGES: Final = {
     Average: "sum",

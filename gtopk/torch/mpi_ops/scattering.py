@@ -13,14 +13,14 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...compression import Compression, Compressor
-from ...engine.fusion import Dense, scale
-from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...engine.on_gpu import scale as scale_tensor
 from ...errors import InvalidCallError
+from ...exchange.buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...reduce_ops import NAMES, Average, Sum
-from ...world.process_sets import ProcessSet, global_process_set
+from ...runtime.coordinator.fusion import Dense, scale
+from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.on_gpu import scale as scale_tensor
+from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
 from .compressing import compress
 from .handles import submit, synchronize

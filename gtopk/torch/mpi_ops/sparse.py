@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ...reduce_ops import NAMES, Average, Sum
-from ...world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allgathering import begin_allgather
 from .handles import synchronize
 from .tensors import require_tensor

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collectives.transports import Transport
 
-from ...buckets.arrays import (
+from ...exchange.buckets.arrays import (
     as_bytes,
     await_copies,
     begin_copy,
@@ -23,7 +23,7 @@ from ...buckets.arrays import (
     to_device,
     view_dense,
 )
-from ...engine.on_gpu import ON_GPU, ON_HOST
+from ...runtime.coordinator.on_gpu import ON_GPU, ON_HOST
 
 
 def require_tensor(tensor: object, what: str) -> None:

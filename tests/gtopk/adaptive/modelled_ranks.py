@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.world import world
-from gtopk.world.state import World
+from gtopk.runtime.world import world
+from gtopk.runtime.world.state import World
 
 FEATURES = 5
 

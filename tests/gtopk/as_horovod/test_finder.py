@@ -58,7 +58,7 @@ def test_names_below_a_module_lead_below_its_counterpart() -> None:
     assert stands_for("horovod.torch") == "gtopk.torch"
     assert stands_for("horovod.torch.mpi_ops") == "gtopk.torch.mpi_ops"
     assert stands_for("horovod.common.util") == "gtopk.common.util"
-    assert stands_for("horovod.runner") == "gtopk.runner"
+    assert stands_for("horovod.runner") == "gtopk.runtime.runner"
     assert stands_for("horovod.torch.mpi_ops.deeper") is None
     assert stands_for("horovod.torchvision") is None
     assert stands_for("horovod.spark") is None

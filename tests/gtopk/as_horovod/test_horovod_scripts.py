@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.launch import find_mpirun, run
+from gtopk.runtime.launch import find_mpirun, run
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests/horovod_scripts"

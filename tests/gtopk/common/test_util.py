@@ -20,7 +20,7 @@ from gtopk.common.exceptions import (
 )
 from gtopk.common.process_sets import ProcessSet, global_process_set
 from gtopk.common.util import check_extension, split_list
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 
 def test_a_list_is_split_into_parts_of_nearly_one_size() -> None:

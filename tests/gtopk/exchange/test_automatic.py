@@ -27,10 +27,10 @@ from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.exchange import automatic, calibration, exchange
 from gtopk.exchange.algorithm_selector import FIRST_WINDOW, AlgorithmSelector
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim import hooks
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.step import hooks
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk import posing
 from tests.gtopk.held import held
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk.adasum import Deltas
 from gtopk.compression import Compression
+from gtopk.optim.adasum import Deltas
 
 
 def tensors() -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.exchange import exchange
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 
 @pytest.fixture(autouse=True)

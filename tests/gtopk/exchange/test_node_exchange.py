@@ -9,9 +9,9 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 NODES = [[0, 1], [2, 3, 4]]
 ELEMENTS = 300

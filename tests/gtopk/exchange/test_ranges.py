@@ -12,14 +12,14 @@ import torch
 
 import collectives.kernels
 import collectives.wire.message
-import gtopk.buckets.moment
+import gtopk.exchange.buckets.moment
 import gtopk.exchange.exchange
-import gtopk.hooked.one_step
+import gtopk.integrations.one_step
 from collectives.transports import Transport
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Exchanged, Progress
 from gtopk.exchange.residual import Residual
-from gtopk.hooked.one_step import OneStep
+from gtopk.integrations.one_step import OneStep
 from gtopk.torch import Compression
 
 Seconds = Counter[str]
@@ -60,8 +60,8 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     clock = Clock()
     for module in (
         gtopk.exchange.exchange,
-        gtopk.buckets.moment,
-        gtopk.hooked.one_step,
+        gtopk.exchange.buckets.moment,
+        gtopk.integrations.one_step,
         collectives.wire.message,
     ):
         monkeypatch.setattr(module, "time", clock)

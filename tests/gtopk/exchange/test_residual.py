@@ -8,8 +8,8 @@ import torch
 
 from collectives import SparseVector, local_world, reduce, run_ranks
 from collectives.transports import LocalTransport
-from gtopk.buckets import arrays
 from gtopk.exchange import residual
+from gtopk.exchange.buckets import arrays
 from gtopk.exchange.residual import Residual
 from tests.gtopk import posing
 

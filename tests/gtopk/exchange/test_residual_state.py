@@ -11,9 +11,9 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 SHAPES = {"matrix": [8, 9], "vector": [40]}
 GIVES_NOTHING = 1  # a rank that has nothing to hold back

@@ -11,7 +11,7 @@ import torch
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
 from tests.gtopk.held import held
 

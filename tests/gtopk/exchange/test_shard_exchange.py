@@ -16,7 +16,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.adaptive.local_training.round_exchange import RoundExchange
 from gtopk.compression import Compression, ErrorFeedback
 from gtopk.local_sgd import LocalSGD
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
 from tests.gtopk.held import held
 from tests.gtopk.in_shards import _small_blocks

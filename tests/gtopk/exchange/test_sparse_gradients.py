@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
-from gtopk.optimizer import DistributedOptimizer
+from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
-from gtopk.world import world
+from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, flat
 
 ROWS, WIDTH, STEPS = 50, 3, 3

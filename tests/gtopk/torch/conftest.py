@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 
 @pytest.fixture

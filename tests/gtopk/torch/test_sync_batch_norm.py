@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 # Rows of each rank: even, uneven, and none at all.
 SPLITS = [[4], [3, 3], [5, 1], [0, 6], [2, 7, 1], [4, 0, 3], [1, 0, 0, 2, 6]]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.world import world
+from gtopk.runtime.world import world
 from models.lstm_ptb import LstmLanguageModel
 from mpi_scripts import train
 from mpi_scripts.training.loop import loss_scaler

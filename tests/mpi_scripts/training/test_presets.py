@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.plan.models import PARAMETERS
-from gtopk.world import world
+from gtopk.cli.plan.models import PARAMETERS
+from gtopk.runtime.world import world
 from models.alexnet import alexnet
 from models.data import cifar10
 from models.data.synthetic_images import IMAGENET

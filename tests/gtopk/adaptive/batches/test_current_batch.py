@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from gtopk.adaptive.batches.current_batch import CurrentBatch
 from gtopk.adaptive.learning_rate import LearningRate
-from gtopk.world.state import World
+from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.batches.test_next_world import in_turn
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks

@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives import PeerError
-from gtopk.world.state import World
+from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gtopk.launch import rank_environment
-from gtopk.launch.mpirun import require_mpirun
+from gtopk.runtime.launch import rank_environment
+from gtopk.runtime.launch.mpirun import require_mpirun
 from tests.launchers import VENDOR
 
 ROOT = Path(__file__).parents[4]

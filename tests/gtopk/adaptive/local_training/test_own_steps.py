@@ -16,14 +16,14 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch import loader as periods
 from gtopk.adaptive.partitioning.cursor import by_speed
-from gtopk.recording import timeline
-from gtopk.recording.reading import RankRecord, Run, Step, read_run
-from gtopk.run_report.page import page
-from gtopk.telemetry import parts
-from gtopk.top.show import as_lines
-from gtopk.top.status import status_of
-from gtopk.world import world
-from gtopk.world.state import World
+from gtopk.cli.report.page import page
+from gtopk.cli.top.show import as_lines
+from gtopk.cli.top.status import status_of
+from gtopk.runtime.world import world
+from gtopk.runtime.world.state import World
+from gtopk.telemetry import timeline
+from gtopk.telemetry.reading import RankRecord, Run, Step, read_run
+from gtopk.telemetry.step_report import parts
 from tests.gtopk.traces_read import records_in
 
 RANKS, LENGTH = 2, 96

@@ -27,7 +27,7 @@ from gtopk.adaptive.throughput.goodput import (
     next_total,
 )
 from gtopk.adaptive.throughput.speed import Cost
-from gtopk.world.state import World
+from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,
     Modelled,

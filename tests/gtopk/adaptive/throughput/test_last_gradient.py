@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import gtopk.torch as hvd
-from gtopk.buckets import moment
-from gtopk.world.state import World
+from gtopk.exchange.buckets import moment
+from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
 
 

@@ -27,9 +27,9 @@ import gtopk
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
 from gtopk.errors import CheckpointError
+from gtopk.runtime.world import world
 from gtopk.torch.checkpoint.archive import Archive
 from gtopk.torch.checkpoint.dcp import Reader, Writer
-from gtopk.world import world
 
 
 class Run:

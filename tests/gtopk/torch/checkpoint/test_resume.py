@@ -12,7 +12,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
-from gtopk.wrapped import checkpoint as optimizer_checkpoint
+from gtopk.optim.wrapped import checkpoint as optimizer_checkpoint
 from tests.gtopk.adaptive.modelled_ranks import Prompt
 from tests.gtopk.held import held
 from tests.gtopk.torch.checkpoint.run import Run

@@ -20,8 +20,8 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
+from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import save
-from gtopk.world import world
 from tests.gtopk.torch.checkpoint.run import Run
 
 ROOT = Path(__file__).parents[4]

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
+from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError
 from gtopk.torch.checkpoint.files import list_parts
 from gtopk.torch.checkpoint.tree import put_together
 from gtopk.torch.elastic.archive import ADVICE, Commit, advice_of, open_archive, write
-from gtopk.world import world
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gtopk.errors import HostsUpdatedInterrupt
+from gtopk.runtime.world import world
 from gtopk.torch.elastic import ObjectState, State
-from gtopk.world import world
 
 
 def test_a_state_says_what_a_subclass_must_do():

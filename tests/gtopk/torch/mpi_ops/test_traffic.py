@@ -9,7 +9,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk.world import world
+from gtopk.runtime.world import world
 
 ROWS = 1000  # for each rank
 

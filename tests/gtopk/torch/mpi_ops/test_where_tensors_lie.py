@@ -15,10 +15,10 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
-from gtopk.engine import on_gpu
-from gtopk.engine.on_gpu import ON_GPU, ON_HOST, Finish, all_on_gpu
-from gtopk.world import gpu_messages, world
-from gtopk.world.gpu_messages import over_gpus
+from gtopk.runtime.coordinator import on_gpu
+from gtopk.runtime.coordinator.on_gpu import ON_GPU, ON_HOST, Finish, all_on_gpu
+from gtopk.runtime.world import gpu_messages, world
+from gtopk.runtime.world.gpu_messages import over_gpus
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allreduce": lambda t: hvd.allreduce(t, op=hvd.Sum),
@@ -204,7 +204,7 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
     threads, monkeypatch
 ) -> None:
     def messages(in_sight: int) -> list[int]:
-        monkeypatch.setattr("gtopk.world.state.gpus_in_sight", lambda: in_sight)
+        monkeypatch.setattr("gtopk.runtime.world.state.gpus_in_sight", lambda: in_sight)
 
         def program(transport: LocalTransport) -> int:
             with world.entered(transport) as here:

@@ -1,0 +1,406 @@
+"""Mode "abs": a loader of micro-batches, and an optimizer whose steps are rounds (see `rounds`).
+
+    begin            pass 0              pass 1              finish        of an epoch
+      o--------[== rounds ==]o-------[== rounds ==]o-----------x
+    meet                    meet                  meet                     drain, or go on: alike
+
+Where ranks meet, everything computed is applied, and all know what is left of the epoch. A pass
+ends when a rank has computed all that was dealt to it, or when one drains.
+
+Scaled gradients: what GradScaler leaves to an optimizer that unscales its gradients itself.
+
+Of fused optimizers it unscales nothing: it hangs `grad_scale` and `found_inf` on them for the time
+of `step`. A round adds up micro-batches of different scales, and steps later: both are taken down
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...runtime.logs import EVERYWHERE
+from ..batches.drains import all_alike
+from ..batches.epochs import Epochs
+from ..batches.next_world import require_its_world
+from ..batches.same_stream import order_in_words
+from ..batches.sources import Numbers, order_of, rebuilt
+from ..learning_rate import LearningRate
+from ..local_training.own_steps import OwnSteps
+from ..local_training.round_exchange import RoundExchange
+from ..local_training.stepping import take_over
+from ..options import Job, RoundOptions
+from ..partitioning.dealing import Passes
+from .agreed_settings import AgreedSettings
+from .round_wire import RoundWire
+from .rounds import Rounds
+
+_HUNG: Final = ("grad_scale", "found_inf")
+
+
+@contextmanager
+def taken_down(optimizer: Any) -> Iterator[tuple[float, bool]]:
+    """Return what the gradients were multiplied with, and whether they have overflowed."""
+    hung = {name: vars(optimizer).pop(name) for name in _HUNG if name in vars(optimizer)}
+    scale, overflow = (hung.get(name) for name in _HUNG)
+    try:
+        yield 1.0 if scale is None else float(scale), overflow is not None and bool(overflow)
+    finally:
+        vars(optimizer).update(hung)
+
+
+_log = logging.getLogger("gtopk")
+SAFE_MOMENTUM: Final = 0.5
+
+
+class DelayedLoader:
+    """An iterable of this rank's micro-batches, as many a round as it has time for.
+
+    The script stays as it is, a `step` for every batch; most steps only add up. What the last
+    rounds of an iteration computed is applied before the iteration ends.
+
+    A round is a step of the run's record, when its update has arrived: with the micro-batches that
+    it is of, the time they took, and all that this rank then waited, for others to be ready or for
+    the update. A round in which no rank had samples is none; its time is the next one's.
+
+    num_samples: of the micro-batch in hand; 0 where it stands in for none and weighs nothing.
+    drain_wanted: other ranks drain, and wait for this one to do so.
+    left_out: micro-batches that no step was taken with: a GradScaler's after an overflow.
+    """
+
+    def __init__(self, job: Job[RoundOptions]) -> None:
+        options, world, optimizer = job.options, job.world, job.optimizer
+        self._options, self._world, self._optimizer = options, world, optimizer
+        check(job)
+        length = len(job.loader.dataset)  # type: ignore[arg-type]
+        self._order = job.order or order_of(job.loader, length, options.seed)
+        self.dataset = job.loader.dataset
+        self._mine: list[list[int]] = []  # indices of this pass's micro-batches
+        self._loader = rebuilt(job.loader, batch_sampler=self._mine)
+        self._numbers = Numbers(job.loader, self._loader, world.rank)
+        self._epochs = Epochs(job.loader)
+        self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
+        self._passes = Passes(world.size, options.micro_batch)
+        name = f"adapt.{next(world.sets[0].unnamed)}"
+        signature = [
+            "mode='abs'",
+            f"{length} samples",
+            *options.signature(),
+            *optimizer._options.signature(),
+        ]
+        world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+        names = optimizer._parameter_names
+        trained = [parameter for parameter in names if parameter.requires_grad]
+        self._trained = set(trained)
+        asked = optimizer._options
+        self.exchange = RoundExchange(trained, optimizer._compression)
+        self._steps = OwnSteps(world, optimizer, "round")
+        self._steps.expect(self.exchange, name)
+        self._settings = AgreedSettings(optimizer)
+        self._applied = optimizer._reducer.progress  # rounds; the replicas' check goes by it
+        self._wire = RoundWire(
+            name,
+            self.exchange,
+            [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
+            world.engine,
+            self._settings,
+            optimizer._replicas,
+            asked.local_clip_norm,
+            self._steps,
+        )
+        self._open_rounds = partial(
+            Rounds,
+            trained,
+            self._wire,
+            world.rank,
+            world.size,
+            options.global_batch,
+            self._apply,
+            self._skip,
+        )
+        self.rounds = self._open_rounds()
+        self._abandoned: Rounds | None = None  # under way as a state was loaded
+        self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
+        self._in_epoch = self._in_pass = False
+        self._length, self._order_said = 0, ""  # of the epoch's order
+        self._in_hand = False
+        self.num_samples = 0
+        self.drain_wanted = False
+        self.left_out = 0
+        self._wrapped_step = take_over(optimizer, "abs", self._step)
+        # Scripts call it to clip or unscale: here these do so to what is added to the round.
+        optimizer.synchronize = lambda: None
+        optimizer.set_num_samples = refuse_tokens
+
+    @property
+    def round(self) -> int:
+        """Return the number of the round that is open; every rank sees it grow between steps."""
+        return self.rounds.number
+
+    def _apply(self, samples: int) -> None:
+        """Step with the update that is in the gradients."""
+        self._report(skipped=False)
+        self._rate.scale(samples, None)
+        self._optimizer._skipped.end_row()
+        self._optimizer._clip(1.0)
+        with self._optimizer.skip_synchronize(), self._settings.set():
+            self._wrapped_step()
+        self._applied.steps += 1
+        self._optimizer._replicas.await_step(updates=True)
+
+    def _skip(self, culprits: Sequence[int]) -> None:
+        """Count a round that is not applied, on all ranks alike."""
+        self._report(skipped=True)
+        where = "; ".join(f"rank {rank}" for rank in culprits)
+        self._optimizer._skipped.note(self._world.rank, self._world.step, where)
+        self._world.step += 1
+
+    def _report(self, skipped: bool) -> None:
+        """Report the round whose outcome has just arrived."""
+        self._steps.arrived(self.exchange)
+        if self._wire.parted is not None:
+            self._optimizer._replicas.end(self._wire.parted, self._optimizer.state)
+        self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take the micro-batch's gradients into the round; steps where a round has ended.
+
+        Raises RuntimeError where no micro-batch is in hand.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._in_hand:
+            raise RuntimeError(
+                f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
+                "of its loader, before loader.drain() and the next batch; there is none in hand"
+            )
+        with taken_down(self._optimizer) as (loss_scale, overflow):
+            if overflow:
+                self._leave_out()
+                return loss
+            self._in_hand = False
+            if self.num_samples:
+                summed = self._options.loss_reduction == "sum"
+                self.rounds.add(self.num_samples, summed, loss_scale)
+            self._optimizer.zero_grad()
+            self.rounds.poll()
+        self._settings.seen = self.round
+        return loss
+
+    def _leave_out(self) -> None:
+        """Be done with the micro-batch in hand, whose gradients are no good."""
+        self._in_hand = False
+        self._optimizer.zero_grad()
+        if not self.num_samples:
+            return
+        if not self.left_out:
+            _log.warning(
+                "rank %d: a micro-batch that no optimizer.step() was taken with is left out of its "
+                "round (GradScaler takes none after an overflow); loader.left_out counts them",
+                self._world.rank,
+                extra=EVERYWHERE,
+            )
+        self.left_out += 1
+        self.rounds.leave_out()
+        self.rounds.poll()
+
+    def __len__(self) -> int:
+        """Return the micro-batches of an epoch, of all ranks."""
+        return -(-len(self._order(0)) // self._options.micro_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield micro-batches until every sample was in one, on one rank."""
+        return self._epochs.loop(self._batches(), self._world.rank)
+
+    def _batches(self) -> Generator[Any, None, None]:
+        require_its_world(self._world, "abs")
+        if self._in_epoch:  # a script broke the last iteration off, on all ranks
+            self._in_hand = False
+            self._close_pass()
+        self._end_abandoned()
+        require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
+        self._steps.spent.begin()
+        with self._epochs.iterate() as (epoch, start):
+            order = self._order(epoch)
+            self._length, self._order_said = len(order), order_in_words(order)
+            if start == 0:
+                self._passes.begin([range(self._length)])
+            self._in_epoch = True
+            while True:
+                yield from self._await_drains(order)
+                if not self._passes.left:
+                    break
+                yield from self._pass(order)
+        self._in_epoch = False
+
+    def _pass(self, order: Sequence[int]) -> Iterator[Any]:
+        """Yield what is dealt to this rank, until one rank has none left, or drains."""
+        mine = self._passes.deal(self._world.rank)
+        self._mine[:] = [[order[place] for place in places] for places in mine]
+        self._numbers.begin(self._epochs.epoch, self._passes.number)
+        self.rounds.begin()
+        self._in_pass = True
+        for batch, places in zip(self._loader if mine else (), mine, strict=True):
+            yield from self._hand_over(batch, len(places))
+            if self.rounds.ended:
+                break
+        self._close_pass()
+
+    def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
+        self.num_samples = samples
+        self._in_hand = True
+        yield batch
+        self._settings.seen = self.round  # after a batch without a step, too
+        if self._in_hand:
+            self._leave_out()
+
+    def _close_pass(self) -> None:
+        """End the pass on all ranks, apply what they have computed, and know what is left."""
+        if not self._in_pass:
+            return
+        self.rounds.finish()
+        self._in_pass = False
+        self._passes.close(self.rounds.batches)
+        self._epochs.reach(self._length - sum(map(len, self._passes.left)))
+
+    def _end_abandoned(self) -> None:
+        """End, with all ranks, what was under way as a state was loaded; take its residual."""
+        if self._abandoned is None:
+            return
+        require_its_world(self._world, "abs")
+        self._abandoned.abandon()
+        self._abandoned.finish()
+        self.exchange.take_ran()  # of no step
+        self.exchange.load_state_dict(self._loaded)
+        self._abandoned, self._loaded = None, {}
+
+    def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
+        """Go on when all ranks do; where some drain, hand out a batch for the script to do so."""
+        while not self._agree(drains=False):
+            self._mine[:] = [list(order[: self._options.micro_batch])]
+            for batch in self._loader:
+                yield from self._hand_over(batch, 0)
+
+    def _agree(self, drains: bool) -> bool:
+        """Return whether all ranks drain, or all go on; if not, they are asked once more.
+
+        Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
+        """
+        left = f"{len(self._passes.left)} micro-batches left"
+        signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
+        said = self._wire.meet(signature, drains)
+        rank = self._world.rank
+        alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
+        self.drain_wanted = not alike
+        return alike
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
+        self._epochs.set(epoch)
+
+    def drain(self) -> None:
+        """Apply all that was computed: before an evaluation, or a checkpoint, within an epoch.
+
+        Every rank must call it after the step that finds `round` at the same number: it is the same
+        on all ranks then, and stays so until they go on. A rank that has nothing more to compute is
+        handed a batch of no weight to come there. Between epochs there is nothing to drain.
+        Raises RuntimeError, on every rank, where some did not call it.
+        """
+        self._end_abandoned()
+        if not self._in_epoch:
+            return
+        require_its_world(self._world, "abs")
+        if self._in_hand:
+            self._leave_out()
+        self._close_pass()
+        while not self._agree(drains=True):
+            pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is left of the epoch, and what later rounds hang on.
+
+        Equal on all ranks but for this rank's residual. Raises RuntimeError within an epoch
+        before `drain`.
+        """
+        if self._in_pass or not self.rounds.is_drained:
+            raise RuntimeError(
+                "gradients are under way, which a checkpoint would lose: call loader.drain() on "
+                "all ranks before it, as gtopk.save_checkpoint does"
+            )
+        return {
+            **(self._loaded or self.exchange.state_dict()),
+            "mode": "abs",
+            "epochs": self._epochs.state_dict(),
+            "passes": self._passes.state_dict(),
+            "round": self.rounds.number + self.rounds.ended,
+            "samples": self.rounds.samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped: the same samples are left, in the same order.
+
+        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. The
+        residual is this rank's; on another number of ranks its share of their sum. Of an
+        iteration that was broken off nothing more is applied; every rank must load a state then.
+        """
+        if state["mode"] != "abs":
+            raise ValueError(
+                f"this loader's mode is 'abs', the state's {state['mode']!r}; make the loader "
+                "with the mode it was saved with"
+            )
+        self._epochs.close()
+        if self._in_pass:
+            # Other ranks may have sent more or less of it, and come later, or never: elastic
+            # restores states when ranks have failed.
+            self._abandoned, self.rounds = self.rounds, self._open_rounds()
+        self._in_epoch = self._in_pass = self._in_hand = self.drain_wanted = False
+        self._epochs.load_state_dict(state["epochs"])
+        self._passes.load_state_dict(state["passes"])
+        self.rounds.load(state["round"], state["samples"])
+        self._applied.steps = state["steps"]  # some ranks may have been a round ahead
+        self._optimizer._replicas.await_step(updates=False)
+        self._settings.seen = self.round
+        if self._abandoned is None:
+            self.exchange.load_state_dict(state)
+        else:
+            self._loaded = state
+
+
+def refuse_tokens(*said: Any) -> None:
+    """Raise ValueError: what a rank would say of its micro-batches is not in a round's weights."""
+    raise ValueError(
+        "mode 'abs' weighs micro-batches by their samples and takes no set_num_samples: for a loss "
+        "per token use loss_reduction='sum', and divide by the mean number of tokens in a sample"
+    )
+
+
+def check(job: Job[RoundOptions]) -> None:
+    """Raise ValueError for what rounds cannot do; warn of a momentum that is unstable with them."""
+    if job.optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            "mode 'abs' adds up micro-batches itself, as many as there is time for; choose their "
+            "size by micro_batch= and use backward_passes_per_step=1, got "
+            f"{job.optimizer.backward_passes_per_step}"
+        )
+    if job.options.lr_scaling == "adascale":
+        raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
+    momentum = max(float(group.get("momentum", 0.0)) for group in job.optimizer.param_groups)
+    if momentum > SAFE_MOMENTUM:
+        _log.warning(
+            "mode 'abs' applies gradients one round late: with momentum %g the learning rate must "
+            "stay below %.2g/L, where synchronous steps allow %.2g/L (L: the largest curvature). "
+            "Use a momentum up to %g, or a smaller learning rate",
+            momentum,
+            1 - momentum,
+            2 * (1 + momentum),
+            SAFE_MOMENTUM,
+            extra=EVERYWHERE,
+        )

@@ -1,0 +1,494 @@
+"""Mode "adaptive-sgd": every rank trains a replica of its own, and replicas are merged.
+
+    rank 0  |= b0 =|= b0 =|= b0 =|= b0 =|     | merge | ...    |= =| a batch and a local step
+    rank 1  |== b1 ==|== b1 ==|== b1 ==|      | merge | ...    every take is by the cursor
+    rank 2  |==== b2 ====|==== b2 ====|= b2 =|| merge | ...
+
+Adaptive SGD (Ma, Rusu, Wu and Sim 2021, arXiv 2110.07029): dynamic scheduling, batches scaled
+towards equal numbers of updates, normalized merging; and the strategies it is compared with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives.transports import Counter, Transport
+
+from ...compression import ErrorFeedback
+from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...optim.replicas.replicas import BUFFERS_STAY, checksums, require_the_same
+from ...runtime.coordinator import Operation
+from ...runtime.logs import EVERYWHERE
+from ..batches.drains import all_alike
+from ..batches.epochs import Epochs
+from ..batches.next_world import require_its_world
+from ..batches.same_stream import order_in_words
+from ..batches.sources import order_of, rebuilt
+from ..learning_rate import LearningRate
+from ..local_training.own_steps import OwnSteps
+from ..local_training.replica import Replica
+from ..local_training.spent import Waited
+from ..local_training.stepping import require_no_common_step, take_over
+from ..options import Job
+from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
+from .mega_batches import MegaBatches
+from .options import MergingOptions
+from .report_wire import decode, encode
+from .strategies import STRATEGIES
+from .taken_batches import TakenBatches
+from .weights import Report
+
+_log = logging.getLogger("gtopk")
+
+
+class Merge(NamedTuple):
+    """What a merge went by, the same on every rank: each rank's report, weight and next size."""
+
+    reports: Sequence[Report]
+    weights: Sequence[float]
+    sizes: Sequence[int]
+
+
+class MergingLoader:
+    """An iterable of this rank's batches, each of which the script makes a local step with.
+
+    A mega-batch is a step of the run's record, with its merge: this rank's batches and local steps
+    in it, also where the others went on without its replica, and what it waited: for takes, for
+    the others to be ready, and for the merge.
+
+    num_samples: of the batch in hand; 0 where it stands in for none, and no step is made with it.
+    drain_wanted: other ranks drain, and wait for this one to do so.
+    merges:      so far; where the number has grown, the replicas have just been merged.
+    last_merge:  what it went by.
+    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for; empty for
+                 those before the state that the run went on from.
+    lost_replicas: how often a rank's own was not finite, and became the others'.
+    """
+
+    def __init__(self, job: Job[MergingOptions]) -> None:
+        self._options, self._world, self._optimizer = job.options, job.world, job.optimizer
+        check(job)
+        length = len(job.loader.dataset)  # type: ignore[arg-type]
+        self._order = job.order or order_of(job.loader, length, job.options.seed)
+        self.dataset = job.loader.dataset
+        self._epochs = Epochs(job.loader)
+        self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
+        most, counter = self._meet(length)
+        self._batches = MegaBatches(job.options, most)
+        rank, replay = self._world.rank, job.options.replay
+        self._cursor = (
+            open_cursor(rank, counter, replay)
+            if self._batches.strategy.is_dynamic
+            else ReplayedCursor(rank, in_step)
+        )
+        self._steps = OwnSteps(self._world, self._optimizer, "mega-batch")
+        self._taken = TakenBatches(self._cursor, self._steps.spent)
+        self._loader = rebuilt(job.loader, batch_sampler=self._taken)
+        self._rate = LearningRate(self._optimizer, job.options.lr_scaling, self._batches.first_size)
+        self._replica: Replica | None = None
+        self._loaded: dict[str, Any] | None = None  # before there was a replica
+        self._is_compared = False  # the replica, with those of all ranks
+        self._weights: Sequence[float] | None = None  # of the last merge
+        self._finished: list[range] | None = None  # takes since the last merge, while one is due
+        self._in_hand: range | None = None
+        self._updates = 0
+        self._count = 0  # how far any rank has seen the cursor
+        self._lost_in_a_row = 0
+        self.num_samples = 0
+        self.drain_wanted = False
+        self.merges = 0
+        self.last_merge: Merge | None = None
+        self.record: list[list[list[list[int]]]] = []
+        self.lost_replicas = 0
+        self._wrapped_step = take_over(self._optimizer, "adaptive-sgd", self._step)
+
+    def _meet(self, length: int) -> tuple[list[int], Counter | None]:
+        """Return every rank's largest size, and what they take batches by."""
+        options = self._options
+        first_size = max(1, options.global_batch // self._world.size)
+        counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
+
+        def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
+            return list(all_flags), transport.counter() if counts else None
+
+        signature = ["mode='adaptive-sgd'", f"{length} samples", *options.signature()]
+        most = options.max_batch or first_size
+        operation = self._world.engine.submit(self._name, signature, work, flags=most)
+        met: tuple[list[int], Counter | None] = operation.wait()
+        return met
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the ranks' sizes until the next merge."""
+        return list(self._batches.sizes)
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch, of all ranks, if all were of the first size."""
+        return -(-len(self._order(0)) // self._batches.first_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches until every sample was in one, on one rank, and merged."""
+        return self._epochs.loop(self._iterate(), self._world.rank)
+
+    def _iterate(self) -> Generator[Any, None, None]:
+        require_its_world(self._world, "adaptive-sgd")
+        if self._finished is not None:
+            self._merge()  # a script broke the last iteration off, on all ranks
+        yield from self._await_drains()
+        self._steps.spent.begin()
+        with self._epochs.iterate() as (epoch, start):
+            order = self._order(epoch)
+            if start == 0:
+                self._batches.begin([range(len(order))])
+            self._taken.order = order
+            self._begin(epoch, order_in_words(order))
+            while (stretch := self._batches.open()) is not None:
+                sizes = self._batches.sizes
+                self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
+                self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
+                yield from self._mega_batch()
+                if self._finished is not None:  # else a drain has merged it
+                    self._merge()
+                yield from self._await_drains()
+
+    def _begin(self, epoch: int, order_said: str) -> None:
+        """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
+        replica = self._resumed() or self._open_replica()
+        if not self._is_compared:
+            self._compare(replica)
+        known = set(replica.parameters)
+        require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
+        left = [(place.start, place.stop) for place in self._batches.left]
+        signature = [f"epoch {epoch}", f"places left {left}", order_said]
+        operation = self._world.engine.submit(
+            f"{self._name}.epoch",
+            signature,
+            lambda transport, all_flags: max(all_flags),
+            flags=self._cursor.count,
+        )
+        self._count = self._await(operation)
+
+    def _await(self, operation: Operation) -> Any:
+        """Wait for an operation, on the account of the mega-batch under way."""
+        self._steps.submitted(operation)
+        return Waited(operation, self._steps.spent).wait()
+
+    def _resumed(self) -> Replica | None:
+        """Return this rank's replica, made of what was loaded if there is none; None: neither."""
+        if self._replica is None and self._loaded is not None:
+            self._open_replica().load_state_dict(self._loaded)
+            self._loaded = None
+        return self._replica
+
+    def _open_replica(self) -> Replica:
+        """Return a replica for this rank, which is the model as it is."""
+        trained = [p for p in self._optimizer._parameter_names if p.requires_grad]
+        compression = self._optimizer._compression
+        self._replica = Replica(trained, compression, self._options.merge_momentum)
+        self._is_compared = False
+        return self._replica
+
+    def _compare(self, replica: Replica) -> None:
+        """Make sure that all ranks begin as the same model, and know what a merge is to take."""
+        named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
+        signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
+        with replica.at_center():
+            own = checksums(named)
+        operation = self._world.engine.submit(
+            f"{self._name}.replicas",
+            [replica.signature, *signature],
+            lambda transport, all_flags: require_the_same(transport, own, list(named.values())),
+        )
+        self._await(operation)
+        self._steps.expect(replica.reduction, self._name)
+        self._is_compared = True
+
+    def _mega_batch(self) -> Iterator[Any]:
+        """Yield what this rank can take of the stretch that is open."""
+        self._finished, self._updates = [], 0
+        for batch in self._loader:
+            take = self._taken.taken.popleft()
+            yield from self._hand_over(batch, take)
+            if self._finished is None:
+                break  # drained
+            self._finish(take)
+
+    def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
+        self._in_hand, self.num_samples = take, len(take)
+        try:
+            yield batch
+        finally:
+            self._in_hand = None
+
+    def _finish(self, take: range) -> None:
+        """Note a batch as done with, once; a merge in the middle of it is that of its step."""
+        assert self._finished is not None
+        if take not in self._finished[-1:]:
+            self._finished.append(take)
+
+    def _await_drains(self) -> Iterator[Any]:
+        """Where other ranks drain, hand out a batch for the script to do so, too."""
+        if not self.drain_wanted:
+            return
+        self._taken.stands_in = True
+        try:
+            for batch in self._loader:
+                yield from self._hand_over(batch, range(0))
+        finally:
+            self._taken.stands_in = False
+        if self.drain_wanted:
+            self._tell(drains=False)  # an error on all ranks
+
+    def _tell(self, drains: bool) -> None:
+        """Tell all ranks whether this one drains."""
+        operation = self._world.engine.submit(
+            f"{self._name}.drains", [], lambda transport, all_flags: list(all_flags), flags=drains
+        )
+        self._settle(self._await(operation))
+
+    def _settle(self, said: Sequence[int]) -> None:
+        rank, asked = self._world.rank, self.drain_wanted
+        self.drain_wanted = not all_alike(said, asked, rank, "loader.merges", self.merges)
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's replica with its own gradients.
+
+        Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
+        """
+        optimizer = self._optimizer
+        if self._in_hand is None:
+            raise RuntimeError(
+                f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
+                "'adaptive-sgd' it is a local step with a batch of its loader, before "
+                "loader.drain(): another loader needs an optimizer of its own"
+            )
+        if self._replica is not None and self._replica.is_at_center:
+            raise RuntimeError(
+                f"rank {self._world.rank}: optimizer.step() within loader.merged(), whose end "
+                "undoes it; step before or after"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._in_hand:
+            return loss
+        if self._options.loss_reduction == "sum":
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(max(self.num_samples, 1))
+        self._rate.scale(self.num_samples, None)
+        with optimizer.skip_synchronize():
+            self._wrapped_step()
+        self._updates += 1
+        self._finish(self._in_hand)
+        return loss
+
+    def _merge(self, drains: bool = False) -> None:
+        """Merge all ranks' replicas, and go on from there; all know then which of them drain."""
+        replica, batches = self._replica, self._batches
+        assert replica is not None
+        assert self._finished is not None
+        perturbs = self._options.perturbation > 0
+        norm = replica.norm() if perturbs else 0.0
+        finite = replica.prepare()
+        if not finite:
+            self._optimizer.state.clear()
+        mine = Report(
+            batches.sizes[self._world.rank],
+            self._updates if finite else 0,
+            sum(map(len, self._finished)) if finite else 0,
+            norm if finite else 0.0,
+            finite,
+            self._finished,
+        )
+        message = encode(mine, self._cursor.count)
+
+        def work(transport: Transport, all_flags: list[int]) -> Any:
+            told = [decode(message) for message in transport.allgather(message)]
+            reports = [report for report, _ in told]
+            weights = batches.weigh(reports)
+            update = None
+            if any(report.finite for report in reports):
+                update = replica.exchange(transport, weights[transport.rank])
+            return reports, weights, max(count for _, count in told), update, list(all_flags)
+
+        operation = self._world.engine.submit(
+            f"{self._name}.merge", [replica.signature], work, flags=drains
+        )
+        reports, weights, self._count, update, said = self._await(operation)
+        self._report(skipped=update is None)
+        weight = weights[self._world.rank]
+        (replica.pull if batches.strategy.force else replica.merge)(update, weight)
+        batches.close(reports)
+        self._finished = self._in_hand = None
+        self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
+        self._weights = weights
+        self._note(Merge(reports, weights, batches.sizes), update is not None)
+        self._settle(said)
+
+    def _report(self, skipped: bool) -> None:
+        """Report the mega-batch whose merge has just arrived."""
+        assert self._replica is not None
+        assert self._finished is not None
+        steps, samples = self._steps, sum(map(len, self._finished))
+        steps.computed()
+        steps.arrived(self._replica.reduction)
+        steps.close(self._world.step - 1, samples, self._updates, skipped)
+
+    def _note(self, merge: Merge, merged: bool) -> None:
+        """Count the merge, and the replicas that it went without; say what has changed."""
+        before = self.last_merge.sizes if self.last_merge else None
+        self.merges += 1
+        self.last_merge = merge._replace(sizes=list(merge.sizes))
+        if self._options.record:
+            self.record.append(record_of(report.takes for report in merge.reports))
+        lost = [rank for rank, report in enumerate(merge.reports) if not report.finite]
+        self.lost_replicas += len(lost)
+        self._lost_in_a_row = 0 if merged and not lost else self._lost_in_a_row + 1
+        if not merged or lost:
+            _log.warning(
+                "rank %d: merge %d %s: the replica is not finite on rank %s%s",
+                self._world.rank,
+                self.merges,
+                "goes on without some" if merged else "is none, all ranks go back",
+                ", ".join(map(str, lost)) or "none, but their sum",
+                f"; {BUFFERS_STAY}" if merged else "",
+                extra=EVERYWHERE,
+            )
+        allowed = self._optimizer._options.max_skipped_steps
+        if self._lost_in_a_row > allowed:
+            raise FloatingPointError(
+                f"rank {self._world.rank}: replicas were not finite in {self._lost_in_a_row} "
+                f"merges in a row; max_skipped_steps={allowed} allows as many"
+            )
+        if self._world.rank == 0 and before is not None and before != self.last_merge.sizes:
+            _log.info(
+                "adaptive batches: after merge %d batches of %s samples; local steps were %s",
+                self.merges,
+                ", ".join(map(str, merge.sizes)),
+                ", ".join(str(report.updates) for report in merge.reports),
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
+        self._epochs.set(epoch)
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Let the parameters be those of the merged model meanwhile: to evaluate it, or save it.
+
+        They are, after an epoch, by themselves; but for compressed merges and the strategies with
+        an elastic force, where replicas stay apart. A state taken meanwhile has the replica that
+        comes back; after a drain that is the merged model.
+        """
+        replica = self._resumed()
+        return nullcontext() if replica is None else replica.at_center()
+
+    def drain(self) -> None:
+        """Make all replicas the merged model, with all that they have not sent; all ranks call it.
+
+        The end of a training, or a checkpoint. With an elastic force they become the center.
+        Within an epoch every rank must call it after the first step that finds `merges` at, or
+        above, the same number: the mega-batch ends there, and a batch that was not stepped with is
+        handed out again. A rank that gets no more of it is handed a batch of no weight to come
+        there. Raises RuntimeError, on every rank, where some did not call it.
+        """
+        require_its_world(self._world, "adaptive-sgd")
+        if self._finished is not None:
+            self._merge(drains=True)
+        while self.drain_wanted:
+            self._tell(drains=True)
+        replica = self._resumed()
+        if replica is None:
+            return
+        if self._batches.strategy.force or self._weights is None:
+            replica.collapse()
+            return
+        offset = replica.weighted_offset(self._weights[self._world.rank])
+
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            if any(all_flags):
+                transport.allreduce(offset)
+            return any(all_flags)
+
+        keeps = not replica.was_center
+        moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, flags=keeps))
+        replica.collapse(offset if moved else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last merge: what was computed since is computed again.
+
+        It holds the merged model, and is equal on all ranks but for the replicas' own parameters,
+        where they keep some. Raises RuntimeError where they do, and have gone on from the merge.
+        """
+        replica = self._replica
+        going = self._finished is not None and (self._updates or self._finished)
+        if going and replica is not None and not replica.was_center:
+            raise RuntimeError(
+                "this rank's replica keeps what it has not sent, and has gone on since the last "
+                "merge; take the checkpoint when loader.merges has grown, or after the epoch"
+            )
+        return {
+            "mode": "adaptive-sgd",
+            "ranks": self._world.size,
+            "epochs": self._epochs.state_dict(is_of_before=self._finished is not None),
+            "batches": self._batches.state_dict(),
+            "replica": replica.state_dict() if replica is not None else self._loaded,
+            "weights": list(self._weights) if self._weights else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from another loader's last merge, with its model.
+
+        That is in the parameters from the next iteration, `merged` or `drain` on, if not at once.
+        Raises ValueError for another mode; for another number of ranks, where replicas have kept
+        something to themselves: drain() before the checkpoint.
+        """
+        if state["mode"] != "adaptive-sgd":
+            raise ValueError(
+                f"this loader's mode is 'adaptive-sgd', the state's {state['mode']!r}; make the "
+                "loader with the mode it was saved with"
+            )
+        replica = state["replica"]
+        if replica and replica["own"] and state["ranks"] != self._world.size:
+            raise ValueError(
+                f"the state is of {state['ranks']} ranks, whose replicas have kept what they had "
+                f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
+                "before the checkpoint"
+            )
+        self._epochs.close()
+        self._epochs.load_state_dict(state["epochs"])
+        self._batches.load_state_dict(state["batches"])
+        if self._options.record:
+            number = self._batches.number
+            self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
+        self._finished = None
+        self._weights = state["weights"] if state["ranks"] == self._world.size else None
+        if self._replica is not None and replica:
+            self._replica.load_state_dict(replica)
+        else:
+            self._replica, self._loaded = None, replica
+
+
+def check(job: Job[MergingOptions]) -> None:
+    """Raise ValueError for what replicas cannot do."""
+    optimizer = job.optimizer
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            "mode 'adaptive-sgd' makes a local step with every batch: use "
+            f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
+        )
+    require_no_common_step(optimizer, "mode 'adaptive-sgd' exchanges models, not gradients")
+    compression = optimizer._compression
+    if isinstance(compression, ErrorFeedback) and compression.corrects:
+        raise ValueError(
+            "mode 'adaptive-sgd' selects from what models have changed, not from gradients: use "
+            "momentum_correction=0 and adam_correction=None, and momentum, or Adam, of the wrapped "
+            "optimizer, or merge_momentum"
+        )

@@ -1,0 +1,249 @@
+"""The demo on one rank: trains by every method and seed; rank 0 reports and writes the records.
+
+Then dense and gTop-k once more, over an emulated link.
+
+Run by mpirun, with the plan and the path of results.json as arguments. Rank 0 prints progress as
+lines of PROGRESS and JSON, for the command that started it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import gtopk.torch as hvd
+from collectives.cores import usable_cores
+
+from ... import settings
+from ...runtime.machine import processor
+from ...runtime.world import world
+from ...telemetry.step_report import StepReport
+from ...units import bandwidth_text, seconds_text
+from .plan import PROGRESS, TEST_IMAGES, Method, Plan
+from .record import Machine, Record
+
+
+class Digits(NamedTuple):
+    """One seed's split of the digits: float32 [n, 64] in -0.5..0.5, int64 [n]."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+
+class Run(NamedTuple):
+    """One training run, as this rank saw it."""
+
+    accuracy_by_epoch: list[float]
+    loss_by_epoch: list[float]
+    seconds_by_epoch: list[float]
+    seconds: float
+    steps: list[StepReport]
+    selected: int
+    identical: bool
+
+
+def digits(seed: int) -> Digits:
+    """Return scikit-learn's handwritten digits, split by the seed."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    x = (torch.from_numpy(pixels).float() / 16 - 0.5)[order]
+    y = torch.from_numpy(labels).long()[order]
+    return Digits(x[:-TEST_IMAGES], y[:-TEST_IMAGES], x[-TEST_IMAGES:], y[-TEST_IMAGES:])
+
+
+def network(plan: Plan, seed: int) -> torch.nn.Sequential:
+    """Return the MLP 64-hidden-hidden-10."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, plan.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(plan.hidden, plan.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(plan.hidden, 10),
+    )
+
+
+def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
+    """Train once; `done` of `total` epochs of the whole demo lie behind us."""
+    data, model = digits(seed), network(plan, seed)
+    inner = torch.optim.SGD(
+        model.parameters(), plan.lr, momentum=0.0 if method.sparse else plan.momentum
+    )
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    together = plan.batch * hvd.size()
+    accuracies: list[float] = []
+    losses, trained = [loss(model, data)], [0.0]
+    steps: list[StepReport] = []
+    hvd.barrier()
+    begun = time.perf_counter()
+    looked_seconds = 0.0
+    for epoch in range(plan.epochs):
+        shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
+        order = torch.randperm(len(data.y), generator=shuffle)
+        for start in range(0, plan.steps_per_epoch() * together, together):
+            mine = order[start + hvd.rank() * plan.batch :][: plan.batch]
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.x[mine]), data.y[mine]).backward()
+            optimizer.step()
+            steps.append(optimizer.last_step)
+        if hvd.rank() == 0:
+            epoch_ended = time.perf_counter()
+            trained.append(epoch_ended - begun - looked_seconds)
+            accuracies.append(accuracy(model, data))
+            losses.append(loss(model, data))
+            looked_seconds += time.perf_counter() - epoch_ended
+            progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
+    hvd.barrier()
+    seconds = time.perf_counter() - begun
+    identical = replicas_identical(model)
+    return Run(accuracies, losses, trained, seconds, steps, steps[-1].selected, identical)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, data: Digits) -> float:
+    """Return the share of the test images that the model names right."""
+    return float((model(data.test_x).argmax(1) == data.test_y).float().mean())
+
+
+@torch.no_grad()
+def loss(model: torch.nn.Module, data: Digits) -> float:
+    """Return the mean cross-entropy over all training images."""
+    return float(F.cross_entropy(model(data.x), data.y))
+
+
+def replicas_identical(model: torch.nn.Module) -> bool:
+    """Tell whether all ranks hold the same bits."""
+    digest = hashlib.blake2b()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
+
+
+def progress(method: Method, seed: int, epoch: int, accuracy: float, done: int, total: int) -> None:
+    """Print one line of progress for the command that started the ranks."""
+    fields = {
+        "method": f"{method.label}, emulated link" if settings.LINK.read() else method.label,
+        "seed": seed,
+        "epoch": epoch + 1,
+        "accuracy": accuracy,
+        "done": done,
+        "total": total,
+    }
+    print(PROGRESS + json.dumps(fields), flush=True)
+
+
+def part_seconds(runs: list[Run], part: str) -> float:
+    """Return a part's median over steps, mean over ranks; first steps of an epoch may be slow."""
+    median = statistics.median(
+        getattr(step, f"{part}_seconds") for run in runs for step in run.steps[1:]
+    )
+    return statistics.fmean(hvd.allgather_object(median))
+
+
+def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Record:
+    """Return what all ranks measured of one method; every rank must call it."""
+    model = network(plan, seed=0)
+    sent = statistics.fmean(step.sent_bytes for run in runs for step in run.steps)
+    widths = [64, plan.hidden, plan.hidden, 10]
+    accuracies = [run.accuracy_by_epoch[-1] for run in runs] if hvd.rank() == 0 else [0.0]
+    return Record(
+        method=method.name,
+        label=method.label,
+        link=link_in_words(),
+        accuracy=statistics.fmean(accuracies),
+        accuracy_by_seed=accuracies,
+        accuracy_by_epoch=[run.accuracy_by_epoch for run in runs],
+        loss_by_epoch=[run.loss_by_epoch for run in runs],
+        seconds_by_epoch=[run.seconds_by_epoch for run in runs],
+        bytes_per_step=statistics.fmean(hvd.allgather_object(sent)),
+        bytes_counted=all(step.bytes_counted for run in runs for step in run.steps),
+        density=method.density,
+        seconds=statistics.fmean(run.seconds for run in runs),
+        step_seconds={
+            "compute": part_seconds(runs, "compute"),
+            "select": part_seconds(runs, "select"),
+            "communicate": part_seconds(runs, "communicate"),
+        },
+        merge_seconds=part_seconds(runs, "merge"),
+        final_replicas_identical=all(run.identical for run in runs),
+        ranks=hvd.size(),
+        parameters=sum(p.numel() for p in model.parameters()),
+        selected=runs[0].selected,
+        epochs=plan.epochs,
+        steps=len(runs[0].steps),
+        seeds=len(runs),
+        batch_per_rank=plan.batch,
+        dataset="digits",
+        model="MLP " + "-".join(map(str, widths)),
+        machine=machine,
+    )
+
+
+def link_in_words() -> str:
+    """Return the link that is emulated, "" where none is."""
+    link = settings.LINK.read()
+    if link is None:
+        return ""
+    latency = f", {seconds_text(link.latency_seconds)}" if link.latency_seconds else ""
+    return bandwidth_text(link.bits_per_second) + latency
+
+
+def this_machine() -> Machine:
+    """Return where this runs."""
+    return {
+        "cores": usable_cores(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpi": world.current().transport.library(),
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def main(plan_json: str, results: str) -> None:
+    """Run the whole plan on this rank."""
+    plan = Plan.from_json(plan_json)
+    os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
+    os.environ.pop(settings.LINK.name, None)  # at first
+    hvd.init()
+    machine = this_machine()
+    methods = plan.methods()
+    total = plan.runs() * plan.epochs
+    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+    done = 0
+    # Methods in turn within a seed: the machine's mood meets all of them alike.
+    for seed in range(plan.seeds):
+        for method in methods:
+            runs[method.name].append(train(plan, method, seed, done, total))
+            done += plan.epochs
+    records = [record(plan, method, runs[method.name], machine) for method in methods]
+    if plan.over_link():
+        hvd.shutdown()
+        os.environ[settings.LINK.name] = plan.link
+        hvd.init()
+    for method in plan.over_link():
+        run = train(plan, method, 0, done, total)
+        done += plan.epochs
+        records.append(record(plan, method, [run], this_machine()))
+    if hvd.rank() == 0:
+        Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

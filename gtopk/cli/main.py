@@ -1,0 +1,150 @@
+"""The command `gtopk`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from .. import __version__
+from ..runtime.standard_streams import spell_in_any_encoding
+
+if TYPE_CHECKING:
+    from .completion.grammar import Grammar
+
+# The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
+# called: `gtopk doctor` works where torch is broken.
+_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "doctor": (".doctor", "check the installation, and say how to get what is missing"),
+    "demo": (
+        ".demo.command",
+        "train on local ranks with dense, top-k and gTop-k, and compare them",
+    ),
+    "plan": (
+        ".plan.command",
+        "estimate step time on a cluster, and whether compression pays",
+    ),
+    "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),
+    "bench": (
+        ".bench",
+        "measure this machine and its network: selection, wire, engine, optimizer, collectives",
+    ),
+    "run": (".run", "start a script on several ranks, here or on other hosts"),
+    "report": (".report.command", "draw a recorded run as one HTML page"),
+    "top": (".top.command", "show what each rank of a run is doing"),
+    "timeline": (".timeline.command", "merge the traces of all ranks"),
+}
+_COMPLETION: Final = "completion"
+_INTERRUPTED: Final = 130
+_UNREAD: Final = 141
+_COMPLETES: Final = "shell completion for bash, zsh and fish"
+
+
+def usage() -> str:
+    """Return the help text."""
+    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())
+    return (
+        f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n"
+        f"  {_COMPLETION:10} {_COMPLETES}\n\n"
+        "`gtopk COMMAND --help` has details and an example; `gtopk --version` prints the version.\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    130 after Ctrl-C, and 141 where nobody reads on (`gtopk plan ... | head -1`), as of a program
+    that SIGINT or SIGPIPE ends: a shell's pipefail tells the latter from all of the output.
+    """
+    if sys.stdout is None:  # closed (>&-): what is written there is to fail as in a full one
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    spell_in_any_encoding()
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit:  # of argparse, after its help
+            _flush()
+            raise
+        _flush()
+        return code
+    except KeyboardInterrupt:
+        if _is_one_of_several():
+            raise
+        return _INTERRUPTED
+    except OSError as error:
+        if _is_one_of_several() or not _lacks_stdout():
+            raise
+        if isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print(f"gtopk: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _flush() -> None:
+    """Write what is still in stdout's buffer: at exit its errors would be nobody's."""
+    print(end="", flush=True)
+
+
+def _is_one_of_several() -> bool:
+    """Tell whether other ranks are to hear of what ends this one: its traceback's hook tells."""
+    world = sys.modules.get("gtopk.runtime.world.world")
+    return world is not None and world.is_initialized() and world.current().size > 1
+
+
+def _lacks_stdout() -> bool:
+    """Tell whether stdout is what fails, and not a file or a peer; if so, nothing is left in it."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(words: list[str]) -> int:
+    if words and words[0] in _COMMANDS:
+        command: Callable[[Sequence[str]], int] = _module(_COMMANDS[words[0]][0]).main
+        return command(words[1:])
+    if words and words[0] == _COMPLETION:
+        from . import completion
+
+        return completion.main(completable(), words[1:])
+    if words and words[0] == "--version":
+        print(f"gtopk {__version__}")
+        return 0
+    if words and words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    wrong = f"gtopk: no command {words[0]!r}\n\n" if words else ""
+    print(wrong + usage(), file=sys.stderr)
+    return 2
+
+
+def completable() -> Grammar:
+    """Return what may follow each command, as far as it can be imported here."""
+    from .bench import BENCHMARKS
+    from .completion import parser
+    from .completion.grammar import HELP, Command, Option, command_of
+
+    meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
+    words = meanings | {_COMPLETION: _COMPLETES}
+    found = {"": Command((HELP, Option(("--version",), "print the version")), words)}
+    places = {name: place for name, (place, _) in _COMMANDS.items() if name != "bench"}
+    places |= {f"bench {what}": f".bench.{what}.command" for what in BENCHMARKS}
+    for name, place in places.items():
+        try:
+            found[name] = command_of(_module(place).parser())
+        except ImportError:
+            found[name] = Command((HELP,), takes_file=True)
+    return found | {"bench": Command((HELP,), BENCHMARKS), _COMPLETION: command_of(parser())}
+
+
+def _module(place: str) -> Any:
+    return importlib.import_module(place, __package__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

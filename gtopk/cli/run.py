@@ -1,0 +1,240 @@
+"""`gtopk run`: a script on ranks, by whichever launcher is there.
+
+The Slurm allocation that this process was given: is there one, and how many ranks fit it?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from collectives.cores import usable_cores
+from collectives.environment import whole_number
+
+from .. import settings
+from ..runtime.launch import LaunchError
+from ..runtime.launch.hosts import Host, parse_hosts, read_hostfile
+from ..runtime.launch.job import job, refuse_inside_a_job
+from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
+
+
+def in_allocation() -> bool:
+    """Tell whether srun can start ranks from here."""
+    return bool(os.environ.get("SLURM_JOB_ID")) and shutil.which("srun") is not None
+
+
+def allocated_tasks() -> int:
+    """Return how many tasks were asked for; where only nodes were, a task for each core of theirs.
+
+    Raises ValueError for a variable of Slurm's that is no number.
+    """
+    if asked := whole_number("SLURM_NTASKS", 0):
+        return asked
+    hosts = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 16(x2),8
+    each = re.findall(r"(\d+)(?:\(x(\d+)\))?", hosts)
+    of_a_task = max(1, whole_number("SLURM_CPUS_PER_TASK", 1))
+    return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
+
+
+_SAVE_SECONDS: Final = 30.0  # what torchrun gives its ranks, too
+_END_SECONDS: Final = 5.0  # and what it needs to end them after that
+
+
+class _TerminationRequested(KeyboardInterrupt):
+    """SIGINT or SIGTERM came; its argument is the exit code that says so."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk run",
+        usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
+        description="Start a script on several ranks: by srun inside a Slurm allocation, else by "
+        "mpirun, or by torchrun if there is no MPI, with the settings that the launcher needs "
+        "here. You may also call a launcher yourself: mpirun -n 4 python SCRIPT.",
+        epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
+        "  gtopk run --hosts one:4,two:4 train.py\n\n"
+        "On this host alone, OMP_NUM_THREADS becomes each rank's share of the cores, unless you\n"
+        "set it. With other hosts, set it yourself; it is passed on.\n\n"
+        "The exit code is the launcher's: mpirun and srun return the ranks' code, torchrun 1 for\n"
+        "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
+        "save. A second signal ends them at once. If this command is killed, they end with it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a script's --host is no short form of --hosts or --hostfile
+    )
+    add = described.add_argument
+    add(
+        "-n",
+        "--ranks",
+        type=int,
+        help="default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores",
+    )
+    where = described.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts", type=_hosts, default=[], help="such as one:4,two:2; needs mpirun and ssh"
+    )
+    where.add_argument("--hostfile", type=Path, help="file with lines such as: name slots=4")
+    add("--launcher", choices=LAUNCHERS, help="default: what is installed")
+    add("--mpi-args", metavar="WORDS", help="more options for mpirun, quoted as one argument")
+    add("--interfaces", help="network interfaces for the ranks, such as eth0")
+    add(
+        "--link",
+        type=parse_link,
+        metavar="RATE[,LATENCY]",
+        help="emulate a network between the ranks of this host, such as 100mbit,0.4ms: gtopk's "
+        "messages are paced, those of torch.distributed (DDP's own allreduce) are not",
+    )
+    add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
+    add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")
+    add("--dry-run", action="store_true", help="print what would be run, and stop")
+    add("--json", action="store_true", help="print it as JSON")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    # With its arguments: of two positionals, argparse would drop a -- between them.
+    add(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a Python file or a program; what follows it are its arguments",
+    )
+    return described
+
+
+def _hosts(text: str) -> list[Host]:
+    try:
+        return parse_hosts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_link(text: str) -> str:
+    """Return an option's text that GTOPK_LINK takes."""
+    try:
+        settings.parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from None
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script and return the exit code of its ranks."""
+    options = parser().parse_args(arguments)
+    try:
+        hosts = read_hostfile(options.hostfile) if options.hostfile else options.hosts
+        places = _places(options, hosts)
+        if options.link and places.elsewhere:
+            raise ValueError(
+                f"--link emulates a network between ranks of this host, and '{places.elsewhere}' "
+                "is another one"
+            )
+        start = start_program(places, _program(options), _variables(options))
+        if not options.dry_run:
+            refuse_inside_a_job()
+    except (LaunchError, OSError, ValueError) as error:
+        print(f"gtopk run: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run or options.json:
+        _say(start, places, options.json)
+    if options.dry_run:
+        return 0
+    with job(start.command, start.variables) as launcher, _signals_raised():
+        try:
+            return launcher.wait()
+        except _TerminationRequested as request:
+            _let_save(launcher, start.command)
+            return int(request.args[0])
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise _TerminationRequested for SIGINT and SIGTERM where they are not ignored (nohup)."""
+
+    def request(number: int, frame: FrameType | None) -> None:
+        raise _TerminationRequested(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in before if before[number] != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, request)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
+    """Tell the launcher to end, and wait for it; a second signal cuts that short."""
+    time_to_save = "only torchrun gives ranks time to save"
+    if "torch.distributed.run" in command:
+        time_to_save = f"the ranks have {_SAVE_SECONDS:g} s, none after a second signal"
+    with suppress(_TerminationRequested, subprocess.TimeoutExpired):
+        launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() hear SIGTERM
+        print(f"gtopk run: ending the ranks; {time_to_save}", file=sys.stderr)
+        launcher.wait(_SAVE_SECONDS + _END_SECONDS)
+
+
+def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
+    """Return where the ranks are to be; raise ValueError for a number of them out of range."""
+    launcher, ranks = options.launcher or _launcher(hosts), options.ranks
+    if ranks is None:
+        by_srun = launcher == "srun" and not hosts
+        ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())
+    if ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {ranks}")
+    return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
+
+
+def _launcher(hosts: list[Host]) -> str:
+    """Return what is to start the ranks where nobody says it."""
+    return "srun" if in_allocation() and not hosts else launcher_at_hand(hosts)
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """Return the command of a rank; raise ValueError for a script that is not there."""
+    words = options.program
+    if words[:1] == ["--"]:  # as in `gtopk run -- SCRIPT`
+        words = words[1:]
+    if not words:
+        raise ValueError("SCRIPT must be a file or a program, and there is none")
+    script, *words = words
+    if options.module:
+        return [sys.executable, "-m", script, *words]
+    if Path(script).is_file():
+        if os.access(script, os.X_OK) and not script.endswith(".py"):
+            return [os.path.join(".", script), *words]  # and no program of its name on PATH
+        return [sys.executable, script, *words]
+    if shutil.which(script) is None:
+        raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")
+    return [script, *words]
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
+    variables = {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
+    return variables | ({settings.LINK.name: options.link} if options.link else {})
+
+
+def _say(start: Start, places: Places, as_json: bool) -> None:
+    if as_json:
+        said = {
+            "launcher": places.launcher,
+            "ranks": places.ranks,
+            "command": start.command,
+            "variables": start.variables,
+        }
+        print(json.dumps(said), flush=True)
+        return
+    set_first = " ".join(f"{name}={shlex.quote(v)}" for name, v in start.variables.items())
+    print(f"{set_first} {shlex.join(start.command)}".strip())

@@ -1,0 +1,280 @@
+"""Delayed rounds in simulated time: the ranks' own passes and rounds, moved by a queue of events.
+
+epoch     |==== pass 0 ====|== pass 1 ==|= pass 2 =|     dealt by speed, as mode "abs" does
+rank 0    [b][b][b][b][b]..|[b][b][b]...|[b]......|      ..: has none left, or the pass is over,
+rank 1    [  b  ][  b  ]...|[  b  ].....|[  b  ]..|          and waits for the updates
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives.transports import Transport
+
+from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
+from ...adaptive.local_training.round_exchange import RoundExchange
+from ...adaptive.partitioning.cuts import shuffled
+from ...adaptive.partitioning.dealing import Passes
+from .record import Record
+from .setting import Setting
+
+
+class Time:
+    """The simulated second."""
+
+    now = 0.0
+
+
+class Meeting:
+    """One thing all ranks do together: it is over some time after the last has come.
+
+    results: of each rank.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.arrived: dict[int, Any] = {}
+        self.results: list[Any] = []
+        self.over_at = math.inf
+        self._ranks = ranks
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether every rank has come."""
+        return len(self.arrived) == self._ranks
+
+    def parts(self) -> list[Any]:
+        """Return what the ranks came with, in order."""
+        return [self.arrived[rank] for rank in range(self._ranks)]
+
+
+class Seat(NamedTuple):
+    """A rank's place in a meeting."""
+
+    meeting: Meeting
+    rank: int
+    time: Time
+
+    @property
+    def done(self) -> bool:
+        """Tell whether the meeting is over now."""
+        return self.meeting.over_at <= self.time.now
+
+    def wait(self) -> Any:
+        """Return the rank's result of what is over."""
+        if not self.done:
+            raise RuntimeError("a simulated rank must not wait: time would not go on")
+        return self.meeting.results[self.rank]
+
+
+class SimulatedWire:
+    """One rank's end of a modelled wire; the reductions on it are real ones.
+
+    Each rank takes part in the meetings of a kind in order, as it would in the engine's.
+    """
+
+    def __init__(self, ends: Ends, rank: int) -> None:
+        self._ends, self._rank = ends, rank
+        self._met = {"ready": 0, "reduce": 0, "pass": 0}
+
+    def ready(self, samples: int, is_last: bool) -> Seat:
+        """Say that this rank may end the round."""
+        return self._meet("ready", (samples, is_last))
+
+    def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
+        """Reduce the sums of a round."""
+        return self._meet("reduce", (gradients, samples, batches))
+
+    def meet(self) -> Seat:
+        """Come to where all ranks go on from together, between two passes."""
+        return self._meet("pass", None)
+
+    def _meet(self, kind: str, what: Any) -> Seat:
+        meeting = self._ends.meeting(kind, self._met[kind])
+        self._met[kind] += 1
+        meeting.arrived[self._rank] = what
+        if meeting.is_complete:
+            self._ends.complete(kind, meeting)
+        return Seat(meeting, self._rank, self._ends.time)
+
+
+class Ends:
+    """What lies between the ranks' ends: buckets, residuals, and the meetings that are open.
+
+    models: of the ranks that are here.
+    """
+
+    def __init__(
+        self, setting: Setting, time: Time, models: Mapping[int, torch.nn.Module], record: Record
+    ) -> None:
+        self.time = time
+        self._setting, self._record = setting, record
+        self._meetings: dict[tuple[str, int], Meeting] = {}
+        self._exchanges = {
+            rank: RoundExchange(list(model.parameters()), setting.compression)
+            for rank, model in models.items()
+        }
+        self._ranks = range(setting.cluster.ranks)
+        self._reduce_seconds = setting.reduce_seconds
+
+    def meeting(self, kind: str, number: int) -> Meeting:
+        """Return a meeting, the same one for every rank."""
+        self._meetings.pop((kind, number - 2), None)
+        return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
+
+    def complete(self, kind: str, meeting: Meeting) -> None:
+        """Give a meeting its results and its end."""
+        parts = meeting.parts()
+        meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
+        if kind == "pass":
+            meeting.results = parts
+            return
+        if kind == "ready":
+            ready = Ready(sum(n for n, _ in parts), any(is_last for _, is_last in parts))
+            meeting.results = [ready] * len(parts)
+            return
+        counts, batches = ([part[place] for part in parts] for place in (1, 2))
+        if not any(counts):
+            meeting.results = [Reduced(None, counts, batches)] * len(parts)
+            return
+        for rank, exchange in self._exchanges.items():
+            exchange.take(parts[rank][0])
+
+        def reduce(transport: Transport) -> list[torch.Tensor] | None:
+            return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))
+
+        updates = self._setting.ranks.meet(self._ranks, reduce)
+        # All ranks get the same update, or none; those elsewhere have no parameters here.
+        elsewhere: list[torch.Tensor] | None = None if None in updates.values() else []
+        meeting.results = [
+            Reduced(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
+        ]
+        meeting.over_at = self.time.now + self._reduce_seconds
+        self._record.exchange += self._reduce_seconds
+        self._record.sizes.append((self.time.now, counts))
+
+
+class SimulatedRank:
+    """What a rank in mode "abs" does, `DelayedLoader` and the script's loop together."""
+
+    def __init__(
+        self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record
+    ) -> None:
+        """model: None where another process has it."""
+        self._rank, self._setting, self._model, self._record = rank, setting, model, record
+        self._time = ends.time
+        self._noise = setting.cluster.noises(setting.seed)[rank]
+        self._wire = SimulatedWire(ends, rank)
+        self._passes = Passes(setting.cluster.ranks, setting.micro_batch)
+        parameters = list(model.parameters()) if model is not None else []
+        self._optimizer = setting.optimizer(parameters) if parameters else None
+        self._rounds = Rounds(
+            parameters,
+            self._wire,
+            rank,
+            setting.cluster.ranks,
+            setting.global_batch,
+            self._apply,
+            self._skip,
+        )
+        self._processed = 0  # samples of the rounds that are over
+
+    def train(self) -> Iterator[float | Pending]:
+        """Train; yield the seconds of each micro-batch, and what is to be waited for."""
+        samples = self._setting.task.samples
+        for epoch in range(self._setting.epochs):
+            order = shuffled(samples, 1000 * self._setting.seed, epoch)
+            self._passes.begin([range(samples)])
+            yield self._wire.meet()
+            while self._passes.left:
+                yield from self._pass(order)
+                yield self._wire.meet()
+
+    def _pass(self, order: Sequence[int]) -> Iterator[float | Pending]:
+        rounds = self._rounds
+        mine = self._passes.deal(self._rank)
+        rounds.begin()
+        for places in mine:
+            yield from self._compute([order[place] for place in places])
+            if rounds.ended:
+                break
+        while not rounds.ended:
+            rounds.poll(is_last=True)
+            if not rounds.ended and (pending := rounds.waits_for) is not None:
+                yield pending
+        if (reducing := rounds.waits_for) is not None:
+            yield reducing
+        rounds.drain()
+        self._passes.close(rounds.batches)
+
+    def _compute(self, indices: list[int]) -> Iterator[float]:
+        """Take a micro-batch's gradients into the round, at the end of the seconds it takes."""
+        cluster, task = self._setting.cluster, self._setting.task
+        seconds = cluster.compute_seconds(self._rank, len(indices), self._time.now, self._noise)
+        yield seconds
+        if self._model is not None:
+            task.loss(self._model, torch.tensor(indices)).backward()
+        self._record.busy[self._rank] += seconds
+        self._record.samples += len(indices)
+        self._rounds.add(len(indices), summed=False)
+        self._rounds.poll()
+
+    def _apply(self, samples: int) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._close(samples)
+
+    def _skip(self, culprits: Sequence[int]) -> None:
+        self._record.skipped += self._rank == 0
+        self._close(sum(self._rounds.samples))
+
+    def _close(self, samples: int) -> None:
+        if self._rank:
+            return
+        record, task = self._record, self._setting.task
+        self._processed += samples
+        record.steps += 1
+        due = self._setting.is_due(self._processed, len(record.accuracy))
+        if self._model is not None and due:
+            record.accuracy.append((self._time.now, task.accuracy(self._model)))
+
+
+def simulate(setting: Setting) -> Record:
+    """Train by delayed rounds, and return what happened.
+
+    Every process moves all ranks' rounds, and computes the gradients of those that are here.
+    """
+    cluster, time = setting.cluster, Time()
+    record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
+    models = {rank: setting.task.model() for rank in setting.ranks.here}
+    ends = Ends(setting, time, models, record)
+    run(
+        [
+            SimulatedRank(rank, setting, ends, models.get(rank), record).train()
+            for rank in range(cluster.ranks)
+        ],
+        time,
+    )
+    record.seconds = time.now
+    return record
+
+
+def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
+    """Let ranks' programs go on, each when what it has yielded is over, until all have ended."""
+    due = [(time.now, rank) for rank in range(len(programs))]
+    waiting: dict[int, Seat] = {}
+    while due:
+        time.now, rank = heapq.heappop(due)
+        wait = next(programs[rank], None)
+        if isinstance(wait, Seat):
+            waiting[rank] = wait
+        elif isinstance(wait, float):
+            heapq.heappush(due, (time.now + wait, rank))
+        for other, seat in list(waiting.items()):
+            if seat.meeting.is_complete:
+                del waiting[other]
+                heapq.heappush(due, (seat.meeting.over_at, other))

@@ -1,0 +1,249 @@
+"""An Adam or AdamW whose steps a hook makes: its own step applies them, and computes nothing.
+
+forward     the model in training: parameters become c - a (`wrapped.local_residual`)
+backward    the hook hands back agreed steps in the gradients' place
+step()      a hook of the optimizer subtracts them, and hides them from the optimizer's arithmetic
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ..compression import check_number
+from ..exchange.adamw import GONE, AdamGroups, Hyper
+from ..optim.peers import Peers
+from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
+from ..optim.wrapped.local_residual import LocalResidual
+from .hook_skips import HookSkips
+
+Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
+
+# Of several states with one optimizer the one that was made last.
+_owners: Final[WeakKeyDictionary[torch.optim.Optimizer, HookedAdam]] = WeakKeyDictionary()
+
+
+class HookGroups(AdamGroups):
+    """The groups of an optimizer whose model has its gradients exchanged bucket by bucket.
+
+    A bucket has frozen parameters, too: a step passes over them.
+    """
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
+        """Return the options; raise ValueError for a parameter that the optimizer does not step."""
+        found: list[Hyper | None] = []
+        for parameter, hyper in zip(parameters, super().read(parameters), strict=True):
+            if parameter.requires_grad and hyper is GONE:
+                raise ValueError(
+                    f"the optimizer does not step a parameter of shape {list(parameter.shape)} "
+                    "that the hook exchanges: give one Adam or AdamW of all parameters of the "
+                    "model, freeze those that are not trained (requires_grad_(False)), or give "
+                    "adam_steps='after'"
+                )
+            found.append(hyper if parameter.requires_grad else None)
+        return found
+
+
+class HookedAdam:
+    """Has an optimizer step by what a hook has agreed on, from now on.
+
+    groups: what the hook makes the steps by.
+    skips: of the model's passes. residuals: returns those of its parameters after the last pass.
+    local_residual: whether forward passes in training see what this rank has not sent yet.
+    Whoever exchanges calls `watch` when a pass begins, and `note` or `forget` when it has ended.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        skips: HookSkips,
+        peers: Peers,
+        residuals: Residuals,
+        *,
+        local_residual: bool,
+    ) -> None:
+        self.groups = HookGroups(optimizer)
+        self.peers, self.residuals = peers, residuals
+        self._optimizer, self._skips = optimizer, skips
+        self._local = LocalResidual(self, "state") if local_residual else None
+        self._agreed: AgreedSteps | None = None  # of the last pass
+        self._is_due = False  # nobody has stepped with them yet
+        self._in_closure = False
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
+        self._loading: Mapping[str, Any] = {}
+        self._watched: dict[torch.Tensor, Any] = {}
+        self._added: set[torch.Tensor] = set()  # those whose agreed steps were added to
+        if (owner := _owners.get(optimizer)) is not None:
+            owner.let_go()
+        _owners[optimizer] = self
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._others = [
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    @property
+    def names(self) -> Mapping[torch.nn.Parameter, str]:
+        """Return the optimizer's parameters; only the model has their names."""
+        return {p: "" for group in self._optimizer.param_groups for p in group["params"]}
+
+    def let_go(self) -> None:
+        """Leave the optimizer to itself, or to another state."""
+        self.forget()
+        for handle in (self._before, *self._others, *self._watched.values()):
+            handle.remove()
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError where this pass has added gradients to agreed steps.
+
+        parameters: of the first bucket that a pass hands over, which are looked at for that from
+            the next pass on. A pass that is not exchanged may add to them: a GAN's, say.
+        """
+        parameters = list(parameters)
+        if not self._added.isdisjoint(parameters):  # others are looked at later in this pass
+            self._added.clear()
+            raise RuntimeError(
+                f"rank {self.peers.world.rank}: a backward pass has added its gradients to the "
+                "agreed steps of AdamW, which the pass before has left in their place: have all "
+                "passes of a step but the last within `with model.no_sync():`, and clear gradients "
+                "(optimizer.zero_grad()) after step()"
+            )
+        for parameter in parameters:
+            if parameter not in self._watched and parameter.requires_grad:
+                self._watched[parameter] = parameter.register_hook(
+                    _CallWith(self._look_at, parameter)
+                )
+
+    def _look_at(self, parameter: torch.nn.Parameter) -> None:
+        """Note, before a pass adds to a gradient, whether that is an agreed step yet."""
+        agreed = self._agreed
+        if agreed is None or not agreed.is_in(parameter):
+            self._added.discard(parameter)
+        elif not agreed.is_changed(parameter):
+            self._added.add(parameter)
+
+    def note(self) -> None:
+        """Note that a pass has ended that counts: gradients are agreed steps now."""
+        self._agreed, self._is_due = AgreedSteps(self._skips.parameters()), True
+        if not self._in_closure:  # behind hooks that came later, which may clip
+            self._before.remove()
+            self._before = self._optimizer.register_step_pre_hook(self._before_step)
+
+    def forget(self) -> None:
+        """Note that gradients are none, and parameters to be the centre."""
+        self._agreed, self._is_due = None, False
+        if self._local is not None:
+            self._local.restore()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Let the parameters be the model that is the same on all ranks, within the context."""
+        return nullcontext() if self._local is None else _at_rest(self._local)
+
+    def loaded(self) -> None:
+        """Let forward passes see the residual that was loaded."""
+        if self._local is not None:
+            self._local.look_for_models()
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        loss = None
+        if closure is not None:
+            self._in_closure = True
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                self._in_closure = False
+        self._skips.drop(optimizer)
+        stepped = [
+            (p, p.grad)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        for parameter, _ in stepped:
+            self._require_agreed(parameter)
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            # A GradScaler leaves it to a fused optimizer to unscale.
+            torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
+        step(optimizer, agreed=None)
+        self._is_due, self._hidden = False, stepped
+        for parameter, _ in stepped:
+            parameter.grad = None  # the optimizer itself passes over it
+        if self._local is not None:
+            self._local.restore()
+            self._local.end_step()
+        return None if closure is None else ((optimizer, lambda: loss), {})
+
+    def _after_step(self, *call: Any) -> None:
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+    def _require_agreed(self, parameter: torch.nn.Parameter) -> None:
+        """Raise ValueError for a gradient that is no agreed step, or was stepped with before."""
+        agreed = self._agreed
+        if agreed is not None and self._is_due and agreed.is_in(parameter):
+            if not agreed.is_changed(parameter):
+                return
+            raise ValueError(
+                f"rank {self.peers.world.rank}: gradients were changed between backward() and "
+                "step(), where they are the agreed steps of AdamW, and no gradients: instead of "
+                "clip_grad_norm_ (or a trainer's option for it) give the state global_clip_norm=, "
+                "which clips before the moments; adam_steps='after' steps with agreed gradients"
+            )
+        raise ValueError(
+            f"rank {self.peers.world.rank}: step() takes the agreed steps of AdamW, and a "
+            f"parameter of shape {list(parameter.shape)} has another gradient: of a pass within "
+            "no_sync() after the one that was exchanged, say, one that was stepped with before, or "
+            "of another model. Let the last pass before step() be exchanged; adam_steps='after' "
+            "steps with any gradients"
+        )
+
+    def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        self.forget()
+        self._loading = state_dict
+
+    def _after_load(self, optimizer: Any) -> None:
+        keep_precision(optimizer, self._loading)
+        self._loading = {}
+
+
+def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
+    """Raise ValueError or TypeError for a global_clip_norm that cannot be."""
+    if norm is None:
+        return
+    check_number("global_clip_norm", norm)
+    if not norm > 0:
+        raise ValueError(f"global_clip_norm must be above 0, got {norm}")
+    if not makes_adam_steps:
+        raise ValueError(
+            "global_clip_norm is for an Adam or AdamW whose steps the hook makes (optimizer=): "
+            "with any other optimizer use clip_grad_norm_ after backward, which clips what the "
+            "ranks have agreed on"
+        )
+
+
+class _CallWith:
+    """Calls with a tensor that it does not keep, when that gets a gradient."""
+
+    def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
+        self._call, self._of = call, TensorWeakRef(tensor)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._call(self._of())
+
+
+@contextmanager
+def _at_rest(local: LocalResidual) -> Iterator[None]:
+    local.eval()
+    try:
+        yield
+    finally:
+        local.train()

@@ -1,0 +1,80 @@
+"""What DistributedDataParallel hands to a hook, and what it leaves to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import GradBucket, ProcessGroup
+from torch.autograd import Variable
+
+from ..runtime.world import world
+from ..runtime.world.process_sets import ProcessSet, global_process_set
+from .bucket_exchanges import as_shaped, split
+
+
+def refuse_sparse(bucket: GradBucket) -> None:
+    """Raise ValueError for the sparse gradient of an embedding, which DDP has in its own bucket."""
+    if bucket.buffer().is_sparse:
+        shape = list(bucket.parameters()[0].shape)
+        raise ValueError(
+            f"the parameter of shape {shape} has sparse gradients, which the hook cannot exchange: "
+            "make its embedding with sparse=False, or train with hvd.DistributedOptimizer in place "
+            "of DistributedDataParallel"
+        )
+
+
+def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Once DDP has ended the backward pass, write the update of what no rank used, too.
+
+    DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
+    But its residual is sent in that step as in any other.
+    """
+    before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+    def write() -> None:
+        parts = split(buffer, parameters)
+        for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                continue  # DDP has written it
+            update = as_shaped(part, parameter)
+            if grad is not None:
+                grad.copy_(update)  # nothing, where it lies in DDP's bucket
+            elif update.any():
+                parameter.grad = torch.empty_like(parameter).copy_(update)
+
+    after_ddp(write)
+
+
+def after_ddp(call: Callable[[], None]) -> None:
+    """Call this once DDP has ended the backward pass that goes on; backward raises what it does."""
+    # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
+    queue = Variable._execution_engine.queue_callback
+    queue(partial(queue, call))
+
+
+def process_set_of(group: ProcessGroup | None) -> ProcessSet:
+    """Return the process set with the ranks of a process group; ValueError where there is none."""
+    here = world.current()
+    ranks = (
+        torch.distributed.get_process_group_ranks(group)
+        if group is not None
+        else list(range(torch.distributed.get_world_size()))
+    )
+    if torch.distributed.get_rank() != here.rank:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
+            "gtopk: start the ranks with one launcher"
+        )
+    if len(ranks) == here.size:
+        return global_process_set
+    for number, members in here.sets.items():
+        if list(members.ranks) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    raise ValueError(
+        f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
+        f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
+    )

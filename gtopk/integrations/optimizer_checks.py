@@ -1,0 +1,91 @@
+"""The optimizers of a model whose gradients a hook exchanges: looked at when they first step.
+
+A hook may be given no optimizer. That its momentum would be taken twice is an error of its first
+step, and so is an optimizer that is not the one whose steps the hook makes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..compression import ErrorFeedback
+from ..optim.momentum import require_one_momentum, tell_of_optimizer
+from ..optim.wrapped.adam_step import adam_before, require_plain
+from .hook_skips import HookSkips
+
+
+class _Watch(NamedTuple):
+    """The optimizers that one hook looks at, for as long as it lives."""
+
+    skips: weakref.ref[HookSkips]
+    look: Callable[[torch.optim.Optimizer, HookSkips], None]
+
+
+# Replaced as a whole, so that a step may go through them while another thread adds one. PyTorch
+# iterates over its own global hooks: to remove one when a hook is collected would break a step.
+_watched: tuple[_Watch, ...] = ()
+_adding = threading.Lock()
+
+
+def _look_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    """Let the hooks that live look at an optimizer which is about to step."""
+    for skips, look in _watched:
+        alive = skips()
+        if alive is not None:
+            look(optimizer, alive)
+
+
+def _watch(skips: HookSkips, look: Callable[[torch.optim.Optimizer, HookSkips], None]) -> None:
+    global _watched
+    with _adding:
+        if not _watched:
+            register_optimizer_step_pre_hook(_look_all)
+        living = (each for each in _watched if each.skips() is not None)
+        _watched = (*living, _Watch(weakref.ref(skips), look))
+
+
+def look_at_optimizers(
+    skips: HookSkips,
+    compression: ErrorFeedback,
+    rank: int,
+    *,
+    says: bool,
+    way: str,
+    stepped: torch.optim.Optimizer | None = None,
+) -> None:
+    """Look once at each optimizer that steps a parameter of the model, as long as the hook lives.
+
+    rank: in the world. says: also say what is better done before the selection.
+    way: how to have the hook make an Adam's steps, in words.
+    stepped: the optimizer whose steps the hook makes, which is the only one then.
+    """
+    seen = weakref.WeakSet[torch.optim.Optimizer]()
+    of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
+
+    def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
+        if optimizer in seen:
+            return
+        parameters = ours.parameters()
+        theirs = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p in parameters for p in theirs):
+            if stepped is not None and optimizer is not of_hook():
+                raise ValueError(
+                    f"rank {rank}: the hook was given an optimizer whose steps it makes, and "
+                    f"another {type(optimizer).__name__} steps its model: give the hook this one, "
+                    "or adam_steps='after'"
+                )
+            if stepped is None:
+                require_one_momentum(optimizer, compression)  # again, where the script goes on
+                require_plain(optimizer.state.values(), rank)
+                if says:
+                    takes = adam_before(optimizer, compression) is not None
+                    tell_of_optimizer(optimizer, compression, way if takes else "")
+            seen.add(optimizer)
+
+    _watch(skips, look)

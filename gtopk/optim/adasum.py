@@ -1,0 +1,387 @@
+"""The Adasum optimizer: every rank steps by itself, and what the steps changed is combined.
+
+    gradients of this rank -> step of the wrapped optimizer -> delta = after - before
+        -> compress -> Adasum over the ranks, each tensor by itself -> decompress -> before + delta
+
+So momentum and the like follow this rank's own gradients and differ from rank to rank; parameters
+do not. What is alike in the deltas is averaged and what differs adds up: the learning rate is that
+of a single rank, however many there are (Maleki et al. 2021).
+
+Deltas: what a step changed, compressed and side by side, as the ranks combine it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.algorithms import adasum
+from collectives.transports import Traffic, Transport
+
+from ..compression import Compression, Compressor
+from ..exchange.buckets.arrays import from_array, to_array
+from ..exchange.buckets.parameters import (
+    name_parameters,
+    refuse_complex,
+    require_trained,
+    with_gradients,
+)
+from ..exchange.buckets.placeholders import place
+from ..exchange.exchange import Progress
+from ..exchange.residual_state import unsent
+from ..reduce_ops import Adasum
+from ..runtime.coordinator import Work
+from ..runtime.world import world
+from ..runtime.world.state import World
+from ..telemetry.start import recorder_of
+from ..telemetry.step_report import StepReport
+from .expected_step import ExpectedStep
+from .hooks import BackwardHooks
+from .peers import Peers
+from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
+from .wrapped import checkpoint as optimizer_checkpoint
+from .wrapped.wrapping import Wrapping, wrap
+
+
+class _Fused(NamedTuple):
+    """The compressed tensors of one dtype: their places in the list, and all their elements."""
+
+    places: list[int]
+    lengths: list[int]
+    array: NDArray[Any]
+
+
+class Deltas:
+    """Tensors that become those of all ranks, combined each by itself.
+
+    compressor: its compressed form is what is combined. Raises ValueError where that is not of
+    floating-point numbers.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], compressor: type[Compressor]) -> None:
+        self._compressor = compressor
+        self._compressed = [compressor.compress(tensor) for tensor in tensors]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, (tensor, _) in enumerate(self._compressed):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        others = [str(dtype) for dtype in by_dtype if not dtype.is_floating_point]
+        if others:
+            raise ValueError(
+                f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
+                f"{', '.join(others)}"
+            )
+        self._fused = [self._fuse(places) for places in by_dtype.values()]
+
+    def _fuse(self, places: list[int]) -> _Fused:
+        arrays = [to_array(self._compressed[place][0]) for place in places]
+        return _Fused(places, [array.size for array in arrays], np.concatenate(arrays))
+
+    @property
+    def elements(self) -> int:
+        """Return how many values they have."""
+        return sum(fused.array.size for fused in self._fused)
+
+    def allreduce(self, transport: Transport) -> None:
+        """Combine them over the ranks by Adasum."""
+        for _, lengths, array in self._fused:
+            adasum.allreduce(transport, array, lengths)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them decompressed, the same bits on every rank after `allreduce`."""
+        decompressed: list[torch.Tensor] = [tensor for tensor, _ in self._compressed]
+        for places, lengths, array in self._fused:
+            parts = np.split(array, np.cumsum(lengths)[:-1])
+            for index, part in zip(places, parts, strict=True):
+                compressed, context = self._compressed[index]
+                tensor = from_array(part, compressed)
+                decompressed[index] = self._compressor.decompress(tensor, context)
+        return decompressed
+
+
+_log = logging.getLogger("gtopk")
+_KEY: Final = "adasum"
+_FORMAT: Final = 1
+
+
+class _AdasumOptimizer(Wrapping):
+    """What is mixed into the class of the wrapped optimizer."""
+
+    op = Adasum
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+        max_skipped_steps: int,
+    ) -> None:
+        self._world = world.current()
+        self._parameter_names = name_parameters(self, named_parameters)
+        self._compression = compression
+        require_trained(self._parameter_names)
+        self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
+        if self._world.size > 1:
+            self._hooks.watch(self._trained())
+            place(self._parameter_names)
+        self._enter(self._world)
+        self._begun = time.perf_counter()  # this step, when the last one ended
+        self._traffic = Traffic()  # of this step
+        self._communicate_seconds = 0.0
+        self._select_seconds = 0.0
+        self._skipped = SkippedSteps(max_skipped_steps)
+        self.last_step: StepReport | None = None
+
+    def _enter(self, here: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure."""
+        self._world = here
+        self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
+        self._expected: ExpectedStep | None = None  # before the first exchange
+        self._are_finite: bool | None = None  # the gradients, on all ranks; nobody has asked yet
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps changed nothing, as a number was not finite on some rank."""
+        return self._skipped.count
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add up before a step."""
+        return self._hooks.limit
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before a step."""
+        self._hooks.set_limit(passes)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient now; some may have come later."""
+        trained = with_gradients(self.param_groups)
+        refuse_complex(trained, self._parameter_names)
+        return trained
+
+    def synchronize(self) -> None:
+        """Agree whether the gradients are finite on all ranks; they stay this rank's own.
+
+        Where they are not they become NaN on every rank: a GradScaler that looks at them next skips
+        the step on all of them. `step` asks by itself, unless this was called before.
+        Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
+        FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
+        """
+        # Not twice of the same gradients, where `step` asks again. Alone a rank hears of no pass.
+        again = self._world.size > 1 and not self._hooks.has_counted
+        noted = self._are_finite is False and again
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._enter(here)
+        self._hooks.forget()
+        trained = self._trained()
+        self._parameter_names.add(self.param_groups)
+        self._hooks.watch(trained if self._world.size > 1 else [])
+        entries = [_entries(p.grad) for p in trained if p.grad is not None]
+        finite = all(bool(part.isfinite().all()) for part in entries)
+        all_flags = self._run("finite", lambda transport, all_flags: all_flags, flags=finite)
+        self._are_finite = all(all_flags)
+        if self._are_finite:
+            return
+        for part in entries:
+            part.fill_(float("nan"))
+        if not noted:
+            ranks = [rank for rank, flags in enumerate(all_flags) if not flags]
+            self._note_skip(f"the gradient is not finite on ranks {ranks}")
+
+    def _signature(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        return [
+            f"op=Adasum compression={self._compression.__name__} "
+            f"max_skipped_steps={self._skipped.allowed}",
+            *(
+                f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
+                for p in self._trained()
+            ),
+        ]
+
+    def _run(self, part: str, work: Work, flags: int = 0) -> Any:
+        """Run a part of the step with the other ranks, and return its result."""
+        begun = time.perf_counter()
+        operation = self._world.engine.submit(
+            f"{self._name}.{part}", self._signature(), work, flags
+        )
+        result = operation.wait()
+        self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
+        self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
+        return result
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refuse: what is exchanged here is known only after the step."""
+        raise AssertionError(
+            "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
+            "changed is; clip or unscale this rank's gradients before step()"
+        )
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer on this rank, and combine what it changed with the others.
+
+        Where a rank's gradient, or the result, is not finite, no parameter changes on any rank.
+        closure: called once, before, to compute the loss and the gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._are_finite or world.current() is not self._world:
+            self.synchronize()
+        finite, self._are_finite = self._are_finite, None
+        done = bool(finite) and self._step_together()
+        if done:
+            self._skipped.end_row()
+        self._report(not done)
+        self._world.step += 1
+        return loss
+
+    @torch.no_grad()
+    def _step_together(self) -> bool:
+        """Step, and make the change that of all ranks; tell whether it is finite."""
+        if self._world.size == 1:
+            self._step_wrapped()
+            return True
+        parameters = self._trained()
+        before = [parameter.clone() for parameter in parameters]
+        self._step_wrapped()
+        begun = time.perf_counter()
+        changes = [p - old for p, old in zip(parameters, before, strict=True)]
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.copy_(old)  # nothing has changed until it is combined, nor where it cannot be
+        deltas = Deltas(changes, self._compression)
+        taken = time.perf_counter()
+        self._expect(deltas)
+        self._begun += time.perf_counter() - taken  # links may be measured: no part of the step
+        self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
+        combined = time.perf_counter()
+        changes = deltas.tensors()
+        finite = all(bool(change.isfinite().all()) for change in changes)
+        if finite:
+            for parameter, change in zip(parameters, changes, strict=True):
+                parameter.add_(change)
+        else:
+            self._note_skip("what the ranks' steps changed is not finite")
+        self._select_seconds = taken - begun + time.perf_counter() - combined
+        return finite
+
+    def _expect(self, deltas: Deltas) -> None:
+        """Before the first exchange, have rank 0 say what the model knows of links like these."""
+        if self._expected is None:
+            ranks = range(self._world.size)
+            peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
+            self._expected = ExpectedStep(Compression.none, Progress(), beyond="op=Adasum")
+            self._expected.measure([deltas], peers)
+
+    def _note_skip(self, why: str) -> None:
+        warning = "rank %d: step %d is skipped on every rank: %s"
+        self._skipped.note_that(self._world.rank, self._world.step, warning, why, why)
+
+    def _report(self, skipped: bool) -> None:
+        """Fill in `last_step`, and begin to count for the next one."""
+        now = time.perf_counter()
+        exchange_seconds = self._select_seconds + self._communicate_seconds
+        entries = sum(parameter.numel() for parameter in self._trained())
+        traffic = self._traffic.take()
+        self.last_step = StepReport(
+            step=self._world.step,
+            algorithm="adasum",
+            compute_seconds=now - self._begun - exchange_seconds,
+            synchronize_seconds=exchange_seconds,
+            select_seconds=self._select_seconds,
+            apply_seconds=0.0,
+            communicate_seconds=self._communicate_seconds,
+            agree_seconds=0.0,
+            merge_seconds=0.0,
+            code_seconds=0.0,
+            hidden_seconds=0.0,
+            working_seconds=self._communicate_seconds,
+            buckets=1,
+            exchange_seconds=exchange_seconds,
+            predicted_seconds=None,
+            sent_bytes=traffic.sent_bytes,
+            sent_messages=traffic.sent_messages,
+            bytes_counted=True,
+            coded_entries=0,
+            coded_bytes=0,
+            elements=entries,
+            samples=None,
+            selected=0 if skipped else entries,
+            updated=0 if skipped else entries,
+            skipped=skipped,
+            ranks=self._world.size,
+        )
+        if (recorder := recorder_of(self._world)) is not None:
+            recorder.note_step(self.last_step)
+        self._begun = now
+        self._select_seconds = self._communicate_seconds = 0.0
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; what was computed towards the next step is forgotten."""
+        self._forget()
+        super().zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and whose it is: DCP must not mix ranks' own."""
+        return {**super().state_dict(), _KEY: {"format": _FORMAT}}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
+
+        Gradients in its residual are lost, and warned of: nothing adds up here.
+        """
+        self._forget()
+        super().load_state_dict(state_dict, *args, **kwargs)
+        parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
+        if lost := sorted({name for part in parts for name in unsent(part)}):
+            _log.warning(
+                "rank %d: the state has a residual of %s, which op=Adasum cannot send: they "
+                "are lost; take a step with op=Average and Compression.none first to send them",
+                self._world.rank,
+                ", ".join(map(repr, lost[:5])) + (", ..." if len(lost) > 5 else ""),
+            )
+
+    def _forget(self) -> None:
+        self._hooks.forget()
+        self._are_finite = None
+
+
+def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that a gradient holds: all, or a sparse one's values."""
+    return gradient._values() if gradient.is_sparse else gradient.detach()
+
+
+def distribute_adasum(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+) -> Any:
+    """Return the optimizer, whose steps on all ranks are combined by Adasum.
+
+    compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
+        smaller than gradients by about the learning rate.
+    max_skipped_steps: how many in a row may be before the next is an error.
+    A parameter without a gradient on this rank has not changed here, and takes the others' change.
+    Raises TypeError for another compression; else as DistributedOptimizer does.
+    """
+    if not (isinstance(compression, type) and hasattr(compression, "compress")):
+        raise TypeError(
+            "op=Adasum takes Compression.none, .fp16, .bf16 or a Compressor class, got "
+            f"{compression!r}: it combines dense vectors"
+        )
+    distributed = wrap(optimizer, _AdasumOptimizer)
+    distributed._distribute(
+        named_parameters, compression, backward_passes_per_step, max_skipped_steps
+    )
+    return distributed

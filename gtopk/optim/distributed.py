@@ -1,0 +1,503 @@
+"""DistributedOptimizer: the wrapped optimizer, stepping with what all ranks agreed on."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..compression import Compression
+from ..exchange.buckets.parameters import name_parameters, require_trained
+from ..exchange.residual_state import state_before
+from ..reduce_ops import Adasum, Average
+from ..runtime.logs import EVERYWHERE
+from ..runtime.world import world
+from ..runtime.world.process_sets import ProcessSet, global_process_set
+from ..telemetry import looks
+from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.step_report import StepReport, report
+from ..telemetry.timeline import Span, Step, timeline_of
+from .adasum import distribute_adasum
+from .grad_scaler import (
+    RECIPE,
+    begin_to_read_scale,
+    loss_scale,
+    require_no_fused_unscaling,
+    require_scaled,
+)
+from .listener import Listener
+from .momentum import require_one_momentum, tell_of_optimizer
+from .options import Groups, Options, warn_of_few_entries
+from .reducer import Reducer
+from .replicas.check import ReplicaCheck
+from .samples import Samples
+from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
+from .weights import agreed_norm
+from .wrapped import checkpoint as optimizer_checkpoint
+from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
+from .wrapped.adam_step import step as step_with_adam
+from .wrapped.local_residual import LocalResidual
+from .wrapped.readings import Readings
+from .wrapped.wrapping import wrap
+
+_log = logging.getLogger("gtopk")
+
+
+class _DistributedOptimizer(Readings):
+    """What is mixed into the class of the wrapped optimizer.
+
+    last_step: what the last step cost; None before the first.
+    """
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        options: Options,
+        backward_passes_per_step: int,
+        scaler: Any,
+    ) -> None:
+        self._world = world.current()
+        self._parameter_names = name_parameters(self, named_parameters)
+        self._options = options
+        require_trained(self._parameter_names)
+        self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
+        self._reducer.place_zeros()
+        self._local = LocalResidual(self._reducer) if options.local_residual else None
+        self.set_backward_passes_per_step(backward_passes_per_step)
+        self._has_told = False
+        self._should_synchronize = True
+        self._synchronized = False
+        self._skip = False
+        self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
+        self._current_batch = Listener()  # else that of `adapt`
+        self._exchange_ended: float | None = None
+        self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
+        self._skipped = SkippedSteps(options.max_skipped_steps)
+        self._agreed: AgreedSteps | None = None
+        self.last_step: StepReport | None = None
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler whose scale the gradients have when they are synchronized, or None."""
+        return self._reducer.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._reducer.scaler = scaler
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before a step."""
+        self._reducer.hooks.set_limit(passes)
+
+    def set_num_samples(
+        self, samples: int | None, loss_reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
+
+        The update is then that of one mean over the samples of all ranks: a mean's gradient weighs
+        samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
+        None: every rank weighs alike. Where some ranks only say a number, the step is an error.
+        Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
+        Where the model has a SyncBatchNorm say it before the forward pass, which goes by it.
+        While a batch of an adapted loader stands in for none, a number stays 0.
+        Raises ValueError for a number out of range, or with op=Sum; TypeError for no whole number.
+        """
+        if samples is not None and self.op != Average:
+            raise ValueError("set_num_samples weights an average: use op=Average")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        if self._stands_in and samples is not None:
+            samples = 0
+        self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
+
+    def _tell_of_compression(self, *, by_mode: bool = False) -> None:
+        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged.
+
+        by_mode: a mode of `adapt` has the wrapped optimizer step, with what was exchanged.
+        """
+        if self._world.rank == 0 and not self._has_told:
+            elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
+            warn_of_few_entries(self._options, elements)
+            if by_mode or not self._makes_adam_steps:
+                tell_of_optimizer(self._wrapped, self._options.compression)
+        self._has_told = True
+
+    def synchronize(self) -> None:
+        """Replace every gradient by the agreed update.
+
+        When a gradient was not finite on any rank, a dense sum is not in its dtype, or a sparse one
+        in float32, all ranks skip: the residuals stay as they were, the gradients become NaN on
+        every rank, and `step` applies nothing. What a sparse sum has beyond float16 stays
+        in the residual.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree;
+        FloatingPointError when more steps in a row were skipped than may be.
+        """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._reducer.enter(here)
+            self._current_batch.enter(here)
+            self._world = here
+        if not self._reducer.peers.takes_part or not self._reducer.trained():  # all are frozen
+            self._synchronized = True
+            return
+        require_scaled(self.scaler, self)
+        self._tell_of_compression()
+        begun, ended_before = time.perf_counter(), self._exchange_ended
+        transaction = self._reducer.reduce()
+        reduced = time.perf_counter()
+        if transaction.computes_late:  # on a GPU: backward was launched by then, and not over
+            begun = max(begun, min(transaction.ready, reduced))
+        compute_seconds = begun - ended_before if ended_before else 0.0
+        self._skip = not transaction.finite()
+        if self._skip:
+            transaction.skip()
+        else:
+            self._reducer.apply(transaction)
+            if self._makes_adam_steps:
+                self._agreed = AgreedSteps(self._reducer.trained())
+        self._replicas.await_step(updates=not self._skip)
+        self._synchronized = True
+        self._exchange_ended = time.perf_counter()
+        self.last_step = report(
+            transaction,
+            step=self._world.step,
+            compute_seconds=compute_seconds,
+            waits=[(begun, self._exchange_ended)],
+            synchronize_seconds=self._exchange_ended - begun,
+            apply_seconds=self._exchange_ended - reduced,
+            predicted_seconds=self._reducer.expected.seconds,
+            skipped=self._skip,
+            samples=transaction.samples.count,
+            dense_seconds=self._reducer.expected.dense_seconds,
+        )
+        balance_of(self._world).note(self.last_step)
+        if not self._skip:
+            seconds = transaction.ready - ended_before if ended_before else None
+            self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
+        if (recorder := recorder_of(self._world)) is not None:
+            recorder.note_step(self.last_step)
+            if not self._skip and looks.is_due(self._reducer.progress.steps):
+                looks.look(recorder, self._reducer.planned.bucket_exchanges)
+        if (timeline := timeline_of(self._world)) is not None:
+            began = self._reducer.progress.backward_began
+            spans = (
+                Span("BACKWARD", began, began + self._reducer.progress.backward_seconds),
+                Span("SYNCHRONIZE", begun, self._exchange_ended),
+            )
+            working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
+            timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
+        if self._skip:
+            culprits = zip(self._reducer.peers.ranks, transaction.culprits, strict=False)
+            where = "; ".join(
+                f"rank {rank}: {', '.join(map(repr, names[:3]))}"
+                for rank, names in culprits
+                if names
+            )
+            self._skipped.note(self._world.rank, self._world.step, where)
+        else:
+            self._skipped.end_row()
+            self._clip(loss_scale(self.scaler))
+
+    def _clip(self, scale: float) -> None:
+        """Shorten the agreed update, which is as large as the loss was scaled."""
+        allowed = self._options.global_clip_norm
+        if allowed is None or self._makes_adam_steps:  # it was shortened before
+            return
+        gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
+        norm = agreed_norm(gradients) / scale
+        if norm > allowed:
+            torch._foreach_mul_(
+                [g._values() if g.is_sparse else g for g in gradients], allowed / norm
+            )
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` apply the gradients as they are: after `synchronize()` and, say, clipping."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize, then step the wrapped optimizer with the agreed update.
+
+        closure: called once, before synchronizing, to compute the loss and the gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._should_synchronize:
+            if self._synchronized and not self._reducer.is_discarded:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are exchanged twice. Use\n"
+                    "    optimizer.synchronize()\n"
+                    "    with optimizer.skip_synchronize():\n"
+                    "        optimizer.step()",
+                    stacklevel=2,
+                )
+            if self._reducer.peers.size > 1:
+                require_no_fused_unscaling(self)
+            self.synchronize()
+        elif self._makes_adam_steps and not self._synchronized:
+            raise ValueError(
+                "step() within skip_synchronize() takes the agreed steps of AdamW, and there are "
+                "none: call synchronize() first; adam_steps='after' steps with any gradients"
+            )
+        self._synchronized = False
+        if not self._skip:
+            self._step_wrapped()
+        if self._local is not None:
+            self._local.restore()
+        self._reducer.commit()
+        self._skip = False
+        self._current_batch.end_step()
+        self._world.step += 1
+        if self._reducer.peers.takes_part:
+            self._replicas.after_step(self.state)
+        if self._local is not None:
+            self._local.end_step()
+        return loss
+
+    @property
+    def _makes_adam_steps(self) -> bool:
+        """Whether the gradients are AdamW's agreed steps when they are synchronized."""
+        reducer = self._reducer
+        exchanges = reducer.peers.takes_part and not reducer.aside_for
+        return self._options.adam is not None and exchanges
+
+    def _step_wrapped(self) -> None:
+        """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""
+        if self._makes_adam_steps:
+            agreed, self._agreed = self._agreed, None
+
+            # By the step itself: hooks of the optimizer, which come before it, may clip, too.
+            self._take_agreed_step(partial(step_with_adam, agreed=agreed))
+        else:
+            super()._step_wrapped()
+
+    def eval(self) -> None:
+        """Let the parameters be the model that is the same on all ranks, until `train`.
+
+        With local_residual they are that between a step and the next forward pass, and in a model
+        in eval mode, by themselves: this is for what else looks at them.
+        """
+        if self._local is not None:
+            self._local.eval()
+
+    def train(self) -> None:
+        """Let forward passes see what this rank has not sent yet, as before `eval`."""
+        if self._local is not None:
+            self._local.train()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the parameters be the model that is the same on all ranks, within the context."""
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; what was computed towards the next step is forgotten.
+
+        So is an update that `synchronize` has put there, as of a discriminator's gradients from the
+        generator's loss: each rank has the residual of before. It stays sent where a parameter has
+        changed since, by an optimizer that steps in this one's place, say.
+        Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
+        skips a step on this rank alone, it is a step behind the others from then on.
+        """
+        if not self._synchronized and self._reducer.drops_overflow():
+            _log.warning(
+                "rank %d: gradients that are not finite are dropped without a step on this rank; "
+                "if a GradScaler has skipped it, the other ranks do not know. %s",
+                self._world.rank,
+                RECIPE,
+                extra=EVERYWHERE,
+            )
+        begin_to_read_scale(self.scaler)
+        self._synchronized, self._agreed = False, None
+        self._reducer.drop()
+        self._current_batch.drop()
+        super().zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under "gtopk" this rank's residual.
+
+        Before the first step there is nothing of the latter.
+        """
+        own = optimizer_checkpoint.save(self._reducer)
+        return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
+
+    def _state(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's, without a step that nobody has taken yet."""
+        whole = super().state_dict()
+        before = state_before(self._reducer.planned.bucket_exchanges)
+        state = whole["state"]
+        numbers = enumerate(p for group in self.param_groups for p in group["params"])
+        ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
+            number: {**state.pop(number), **before.get(parameter, {})}
+            for number, parameter in numbers
+            if number in state
+        }
+        whole["state"] = {**ordered, **state}
+        return whole
+
+    def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
+        """Return the state with the residuals of all ranks, on the root; None on the others.
+
+        All ranks call it together. Any number of ranks can load it: no residual is lost.
+        """
+        parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
+        return None if parts is None else {**self._state(), optimizer_checkpoint.KEY: parts}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load the wrapped optimizer's state, and forget what was done towards the next step.
+
+        A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
+        """
+        if not self._makes_adam_steps:
+            require_plain(state_dict["state"].values(), self._world.rank)
+        self._synchronized, self._skip, self._agreed = False, False, None
+        self._reducer.drop()
+        if self._local is not None:
+            self._local.restore()
+        super().load_state_dict(state_dict, *args, **kwargs)
+        if self._options.adam is not None:
+            keep_precision(self._wrapped, state_dict)
+        if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
+            optimizer_checkpoint.load(self._reducer, part)
+            if self._local is not None:
+                self._local.look_for_models()
+
+    def forget_steps(self) -> None:
+        """Hold back nothing, as before the first step: a state from then does not say so itself."""
+        self._reducer.put_state_in({}, [], 0)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    missing_gradients: Literal["error", "zeros"] = "zeros",
+    overlap: bool = True,
+    bucket_bytes: int | None = None,
+    scaler: Any = None,
+    local_clip_norm: float | None = None,
+    global_clip_norm: float | None = None,
+    check_every: int | None = None,
+    on_divergence: Literal["error", "warn", "heal"] | None = None,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    adam_steps: Literal["before", "after"] = "before",
+    local_residual: bool | None = None,
+) -> Any:
+    """Return the optimizer, its `step` reduced over all ranks.
+
+    The result is of a class derived from the optimizer's own, and shares its parameter groups and
+    state. On several ranks, every parameter that requires a gradient has one of zeros from now on,
+    as with Horovod, until it is cleared.
+
+    Every rank must step its distributed optimizers alike. They are told apart by the names of their
+    parameters; only those whose parameters have the same names must be made in the same order on
+    every rank.
+
+    named_parameters: pairs of name and parameter, usually model.named_parameters().
+    compression: Compression.none, .fp16, .bf16, .topk(density=...), .gtopk(density=...),
+        .oktopk(density=...), .hierarchical(density=...), .shards(...), .auto(...), or a Compressor
+        class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
+        not sent in a residual, and step with the agreed sparse update.
+    backward_passes_per_step: how many backward passes add up before a step.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
+        gradients are exchanged does not matter then, and clipping them is the script's.
+    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; not
+        those of which there is a residual, whose sums are at least of float32.
+    groups: into how many buckets gradients go, or lists of the parameters that share one; others
+        are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
+    sparse_as_dense: exchange sparse gradients (embeddings') as dense ones; afterwards they are
+        sparse again, by rows. Otherwise the ranks' entries are gathered as they are, uncompressed,
+        and without momentum_correction.
+    process_set: the ranks that reduce together; others step by themselves.
+    missing_gradients: what it means when a parameter has a gradient on some ranks only: on the
+        others it counts as zeros, and rank 0 says so once; or it is an error on all of them. One
+        that has none on any rank is passed over, as without gtopk; its residual waits.
+    overlap: exchange buckets while backward goes on; what counts is the same.
+    bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
+    scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
+        changes. It must unscale between `synchronize()` and `step()`, told or not.
+    local_clip_norm: shortens each rank's part of the sum to its share of this norm before it is
+        added to the residual: its gradient, already times its weight, to 1/sqrt(ranks) of it, or
+        to sqrt(weight) where ranks weigh by samples. A mean of independent gradients is thus let
+        be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
+        full after backward only: there is no overlap.
+    global_clip_norm: shortens the agreed update to this norm. Of Adam, the mean gradient before its
+        moments: each rank shortens its own by what it takes the mean's norm to be, its own norm
+        times a ratio that it learns from what the ranks share; also after backward.
+    check_every: compare the parameters of all ranks after the first step and every so many, by
+        hash; 0: never; None: every 100. Steps that are skipped do not count, those that others take
+        while this rank has joined do.
+    on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
+        each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
+        than half of them, and a warning says so. Without such a majority it is an error. The
+        residuals are each rank's own, and stay. None: an error where check_every is given, else a
+        warning.
+    max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
+        is not finite; 0: the first is an error.
+    adam_steps: whether Adam's and AdamW's steps are made of each rank's gradients, "before" some of
+        them are selected and sent, with a second moment that the ranks share (`exchange.adamw`); or
+        "after", of the agreed sparse update, which loses accuracy. Of torch's own two, with a
+        compression that holds something back, without momentum_correction and adam_correction, and
+        not inside="dense". Gradients are then, from `synchronize` to `step`, the agreed steps.
+    local_residual: whether forward passes in training see what this rank has not sent yet
+        (`wrapped.local_residual`); None: where Adam's steps are made before. Parameters are the
+        same on all ranks again from `step` on, and in a model in eval mode.
+    Raises ValueError for an argument out of its range, names that are missing or double, a
+    momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
+    """
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated, as in Horovod: use groups", DeprecationWarning, stacklevel=2
+        )
+        groups = num_groups if groups is None else groups
+    options = Options(
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        missing_gradients=missing_gradients,
+        overlap=overlap,
+        bucket_bytes=bucket_bytes,
+        local_clip_norm=local_clip_norm,
+        global_clip_norm=global_clip_norm,
+        check_every=check_every,
+        on_divergence=on_divergence,
+        max_skipped_steps=max_skipped_steps,
+        **options_of_adam(optimizer, compression, adam_steps, local_residual, op),
+    )
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise ValueError("op=Adasum is for all ranks: it takes no process_set")
+        return distribute_adasum(
+            optimizer, named_parameters, compression, backward_passes_per_step, max_skipped_steps
+        )
+    require_one_momentum(optimizer, options.feedback)
+    distributed = wrap(optimizer, _DistributedOptimizer)
+    distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
+    return distributed

@@ -1,0 +1,143 @@
+"""ExpectedStep: what a step's exchange is to take, once all ranks have measured their links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from collectives.planning import Calibration
+from collectives.transports import Transport
+
+from .. import settings
+from ..compression import Compression, GTopK, usual_density
+from ..exchange.bucket_exchange import BucketExchange
+from ..exchange.calibration import calibration_of
+from ..exchange.exchange import Progress
+from ..planning import advice
+from ..planning.bucket_plan import buckets_by
+from ..planning.expectation import Exchanging, expected, expected_seconds, in_question
+from ..runtime.world.state import World
+from ..telemetry.step_report import Sized
+from .peers import Peers
+
+
+class ExpectedStep:
+    """That of one way to train; nothing is expected before `measure`.
+
+    per: what an exchange ends.
+    beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
+    is_planned: whether buckets are those of `bucket_plan`, by what a compression sends: if all
+            travelled whole, they would be others.
+    """
+
+    def __init__(
+        self,
+        compression: Any,
+        progress: Progress,
+        per: str = "step",
+        beyond: str = "",
+        *,
+        is_planned: bool = False,
+    ) -> None:
+        self._compression = compression
+        self._progress = progress
+        self._per = per
+        self._beyond = beyond
+        self._is_planned = is_planned
+        self._calibration: Calibration | None = None
+        self._seconds: float | None = None
+        self._dense_seconds: float | None = None
+
+    def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
+        """Expect what these buckets will take; rank 0 says, once a world, what compressing saves.
+
+        All peers call it together. Where all of them want it; ranks that are threads of one process
+        have no links to speak of. Groups that exchange side by side measure side by side, too, and
+        so share links as they do in every step.
+        """
+        self._calibration = self._seconds = self._dense_seconds = None
+        here = peers.world
+        if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
+            return
+
+        homes = [
+            bucket_exchange.bucket.device
+            for bucket_exchange in bucket_exchanges
+            if isinstance(bucket_exchange, BucketExchange)
+        ]
+        home = homes[0] if homes else torch.device("cpu")
+
+        def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
+            return calibration_of(transport, home) if all(all_flags) else None
+
+        self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
+        self.expect(bucket_exchanges)
+        if self._calibration is not None and here.rank == 0 and not here.advised:
+            self._say(here, bucket_exchanges, self._calibration)
+
+    def _say(
+        self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
+    ) -> None:
+        """Say it of what is compressed, else of what could be, where there is any."""
+        every = _lengths(bucket_exchanges)
+        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
+        lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
+        if lengths:
+            compression = self._compression if is_compressed else None
+            said = advice.advice(
+                compression,
+                lengths,
+                calibration,
+                sum(every) - sum(lengths),
+                self._per,
+                self._beyond,
+                self._other_buckets(asked, is_compressed, calibration),
+                here.transport.library(),
+            )
+            advice.say_once(here, said)
+
+    def _other_buckets(
+        self, asked: Sequence[Exchanging], is_compressed: bool, calibration: Calibration
+    ) -> int | None:
+        """Return in how many buckets the values would be if they travelled the other way."""
+        if not self._is_planned or not asked:
+            return None
+        parameters = [
+            each.numel() for bucket_exchange in asked for each in bucket_exchange.bucket.parameters
+        ]
+        sparse = GTopK(usual_density(sum(bucket_exchange.elements for bucket_exchange in asked)))
+        return buckets_by(None if is_compressed else sparse, parameters, calibration.network.ranks)
+
+    def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
+        """Expect what these buckets will take from now on, where links were measured."""
+        if self._calibration is None:
+            return
+        self._seconds = expected_seconds(bucket_exchanges, self._calibration)
+        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
+        self._dense_seconds = None
+        if is_compressed:
+            buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
+            length = -(-sum(_lengths(bucket_exchanges)) // buckets)
+            dense = expected(Compression.none, length, self._calibration)
+            self._dense_seconds = dense.times(buckets).seconds if dense is not None else None
+
+    @property
+    def dense_seconds(self) -> float | None:
+        """Return what a dense exchange is expected to take; None where nothing is compressed."""
+        return self._dense_seconds
+
+    @property
+    def seconds(self) -> float | None:
+        """Return what it is expected to take, where that is known.
+
+        While the density is on its way to what was asked for, it is not.
+        """
+        warming = getattr(self._compression, "warmup_steps", 0) > self._progress.steps
+        return None if warming else self._seconds
+
+
+def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:
+    """Return how many values each has that has any."""
+    return [each.elements for each in bucket_exchanges if each.elements]

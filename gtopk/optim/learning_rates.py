@@ -1,0 +1,43 @@
+"""A ramp of the learning rate: compressed AdamW is most fragile in its first half of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..compression import check_count, check_number
+
+
+def ramp(
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    schedule: Callable[[int], float] | None = None,
+    *,
+    start: float = 0.5,
+    until: float = 0.5,
+) -> LambdaLR:
+    """Return a scheduler that begins at a part of the rate and raises it in a straight line.
+
+    The factor of step t is min(1, start + (1 - start) * t / (until * steps)), times schedule(t).
+
+    optimizer: distributed or plain; its rate now is the one that the ramp leads to.
+    steps: of the whole training. schedule: a factor by step, a cosine's say; None: 1 throughout.
+    start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
+        1, at which the ramp ends.
+    Raises ValueError or TypeError for a number out of its range.
+    """
+    check_count("steps", steps)
+    for name, value in (("start", start), ("until", until)):
+        check_number(name, value)
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{name} must lie in (0, 1], got {value}")
+    if steps == 0:
+        raise ValueError("steps must be at least 1, got 0")
+
+    def factor(step: int) -> float:
+        rising = min(1.0, start + (1.0 - start) * step / (until * steps))
+        return rising if schedule is None else rising * schedule(step)
+
+    return LambdaLR(optimizer, factor)

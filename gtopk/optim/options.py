@@ -1,0 +1,213 @@
+"""What may be asked of DistributedOptimizer besides what is reduced, checked."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from ..compression import (
+    Automatic,
+    ErrorFeedback,
+    Shards,
+    SparseCompression,
+    check_count,
+    check_number,
+    hides_behind_backward,
+    selected,
+)
+from ..exchange.adamw import AdamGroups
+from ..exchange.exchanges import require_compression
+from ..reduce_ops import NAMES, Adasum, Average, Sum
+from ..runtime.world.process_sets import ProcessSet
+
+_log = logging.getLogger("gtopk")
+FEW_ENTRIES: Final = 500
+
+# A number of groups, or lists of the parameters that each is made of.
+Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means.
+
+    adam: of the AdamW whose steps are made before the selection; None: the optimizer steps itself.
+    local_residual: whether forward and backward see what this rank has not sent yet.
+    """
+
+    compression: Any
+    op: int
+    gradient_predivide_factor: float
+    groups: Groups
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    missing_gradients: Literal["error", "zeros"]
+    overlap: bool
+    bucket_bytes: int | None
+    local_clip_norm: float | None
+    global_clip_norm: float | None
+    check_every: int | None
+    on_divergence: Literal["error", "warn", "heal"] | None
+    max_skipped_steps: int
+    adam: AdamGroups | None = None
+    local_residual: bool = False
+
+    def __post_init__(self) -> None:
+        require_compression(self.compression)
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(
+                f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
+            )
+        factor = self.gradient_predivide_factor
+        if factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor is for op=Average only")
+        if factor <= 0:
+            raise ValueError(f"gradient_predivide_factor must be above 0, got {factor}")
+        if self.missing_gradients not in ("error", "zeros"):
+            raise ValueError(
+                f"missing_gradients must be 'error' or 'zeros', got {self.missing_gradients!r}"
+            )
+        for name in ("local_clip_norm", "global_clip_norm"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_number(name, value)
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.check_every is not None:
+            check_count("check_every", self.check_every)
+        if self.on_divergence not in (None, "error", "warn", "heal"):
+            raise ValueError(
+                f"on_divergence must be 'error', 'warn' or 'heal', got {self.on_divergence!r}"
+            )
+        if self.on_divergence and self.check_every == 0:
+            raise ValueError(
+                f"on_divergence={self.on_divergence!r} needs a check: give check_every, say 100"
+            )
+        check_count("max_skipped_steps", self.max_skipped_steps)
+        self._check_buckets()
+        if self.feedback and self.feedback.adam_correction and self.local_clip_norm is not None:
+            raise ValueError(
+                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
+                "the gradients measure; global_clip_norm shortens what they add up to"
+            )
+        if hides_behind_backward(self.compression):
+            self._require_overlap()
+        if self.op == Adasum:
+            self._require_nothing_of_gradients()
+
+    def _require_nothing_of_gradients(self) -> None:
+        for name, usual in (
+            ("local_clip_norm", None),
+            ("global_clip_norm", None),
+            ("check_every", None),
+            ("on_divergence", None),
+        ):
+            if getattr(self, name) not in (usual, 0):
+                raise ValueError(
+                    f"{name} is not for op=Adasum: ranks step with gradients of their own"
+                )
+
+    def _require_overlap(self) -> None:
+        values = {"overlap": True, "local_clip_norm": None}
+        if self.adam is not None:
+            values["global_clip_norm"] = None
+        for name, usual in values.items():
+            if (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"hide_behind_backward=True is not for {name}={value}, with which gradients "
+                    "are exchanged after the backward pass; give density= or bytes_per_step="
+                )
+
+    def _check_buckets(self) -> None:
+        if self.bucket_bytes is not None:
+            check_count("bucket_bytes", self.bucket_bytes)
+            if self.groups is not None:
+                raise ValueError("give bucket_bytes or groups, not both")
+        _check_groups(self.groups)
+
+    @property
+    def clips_before(self) -> bool:
+        """Tell whether gradients are shortened before any of them is exchanged."""
+        clips_mean = self.adam is not None and self.global_clip_norm is not None
+        return self.local_clip_norm is not None or clips_mean
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """Return the compression where it is a method with a residual."""
+        return self.compression if isinstance(self.compression, ErrorFeedback) else None
+
+    def signature(self) -> list[str]:
+        """Return what must be equal on all ranks, in words."""
+        return [
+            f"op={NAMES[self.op]}",
+            f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
+            signature_of(self.compression),
+            f"missing_gradients={self.missing_gradients!r}",
+            f"global_clip_norm={self.global_clip_norm}",
+            f"check_every={self.check_every}",
+            f"on_divergence={self.on_divergence!r}",
+            f"max_skipped_steps={self.max_skipped_steps}",
+            f"adam_steps={'after' if self.adam is None else 'before'}",
+        ]
+
+
+def signature_of(compression: Any) -> str:
+    """Return what must be equal on all ranks of a compression, which was checked, in words."""
+    if isinstance(compression, ErrorFeedback):
+        return compression.signature()
+    name = compression.__name__
+    return "dense" if name == "NoneCompressor" else f"dense {name}"
+
+
+def _check_groups(groups: Groups) -> None:
+    """Raise ValueError for what is neither a number of groups nor disjoint lists."""
+    if groups is None:
+        return
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1, got {groups}")
+        return
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, list | tuple) and all(isinstance(p, torch.Tensor) for p in group)
+        for group in groups
+    ):
+        raise ValueError(
+            f"groups must be an integer or a list of lists of parameters, got {groups!r}"
+        )
+    seen: set[torch.Tensor] = set()
+    for parameter in (p for group in groups for p in group):
+        if parameter in seen:
+            raise ValueError(
+                f"groups must not hold a parameter twice, got one of shape {list(parameter.shape)} "
+                "more than once"
+            )
+        seen.add(parameter)
+
+
+def warn_of_few_entries(options: Options, elements: int) -> None:
+    """Warn of a density that leaves too few entries of a model to train well."""
+    if not isinstance(options.compression, SparseCompression | Automatic):
+        return
+    if isinstance(options.compression, Shards):
+        return  # each entry has its turn
+    density = options.compression.density
+    if density is None:
+        return
+    if selected(density, elements) < FEW_ENTRIES < elements:
+        digits = 1 - math.floor(math.log10(FEW_ENTRIES / elements))
+        enough = math.ceil(FEW_ENTRIES / elements * 10**digits) / 10**digits  # to two digits, up
+        _log.warning(
+            "density=%g leaves %s of %s entries a step; under about %d accuracy suffers: "
+            "use density=%g or more",
+            density,
+            f"{selected(density, elements):,}",
+            f"{elements:,}",
+            FEW_ENTRIES,
+            enough,
+        )

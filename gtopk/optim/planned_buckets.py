@@ -1,0 +1,229 @@
+"""PlannedBuckets: an optimizer's buckets, as all ranks planned them, and what waits outside.
+
+residual    in the buckets; here, of what is in none: of frozen parameters, of names nobody has
+loaded      the residual goes to the buckets at once; their records and the steps wait, as
+            other ranks may have loaded nothing, and rank 0's are what all go on from
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..exchange.buckets.parameters import ParameterNames
+from ..exchange.exchange import Progress
+from ..exchange.residual_names import unmatched
+from ..exchange.residual_state import ResidualState, put_in, residuals_of, take_out, unsent
+from ..exchange.sparse_gradients import SparseGradientExchange
+from ..runtime.coordinator.agreement import name_ranks
+from .bucket_layout import Agreed, Plan
+from .options import Options
+from .peers import Peers
+from .step_transaction import AnyBucketExchange
+
+_log = logging.getLogger("gtopk")
+
+
+class PlannedBuckets:
+    """Those of one optimizer.
+
+    bucket_exchanges: in the order in which backward completes them; none before the first plan.
+    signature: what was planned, in short: equal on all ranks.
+    """
+
+    def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
+        """progress: what exchanges go by; a plan sets its steps."""
+        self.bucket_exchanges: list[AnyBucketExchange] = []
+        self.signature = ""
+        self._names = names
+        self._options = options
+        self._progress = progress
+        self._index: dict[torch.nn.Parameter, int] = {}  # of the bucket that a parameter is in
+        self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
+        self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
+        self._unmatched: set[str] = set()  # names that no parameter has, and were warned of
+        self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
+        self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
+        self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
+
+    def index_of(self, parameter: torch.nn.Parameter) -> int | None:
+        """Return which bucket a parameter is in, if any."""
+        return self._index.get(parameter)
+
+    def takes(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a bucket takes its gradient as it is, where it has one."""
+        if parameter.grad is None:
+            return True
+        index = self._index.get(parameter)
+        if index is None:
+            return False
+        return not parameter.grad.is_sparse or parameter in self._sparse
+
+    def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
+        """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
+        if self._loaded_steps is not None:
+            return True
+        gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
+        if any(self.bucket_exchanges[self._index[parameter]].has_room for parameter in gone):
+            return True  # its residual waits until it is there again
+        return not all(map(self.takes, trained))
+
+    def plan(
+        self,
+        trained: Sequence[torch.nn.Parameter],
+        order: Sequence[torch.nn.Parameter],
+        peers: Peers,
+    ) -> None:
+        """Make the buckets, the same on every rank, with the residual that there was.
+
+        trained: the parameters that may have a gradient; all have a name.
+        order:   those whose gradients are complete, the first to be first.
+        Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
+        """
+        names = [self._names[parameter] for parameter in trained]
+        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
+        plan = Plan(
+            self._options,
+            trained,
+            names,
+            order,
+            self._sparse_among(trained),
+            self._wanted,
+            self.steps,
+            unsent(residuals),
+        )
+        signature = plan.signature()
+        agreed = _agree_on(plan, signature, peers)
+        self._progress.steps = agreed.steps
+        self.bucket_exchanges = plan.open_bucket_exchanges(
+            agreed, peers.name, self._progress, peers.size
+        )
+        put_in(self.bucket_exchanges, residuals)
+        records = {tuple(record["names"]): record for record in agreed.records}
+        for bucket_exchange in self.bucket_exchanges:
+            if tuple(bucket_exchange.names) in records:
+                bucket_exchange.resume(records[tuple(bucket_exchange.names)])
+        self._wanted, self._loaded_steps = [], None
+        self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
+        self._warn_of_unmatched(peers.world.rank)
+        if peers.rank == 0:
+            self._warn_of_lost_momentum()
+        self._sparse = {
+            parameter
+            for bucket_exchange in self.bucket_exchanges
+            for parameter in bucket_exchange.sparse
+        }
+        self._index = {
+            p: index
+            for index, bucket_exchange in enumerate(self.bucket_exchanges)
+            for p in bucket_exchange.parameters
+        }
+        said = "\n".join([*signature, *map(str, agreed.parts)])
+        self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+
+    def dissolve(self) -> None:
+        """Be without buckets, and keep their residual: they were of a world that is no more."""
+        if self.bucket_exchanges:
+            self._residuals, self._wanted = self.take_state_out()
+            self.bucket_exchanges, self._index, self._sparse = [], {}, set()
+
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter after the last step, and buckets' records."""
+        if not self.bucket_exchanges:
+            return self._residuals, self._wanted
+        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
+        if self._loaded_steps is not None:
+            return residuals, self._wanted
+        return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
+
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the parameters that have a residual, each with it, in the parameter's shape.
+
+        That of a bucket is the bucket's memory; before a plan it is what was loaded.
+        """
+        yield from residuals_of(self.bucket_exchanges)
+        for parameter, name in self._names.items():
+            if parameter not in self._index and "residual" in self._residuals.get(name, {}):
+                yield parameter, self._residuals[name]["residual"]
+
+    def put_state_in(
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Have this residual from now on; where rank 0 does, go on from its steps in such buckets.
+
+        Other ranks may load nothing: until the next plan what all agree on stays as it is.
+        """
+        if self.bucket_exchanges:
+            put_in(self.bucket_exchanges, residuals)
+        self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps
+
+    @property
+    def steps(self) -> int:
+        """Return how many were taken, those before what was loaded last included."""
+        return self._progress.steps if self._loaded_steps is None else self._loaded_steps
+
+    def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
+        """Return the names of those whose gradients are sparse here, or were on some rank."""
+        return [
+            self._names[parameter]
+            for parameter in trained
+            if (parameter.grad is not None and parameter.grad.is_sparse)
+            or parameter in self._sparse
+        ]
+
+    def _warn_of_unmatched(self, rank: int) -> None:
+        """Warn of the residual of names that no parameter has; it stays, and is saved."""
+        news = {
+            name: parts for name, parts in self._residuals.items() if name not in self._unmatched
+        }
+        self._unmatched |= unmatched(
+            news,
+            self._names.known(),
+            rank,
+            "the optimizer has no parameter of that name; give it the names that the checkpoint "
+            "was saved with (named_parameters)",
+        ).keys()
+
+    def _warn_of_lost_momentum(self) -> None:
+        """Warn of sparse gradients that take no momentum, as the wrapped optimizer has none."""
+        feedback = self._options.feedback
+        if feedback is None or not feedback.corrects:
+            return
+        sparse = {
+            bucket_exchange.names[0]
+            for bucket_exchange in self.bucket_exchanges
+            if isinstance(bucket_exchange, SparseGradientExchange)
+        }
+        if news := sorted(sparse - self._without_momentum):
+            self._without_momentum |= sparse
+            _log.warning(
+                "%s is not for sparse gradients, and the wrapped optimizer has no momentum: there "
+                "is none for %s; make them dense by sparse_as_dense=True, or leave it out",
+                f"adam_correction={feedback.adam_correction}"
+                if feedback.adam_correction
+                else f"momentum_correction={feedback.momentum_correction:g}",
+                ", ".join(map(repr, news)),
+            )
+
+
+def _agree_on(plan: Plan, signature: Sequence[str], peers: Peers) -> Agreed:
+    """Return what all ranks plan; an error, on all alike, where one of them has joined."""
+
+    def agree(transport: Transport, joined: list[int]) -> Agreed:
+        if joined:
+            raise MismatchError(
+                f"all ranks plan {peers.name} together, and {name_ranks(joined)} joined: every "
+                "rank must take a step before one joins, and a parameter that comes, is "
+                "frozen or unfrozen, and a state that is loaded must wait until all have joined"
+            )
+        return plan.agree(transport)
+
+    agreed: Agreed = peers.run_without_joined("plan", signature, agree)
+    return agreed

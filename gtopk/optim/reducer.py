@@ -1,0 +1,397 @@
+"""Reducer: an optimizer's gradients become what all ranks agreed on, while backward goes on.
+
+first step   nothing is known of the order of gradients: all ranks plan, then exchange
+later        a bucket is submitted when its gradients are complete, the last by `reduce`
+any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
+             embedding became sparse): the transaction is void, all ranks plan anew and exchange
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from collectives.transports import Transport
+
+from ..exchange.buckets.parameters import ParameterNames, with_gradients
+from ..exchange.buckets.placeholders import place, take_away
+from ..exchange.exchange import Progress
+from ..exchange.residual_state import ResidualState, mean_square_ratio
+from ..reduce_ops import Average
+from ..runtime.coordinator import Work
+from ..runtime.coordinator.agreement import describe_missing
+from ..runtime.logs import EVERYWHERE
+from ..runtime.world import world
+from ..runtime.world.state import World
+from ..telemetry.stragglers import Stragglers
+from .expected_step import ExpectedStep
+from .grad_scaler import loss_scale
+from .hooks import BackwardHooks
+from .join_shadow import stands_in
+from .options import Options
+from .overlap import Overlap
+from .peers import peers_in
+from .planned_buckets import PlannedBuckets
+from .reduced_twice import refuse_ddp
+from .samples import Samples, note_stepper
+from .step_transaction import StepTransaction
+from .weights import LocalClip
+
+_log = logging.getLogger("gtopk")
+
+
+class Reducer:
+    """Reduces the gradients of an optimizer's parameters.
+
+    names:    of all parameters; those that come later are added.
+    progress: what exchanges go by; its steps are counted by whoever applies the transactions.
+    planned:  the buckets that are exchanged.
+    scaler:   the GradScaler that the gradients are scaled by, where there is one.
+    samples:  that this rank's gradients come from; where nobody says, op weighs them.
+    overlap:  which buckets are exchanged while backward goes on.
+    expected: what a step's exchange is to take.
+    aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
+    peers:    the ranks that reduce together, in the world that was entered last.
+    stragglers: how fast they compute beside each other.
+    """
+
+    holds: ClassVar[str] = "gradients"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,  # the plain one: ours holds this reducer
+        names: ParameterNames,
+        options: Options,
+        here: World,
+        scaler: Any,
+    ) -> None:
+        self.names = names
+        self.options = options
+        self.progress = Progress()
+        self.planned = PlannedBuckets(names, options, self.progress)
+        self.scaler = scaler
+        self.samples = Samples()
+        note_stepper(self, names)
+        overlaps = options.overlap and not options.clips_before
+        self.overlap = Overlap(overlaps, options.compression)
+        is_planned = options.groups is None and options.bucket_bytes is None
+        self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
+        self.aside_for = ""
+        self._optimizer = optimizer
+        self._transaction: StepTransaction | None = None
+        self._applied: StepTransaction | None = (
+            None  # its update: in the gradients, and not stepped with yet
+        )
+        self._has_told_of_lacking = False
+        self._rolled_back = False  # the last one was
+        # Of the others, while this rank has joined; or its own, which it has broken off.
+        self._shadow: StepTransaction | None = None
+        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.enter(here)
+
+    def enter(self, here: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+
+        This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
+        is not registered.
+        """
+        self._settle_applied()
+        self.peers = peers_in(here, self.options.process_set, self.names.values())
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.drop()
+        self.planned.dissolve()
+        if self.peers.size > 1:
+            self.hooks.watch(self.trained())
+        self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
+        stands_in(self, self.peers.engine, self.peers.name)
+
+    def place_zeros(self) -> None:
+        """Make zeros the gradients, where there are others to reduce them with."""
+        if self.peers.size > 1 and self.peers.takes_part:
+            place(self.names)
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """Look the groups up: a state that is loaded brings others."""
+        return self._optimizer.param_groups
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient of some values, in the optimizer's order.
+
+        An empty one takes part in nothing: there is nothing of it to exchange.
+        """
+        return [p for p in with_gradients(self._param_groups) if p.numel()]
+
+    def stand_aside(self, mode: str) -> None:
+        """Exchange nothing, and look at nothing: a mode of `adapt` does."""
+        self.aside_for, self.overlap.is_on = mode, False
+        take_away(self.names)
+        self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
+
+    def _complete(self, parameter: torch.nn.Parameter) -> None:
+        """Exchange the bucket whose last gradient this is, while backward goes on."""
+        index = self.planned.index_of(parameter)
+        # Cheapest first: this is called for each parameter.
+        if index is None or not self.overlap.is_on or not self.overlap.completes(parameter, index):
+            return
+        if self.samples.count == 0:
+            return  # what weighs nothing is overwritten; not before it is sure that it does
+        if not self._is_here():
+            return
+        if self._transaction is not None and index in self._transaction.operations:
+            return
+        if not all(map(self.planned.takes, self.planned.bucket_exchanges[index].parameters)):
+            return  # one has turned sparse: `reduce` plans anew
+        if self._transaction is None:
+            self._transaction = self._open()
+        self._transaction.submit_early(index)
+
+    def _is_here(self) -> bool:
+        """Tell whether this is still the world that was entered; `reduce` enters another."""
+        return world.is_initialized() and world.current() is self.peers.world
+
+    def reduce(self) -> StepTransaction:
+        """Exchange all gradients; the transaction that counts is to be applied, or skipped.
+
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
+        then what they were.
+        """
+        self._settle_applied()
+        if self.hooks.order:
+            self.progress.backward_seconds = self.hooks.seconds
+            self.progress.backward_began = self.hooks.began
+        transaction, self._transaction = self._transaction, None
+        order = self.hooks.order
+        self.hooks.forget()  # also where this fails: the next step counts
+        if transaction is not None and transaction.samples != self.samples:  # said after backward
+            transaction.invalidate()
+        if not self.planned.bucket_exchanges:
+            self._plan(order)
+        while True:
+            transaction = transaction or self._open()
+            self._finish(transaction)
+            if not transaction.void:
+                return transaction
+            transaction.drop()
+            if transaction.changed:
+                self.overlap.stop(self.peers)
+            if transaction.unplanned:
+                self._plan(order)
+            transaction = None
+
+    def _plan(self, order: list[torch.nn.Parameter]) -> None:
+        """Make the buckets with all ranks, and exchange them from now on."""
+        trained = self.trained()
+        self.names.add(self._param_groups)
+        if self.options.feedback is not None:
+            refuse_ddp(trained)
+        note_stepper(self, trained)
+        self.planned.plan(trained, order, self.peers)
+        self.overlap.await_all(self.planned.bucket_exchanges)
+        if self.peers.size > 1:
+            self.hooks.watch(trained)
+        self.overlap.warn_of_a_single_bucket(self.peers)
+        self.expected.measure(self.planned.bucket_exchanges, self.peers)
+
+    def _finish(self, transaction: StepTransaction) -> None:
+        here = self.peers.world
+        try:
+            transaction.finish(
+                self.planned.is_outdated(self.trained()), preempted=here.termination_requested
+            )
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                _log.warning(
+                    "rank %d: interrupted (%s) mid-step; waiting for the other ranks to finish "
+                    "it. Interrupt again to stop waiting.",
+                    here.rank,
+                    type(error).__name__,
+                    extra=EVERYWHERE,
+                )
+            transaction.drop()
+            raise
+        finally:
+            self.overlap.await_all(self.planned.bucket_exchanges)
+        here.note_preempted(transaction.preempted)
+        self._tell_of_lacking(transaction.lacking)
+
+    def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
+        """Say, once, that a gradient counts as zeros on some ranks: it may be meant, or a slip."""
+        if not lacking or self._has_told_of_lacking:
+            return
+        self._has_told_of_lacking = True
+        _log.warning(
+            "rank %d: at step %d some gradients are missing on some ranks, and count as zeros "
+            "there, as with Horovod: %s; missing_gradients='error' makes that an error (said once)",
+            self.peers.world.rank,
+            self.peers.world.step,
+            describe_missing(lacking, most=3),
+            extra=EVERYWHERE,
+        )
+
+    def apply(self, transaction: StepTransaction) -> None:
+        """Replace the gradients by a transaction's update, and count the step taken with it."""
+        transaction.apply()
+        self._applied, self._rolled_back = transaction, False
+        self.progress.steps += 1
+
+    def commit(self) -> None:
+        """Have stepped with the update that was applied last."""
+        if self._applied is not None:
+            self._applied.commit()
+            self._applied = None
+
+    @property
+    def is_discarded(self) -> bool:
+        """Tell whether the update that was applied last is in no gradient, nor was stepped with."""
+        if (applied := self._applied) is None:
+            return self._rolled_back
+        return applied.is_discarded and not applied.may_have_stepped
+
+    def _settle_applied(self) -> None:
+        if self._applied is not None and self.is_discarded:
+            self._roll_back()
+        self.commit()
+
+    def _roll_back(self) -> None:
+        """Make it as if the update that was applied last had never been exchanged."""
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied, self._rolled_back = None, True
+            self.progress.steps -= 1
+
+    def _open(self) -> StepTransaction:
+        self._settle_applied()
+        if self._shadow is not None:
+            self._shadow.undo()  # where it came to no end
+            self._shadow = None
+        weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
+        loss = loss_scale(self.scaler)
+        by_adam = self.options.adam is not None
+        clip = LocalClip(
+            [p.grad for p in self.trained()],
+            self.options.local_clip_norm,
+            loss,
+            allowed_mean=self.options.global_clip_norm if by_adam else None,
+            ratio=mean_square_ratio(self.planned.bucket_exchanges),
+        )
+        return StepTransaction(
+            self.planned.bucket_exchanges,
+            self.peers.engine,
+            self.planned.signature,
+            self.samples,
+            missing_is_zero=self.options.missing_gradients == "zeros",
+            weight=weight,
+            share=1.0 / self.peers.size,
+            scale=loss,
+            predivide=self.options.gradient_predivide_factor,
+            clip=clip,
+        )
+
+    def break_off(self) -> None:
+        """Leave the step that this rank is in, if any: it is about to join.
+
+        The others try anew without its gradients; its residual is what it was before.
+        """
+        if self._transaction is not None:
+            self._transaction.break_off()
+            self._shadow, self._transaction = self._transaction, None
+
+    def stand_in(self, index: int) -> Work:
+        """Return what this rank, which has joined, does of a bucket in the others' transaction."""
+        here = self.peers.world
+        if index >= len(self.planned.bucket_exchanges):
+            raise RuntimeError(
+                f"{self.peers.name} has no bucket {index} on rank {here.rank}, which has joined: "
+                "every rank must take a step before one joins"
+            )
+        shadow = self._shadow
+        if shadow is None or index in shadow.shadowed:
+            shadow = self._open()
+        self._shadow = shadow
+        reduce = shadow.stand_in(index)
+
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            self.progress.steps += reduce(transport, all_flags)
+            here.note_preempted(shadow.preempted)
+
+        return work
+
+    def drop(self) -> None:
+        """Forget what was computed towards the next step.
+
+        An update that nobody has stepped with is taken back: this rank has the residual that it had
+        before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
+        A transaction that has begun goes on until `reduce`: the other ranks may be in it. By then
+        other gradients will be there, so that it will be void.
+        """
+        if self._applied is not None and not self._applied.may_have_stepped:
+            self._roll_back()
+        self.commit()
+        self.hooks.forget()
+        self.overlap.await_all(self.planned.bucket_exchanges)
+
+    def drops_overflow(self) -> bool:
+        """Tell whether `drop` forgets complete gradients that are not finite here."""
+        if self.aside_for or not self.hooks.order or self.peers.size == 1:
+            return False
+        gradients = [p.grad for p in self.hooks.order if p.grad is not None]
+        return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
+
+    def in_flight(self) -> dict[torch.nn.Parameter, Any]:
+        """Return the operations on their way, by parameter."""
+        if self._transaction is None:
+            return {}
+        return {
+            parameter: operation
+            for index, operation in self._transaction.operations.items()
+            for parameter in self.planned.bucket_exchanges[index].parameters
+        }
+
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the parameters that have a residual, each with it, in the parameter's shape."""
+        return self.planned.residuals()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Return those of the world that reduce together, in order."""
+        return self.peers.ranks
+
+    @property
+    def rank(self) -> int:
+        """Return this one's place among them."""
+        return self.peers.rank
+
+    @property
+    def steps(self) -> int:
+        """Return how many were taken, those before what was loaded last included."""
+        return self.planned.steps - (self._applied is not None)
+
+    def known_names(self) -> set[str]:
+        """Return the names of all parameters, those that are not stepped yet included."""
+        return self.names.known()
+
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter after the last step, and buckets' records.
+
+        Without an update that nobody has stepped with: the parameters do not have it, either.
+        """
+        if self._transaction is not None:
+            self._transaction.settle()
+        if self._applied is not None and self._applied.may_have_stepped:
+            self.commit()
+        return self.planned.take_state_out()
+
+    def put_state_in(
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Hold this back from now on; see `PlannedBuckets.put_state_in`."""
+        if self._transaction is not None:
+            self._transaction.invalidate()
+        self.commit()
+        self.planned.put_state_in(residuals, records, steps)

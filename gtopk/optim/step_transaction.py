@@ -1,0 +1,419 @@
+"""StepTransaction: one try at a step. All buckets are exchanged before any of it counts.
+
+    buckets   0    1    2    last         a bucket is submitted when its gradients are complete, the
+    hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
+    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the transaction counts
+
+Each bucket's flags say whether this rank's gradients are finite, which are missing, and of how many
+samples they are. In buckets that `synchronize` submits they also say whether the transaction is
+void: gradients were changed after their bucket was submitted, or belong to no bucket. The last
+bucket's flags also say whether this rank had SIGTERM (`preemption`). Where the exchange itself
+finds values that are not finite, and on a GPU, gradients pass for finite, and the sum, the same on
+all ranks, tells. A rank that joins in the middle of a transaction submits the rest as void.
+
+So all ranks do the same: they apply the transaction, skip the step because a gradient or a sum is
+not finite, or try again with the gradients and ranks that are there by then. A transaction that
+does not count leaves residuals as they were, to the bit; so does one whose update was applied to
+the gradients when nobody stepped with them.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..exchange.buckets.placeholders import lacks_gradient
+from ..exchange.exchange import Exchanged
+from ..exchange.residual import ResidualSize
+from ..runtime.coordinator import Engine, Operation
+from ..runtime.coordinator.agreement import describe_missing
+from .samples import VOTE_BITS, Samples, weighs
+from .weights import LocalClip
+
+_NOT_FINITE: Final = 1
+_CHANGED: Final = 2
+_UNPLANNED: Final = 4
+_JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
+_HERE: Final = 8  # not of a rank that has joined, whose flags are 0
+_PREEMPTED: Final = 16
+_BROKEN_OFF: Final = 32  # by a rank that is about to join
+_MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
+_MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
+
+
+class AnyBucketExchange(Protocol):
+    """What a transaction asks of a bucket; see `BucketExchange`."""
+
+    name: str
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+
+    @property
+    def elements(self) -> int: ...
+    @property
+    def signature(self) -> str: ...
+    @property
+    def looks_first(self) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
+    def record(self) -> dict[str, Any]: ...
+    def resume(self, record: Mapping[str, Any]) -> None: ...
+    @property
+    def sparse(self) -> Sequence[torch.nn.Parameter]: ...
+    def take_sparse(self, names: Collection[str]) -> None: ...
+    def send_along(self) -> None: ...
+    def take(self, weight: float, scale: float) -> None: ...
+    def weigh(self, weight: float, share: float) -> None: ...
+    def take_nothing(self, scale: float) -> None: ...
+    def watch(self) -> None: ...
+    def is_as_taken(self) -> bool: ...
+    def missing(self) -> list[str]: ...
+    def all_finite(self) -> bool: ...
+    def not_finite(self) -> list[str]: ...
+    def remember(self) -> None: ...
+    def set_aside(self, missing_everywhere: Collection[str]) -> None: ...
+    def undo(self) -> None: ...
+    def reduce(self, transport: Transport) -> Exchanged: ...
+    def apply(self, missing_everywhere: Collection[str]) -> None: ...
+    def commit(self) -> None: ...
+    def residual_size(self) -> ResidualSize | None: ...
+    def apply_to_nothing(self) -> None: ...
+    def poison(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
+class StepTransaction:
+    """The exchange of all buckets, once.
+
+    signature: what must be equal on all ranks in every bucket.
+    samples: that this rank's gradients come from.
+    weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
+             all ranks' add up to 1. Where `samples` says a number, the ranks' flags make both.
+    scale:   what the gradients are divided by before the sum, which is multiplied with it.
+    predivide: the same again, in buckets that hold nothing back.
+    clip:    shortens them, once their weight is known.
+    changed: gradients were, on some rank, after their bucket was submitted: void.
+    unplanned: some rank has a gradient that belongs to no bucket: void.
+    broken_off: some rank has joined before the end of it: void.
+    culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
+        the sum is not finite though they are.
+    spans:   when the engine worked on a bucket: begin and end, on the clock of time.perf_counter.
+    preempted: the ranks that had SIGTERM, once the last bucket was run.
+    lacking: by rank, names of parameters whose gradients counted as zeros there, as others had one:
+        of the first bucket where that was so. Empty where it was in none.
+    """
+
+    def __init__(
+        self,
+        bucket_exchanges: Sequence[AnyBucketExchange],
+        engine: Engine,
+        signature: str,
+        samples: Samples,
+        *,
+        missing_is_zero: bool,
+        weight: float,
+        share: float,
+        scale: float,
+        predivide: float,
+        clip: LocalClip,
+    ) -> None:
+        self.bucket_exchanges = bucket_exchanges
+        self.changed = self.unplanned = self.broken_off = False
+        self.culprits: list[list[str]] = []
+        self.spans: list[tuple[float, float]] = []
+        self.preempted: list[int] = []
+        self.lacking: dict[int, list[str]] = {}
+        self._ready = time.perf_counter()
+        self.exchanged: dict[int, Exchanged] = {}
+        self.operations: dict[int, Operation] = {}
+        self._engine = engine
+        self._signature = signature
+        self.samples = samples
+        self._missing_is_zero = missing_is_zero
+        self._weight, self._share = weight, share
+        self._scale, self._predivide = scale, predivide
+        self._clip = clip
+        self.shadowed: set[int] = set()  # buckets
+        self._finite: dict[int, bool] = {}
+        self._missing_everywhere: dict[int, set[str]] = {}
+        # By parameter: its version, and its gradient, which `zero_grad` is to free.
+        self._applied: list[tuple[torch.nn.Parameter, int, TensorWeakRef]] = []
+        self._invalid = False
+        self._done = 0  # buckets, without an error
+        self._stopped = False  # nothing more is exchanged: known to all ranks alike
+
+    def submit_early(self, index: int) -> None:
+        """Exchange a bucket, but not the last, while the program goes on."""
+        self._take(index)
+        self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
+        self.bucket_exchanges[index].watch()
+
+    @property
+    def void(self) -> bool:
+        """Tell whether the transaction does not count, on any rank."""
+        return self.changed or self.unplanned or self.broken_off
+
+    def break_off(self) -> None:
+        """Submit what is left as void, and wait for nothing: this rank is about to join.
+
+        The others end the transaction when they, too, have submitted it all, or joined.
+        """
+        for index in self._late():
+            self._submit(index, _BROKEN_OFF)
+        self.shadowed.update(self.operations)
+
+    def finish(self, unplanned: bool, preempted: bool) -> None:
+        """Exchange what is left, and know on every rank what becomes of the transaction.
+
+        unplanned: this rank has a gradient that belongs to no bucket.
+        preempted: it had SIGTERM.
+        Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
+        """
+        self._submit_the_rest(unplanned, preempted)
+        for index in sorted(self.operations):
+            self.operations[index].wait()
+
+    def _submit_the_rest(self, unplanned: bool, preempted: bool) -> None:
+        changed = self._invalid or not all(
+            self.bucket_exchanges[index].is_as_taken() for index in self.operations
+        )
+        late = self._late()
+        if not unplanned:
+            for index in late:
+                self._take(index)
+        self._ready = time.perf_counter()
+        bits = (
+            (_CHANGED if changed else 0)
+            | (_UNPLANNED if unplanned else 0)
+            | (0 if all(self._finite.values()) else _NOT_FINITE)
+        )
+        *others, last = late
+        for index in others:
+            self._submit(index, bits)
+        self.settle()  # what becomes ready together with the last bucket may be run after it
+        self._submit(last, bits | (_PREEMPTED if preempted else 0))
+        self.settle()
+
+    def _late(self) -> list[int]:
+        """Return the buckets that are not submitted yet; the last one is among them."""
+        return [
+            index for index in range(len(self.bucket_exchanges)) if index not in self.operations
+        ]
+
+    def invalidate(self) -> None:
+        """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
+        self.settle()
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
+        self._invalid = True
+
+    def drop(self) -> None:
+        """Undo what was exchanged; wait for what is still on its way first."""
+        self.settle()
+        self.undo()
+
+    def undo(self) -> None:
+        """Undo what was exchanged, of a transaction of which nothing is on its way any more."""
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
+            bucket_exchange.let_go()
+
+    def settle(self) -> None:
+        """Wait until nothing of this transaction is on its way any more."""
+        for operation in self.operations.values():
+            with suppress(Exception):
+                operation.wait()
+
+    @property
+    def ready(self) -> float:
+        """Return when all of this rank's gradients were there, on the clock of `spans`."""
+        late = [each.ready_at for each in self.exchanged.values() if each.ready_at is not None]
+        return max([self._ready, *late])
+
+    @property
+    def computes_late(self) -> bool:
+        """Tell whether gradients were handed over before they were there: those of a GPU."""
+        return any(each.ready_at is not None for each in self.exchanged.values())
+
+    def finite(self) -> bool:
+        """Tell whether the transaction has an update to apply."""
+        return not self._stopped and all(each.finite for each in self.exchanged.values())
+
+    def apply(self) -> None:
+        """Replace the gradients by the agreed update; until `commit`, `undo` takes it back."""
+        for index, bucket_exchange in enumerate(self.bucket_exchanges):
+            bucket_exchange.apply(self._missing_everywhere[index])
+        self._applied = [
+            (parameter, parameter._version, TensorWeakRef(parameter.grad))
+            for bucket_exchange in self.bucket_exchanges
+            for parameter in bucket_exchange.parameters
+            if parameter.grad is not None
+        ]
+
+    def commit(self) -> None:
+        """Have nothing to undo any more."""
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.commit()
+
+    @property
+    def may_have_stepped(self) -> bool:
+        """Tell whether a parameter has changed since the update was applied to its gradient.
+
+        By another optimizer, say. As torch counts changes: those by `.data` are not.
+        """
+        return any(parameter._version != version for parameter, version, _ in self._applied)
+
+    @property
+    def is_discarded(self) -> bool:
+        """Tell whether no parameter has the gradient any more that the update was applied to."""
+        return not any(
+            parameter.grad is not None and parameter.grad is gradient()
+            for parameter, _, gradient in self._applied
+        )
+
+    def skip(self) -> None:
+        """Make all gradients NaN, and undo the transaction, in the residuals, too."""
+        for bucket_exchange in self.bucket_exchanges:
+            bucket_exchange.undo()
+            bucket_exchange.poison()
+
+    def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
+        """Return what a rank that has joined does of a bucket, and whether that ended in an update.
+
+        Its residual is sent as ever; its parameters stay as they are.
+        """
+        self.shadowed.add(index)
+        self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
+
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            self._work(index, [], transport, all_flags)
+            if index < len(self.bucket_exchanges) - 1:
+                return False
+            applies = not self.void and self.finite() and self._done == len(self.bucket_exchanges)
+            if not applies:
+                self.undo()
+                return False
+            for bucket_exchange in self.bucket_exchanges:
+                bucket_exchange.apply_to_nothing()
+            return True
+
+        return work
+
+    def _take(self, index: int) -> None:
+        bucket_exchange = self.bucket_exchanges[index]
+        if self.samples.count == 0:  # they may be NaN
+            for parameter in bucket_exchange.parameters:
+                if (gradient := parameter.grad) is None or lacks_gradient(parameter):
+                    continue
+                (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
+        bucket_exchange.take(
+            self._factor(bucket_exchange, self._weight, self._share),
+            self._scale_of(bucket_exchange),
+        )
+        if bucket_exchange.looks_first:
+            self._finite[index] = bucket_exchange.all_finite()
+
+    def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
+        return weight * self._clip.factor(weight, share) / self._scale_of(bucket_exchange)
+
+    def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
+        # The residual may go on in a run, or a bucket, that predivides by another factor.
+        return self._scale if bucket_exchange.has_room else self._scale * self._predivide
+
+    def _submit(self, index: int, bits: int) -> None:
+        bucket_exchange = self.bucket_exchanges[index]
+        missing = bucket_exchange.missing()
+        checksum = zlib.crc32("\n".join(missing).encode()) >> 3
+        self.operations[index] = self._engine.submit(
+            bucket_exchange.name,
+            [self._signature, self.samples.signature, bucket_exchange.signature],
+            partial(self._work, index, missing),
+            flags=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.flags,
+            join_descriptor=_JOIN_DESCRIPTOR,
+        )
+
+    def _work(
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
+    ) -> None:
+        """Run on the engine's thread, in the same order on every rank."""
+        begun = time.perf_counter()
+        try:
+            self._reduce(index, missing, transport, all_flags)
+            self._done += 1
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            self.spans.append((begun, time.perf_counter()))
+
+    def _reduce(
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
+    ) -> None:
+        last = index == len(self.bucket_exchanges) - 1
+        if last:
+            places = enumerate(all_flags)
+            self.preempted = [
+                transport.ranks[place] for place, flags in places if flags & _PREEMPTED
+            ]
+        self.changed |= any(flags & _CHANGED for flags in all_flags)
+        self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
+        # Where all have, the last bucket need not be run last.
+        self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
+        if self.void or (self._stopped and not last):
+            return
+        if last and self._done < index:  # the ranks disagree about another bucket
+            return
+        self._look_at_missing(index, missing, transport, all_flags)
+        self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
+        if not self._stopped:
+            # Who has joined has no gradient, whatever it said last of how many samples it has.
+            if self.samples.count is not None and all_flags[transport.rank] & _HERE:
+                weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
+                self.bucket_exchanges[index].weigh(
+                    self._factor(self.bucket_exchanges[index], weight, share), share
+                )
+            self.bucket_exchanges[index].remember()
+            self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
+            self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
+            # Where a rank has not looked at its gradients the sum, the same on all, tells.
+            self._stopped = not self.exchanged[index].finite
+        if self._stopped and last:
+            mine = sorted(
+                name
+                for bucket_exchange in self.bucket_exchanges
+                for name in bucket_exchange.not_finite()
+            )
+            culprits = transport.gather_object(mine)
+            self.culprits = culprits if any(culprits) else []
+
+    def _look_at_missing(
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
+    ) -> None:
+        everywhere = set(missing)
+        here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
+        checksums = {all_flags[rank] & _MISSING for rank in here}
+        # A rank that has joined cannot know by its own gradients what all the others lack.
+        joined_unaware = len(here) < len(all_flags) and any(checksums)
+        if len(checksums) > 1 or joined_unaware:
+            said = transport.gather_object(missing)
+            heard = {transport.ranks[r]: said[r] for r in here if weighs(all_flags[r])}
+            if len(set(map(tuple, heard.values()))) > 1:
+                if not self._missing_is_zero:
+                    raise MismatchError(
+                        "the ranks disagree about which parameters have a gradient: "
+                        f"{describe_missing(heard)}; use the same parameters on every rank, or "
+                        "leave out missing_gradients='error'"
+                    )
+                self.lacking = self.lacking or heard
+            everywhere = set.intersection(*(set(said[rank]) for rank in here))
+        self._missing_everywhere[index] = everywhere

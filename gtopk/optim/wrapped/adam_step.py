@@ -1,0 +1,147 @@
+"""AdamW's part of a step whose moments were taken before the exchange: decay, and the agreed steps.
+
+Of Adam and AdamW themselves; a class derived from them that steps in its own way is another
+optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ...compression import ErrorFeedback, Hierarchical, check_choice
+from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
+from ...reduce_ops import Adasum
+from .local_residual import take_centre
+
+
+def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
+    """Return the groups of an optimizer whose steps can be made before the exchange, else None.
+
+    compression: must be one that holds something back, with each rank's own gradients, and without
+    a momentum of its own. Raises ValueError for amsgrad=True.
+    """
+    if not isinstance(compression, ErrorFeedback) or compression.corrects:
+        return None
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        return None
+    own = (torch.optim.Adam, torch.optim.AdamW)
+    stepping = inspect.unwrap(type(optimizer).step)
+    if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
+        return None
+    for group in optimizer.param_groups:
+        refuse_amsgrad(group)
+    return AdamGroups(optimizer)
+
+
+@torch.no_grad()
+def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
+    """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
+
+    agreed: what they were when they were put there; None: no more is known.
+    The parameters are then the centre, also those that had something unsent applied.
+    Raises RuntimeError for a sparse gradient, as Adam does, and ValueError for changed steps.
+    """
+    if agreed is not None:
+        agreed.require_unchanged()
+    for group in optimizer.param_groups:
+        keep = 1.0
+        if is_decoupled(group, optimizer):
+            keep -= float(group["lr"]) * float(group["weight_decay"])
+        for parameter in group["params"]:
+            centre = take_centre(parameter)
+            update = parameter.grad
+            if update is None:
+                if centre is not None:
+                    parameter.copy_(centre)
+                continue
+            if update.is_sparse:
+                raise RuntimeError(
+                    "Adam does not support sparse gradients: make them dense by sparse=False in "
+                    "the embedding"
+                )
+            torch.mul(parameter if centre is None else centre, keep, out=parameter)
+            parameter.sub_(update)
+
+
+def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take what ranks share from a state as it was saved.
+
+    torch has made it of the parameters' dtype.
+    state_dict: the one that the optimizer has just loaded.
+    """
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, here, strict=True):
+        for name in (SHARED, SHARED_ROWS):
+            tensor = state_dict["state"].get(number, {}).get(name)
+            if tensor is not None:
+                optimizer.state[parameter][name] = tensor.detach().clone()
+
+
+def require_plain(states: Iterable[Mapping[str, Any]], rank: int) -> None:
+    """Raise ValueError for states that Adam itself cannot step from: made before the exchange."""
+    if any(SHARED in state and "exp_avg" not in state for state in states):
+        raise ValueError(
+            f"rank {rank}: the optimizer's state is of steps made before the exchange "
+            "(adam_steps='before'), whose moments are each rank's own, and here Adam itself steps, "
+            "as it does by adam_steps='after' and in all modes of adapt but 'balanced': go on as "
+            "before, or take over the model alone, with a new optimizer"
+        )
+
+
+class AgreedSteps:
+    """The agreed steps in the place of gradients, which only a GradScaler may change.
+
+    torch counts no change of a tensor where that takes the scale out of it.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._versions = {  # and the gradients, which `zero_grad` is to free
+            parameter: (TensorWeakRef(parameter.grad), parameter.grad._version)
+            for parameter in parameters
+            if parameter.grad is not None
+        }
+
+    def is_changed(self, parameter: torch.Tensor) -> bool:
+        """Tell whether somebody has changed a parameter's in place since."""
+        gradient, version = self._versions.get(parameter, (lambda: None, 0))
+        here = gradient()
+        return here is not None and here._version != version
+
+    def is_in(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter has its own yet."""
+        gradient, _ = self._versions.get(parameter, (lambda: None, 0))
+        return parameter.grad is not None and parameter.grad is gradient()
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError where somebody has changed one in place since."""
+        if any(map(self.is_changed, self._versions)):
+            raise ValueError(
+                "gradients were changed between synchronize() and step(), where they are the "
+                "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
+                "local_clip_norm; adam_steps='after' steps with agreed gradients"
+            )
+
+
+def options_of_adam(
+    optimizer: torch.optim.Optimizer | None,
+    compression: object,
+    adam_steps: str,
+    local_residual: bool | None,
+    op: int,
+) -> dict[str, Any]:
+    """Return what `Options` has of Adam; raise ValueError for what does not go together."""
+    check_choice("adam_steps", adam_steps, ("before", "after"))
+    before = adam_steps == "before" and op != Adasum
+    adam = adam_before(optimizer, compression) if before and optimizer is not None else None
+    if local_residual and adam is None:
+        raise ValueError(
+            "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
+            "the residual of other optimizers is of gradients, not of steps"
+        )
+    return {"adam": adam, "local_residual": adam is not None and local_residual is not False}

@@ -1,0 +1,271 @@
+"""What of a distributed optimizer goes into a checkpoint besides the wrapped optimizer's state.
+
+    state_dict()[KEY] = {
+        "format":  1,
+        "ranks":   how many there were,
+        "steps":   taken; where the density is on its warm-up,
+        "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
+        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters;
+                   with adam_correction "first_moment", "second_moment", and "age", a number;
+                   of AdamW whose steps are made before the exchange "row_squares" besides, by rows
+        "of":      only in a sum of parts: of which ranks, of how many, it is
+        "holds":   "gradients", or "changes" of the model, as LocalSGD; older ones do not say
+    }
+
+`state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
+the residuals of ranks that are no more go to others.
+
+    saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
+    loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, Protocol
+
+import numpy as np
+import torch
+
+from collectives.transports import Transport
+
+from ...exchange.residual import AGE
+from ...exchange.residual_names import translate, under_known_names
+from ...exchange.residual_state import ResidualState, unsent
+from ...runtime.object_codec import decode, encode
+from ..reducer import Reducer
+
+_log = logging.getLogger("gtopk")
+KEY: Final = "gtopk"
+FORMAT: Final = 1
+GRADIENTS, CHANGES = "gradients", "changes"
+_FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
+
+
+class Holder(Protocol):
+    """Who has a residual; see `Reducer` and `OuterExchange`.
+
+    holds: of what: GRADIENTS, or CHANGES of the model.
+    """
+
+    holds: ClassVar[str]
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    def known_names(self) -> Collection[str]: ...
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]: ...
+    def put_state_in(
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
+    ) -> None: ...
+
+
+def save(holder: Holder) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint."""
+    residuals, bucket_exchanges = holder.take_state_out()
+    return {
+        "format": FORMAT,
+        "ranks": len(holder.ranks),
+        "steps": holder.steps,
+        "lanes": bucket_exchanges,
+        "held": {holder.rank: residuals},
+        "holds": holder.holds,
+    }
+
+
+def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
+    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together.
+
+    root: a rank of the world.
+    """
+    own, peers = save(reducer), reducer.peers
+    if root not in peers.ranks:
+        raise ValueError(f"root_rank must be one of {list(peers.ranks)}, got {root}")
+    rank, place = peers.rank, peers.ranks.index(root)
+
+    def work(transport: Transport, all_flags: list[int]) -> dict[str, Any] | None:
+        if rank != place:
+            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
+            return None
+        for source in range(transport.size):
+            if source != place:
+                own["held"][source] = decode(transport.receive(source).tobytes())
+        own["held"] = dict(sorted(own["held"].items()))
+        return own
+
+    gathered: dict[str, Any] | None = peers.run("state", [f"root={root}"], work)
+    return gathered
+
+
+def load(holder: Holder, part: Mapping[str, Any]) -> None:
+    """Take over this rank's residual, and say what was done.
+
+    Nothing of the residual of another kind of optimizer, with a warning: a change of the model is
+    no gradient. Raises ValueError for a part that another version wrote.
+    """
+    if (of := part.get("holds", GRADIENTS)) != holder.holds:
+        if any(map(unsent, part["held"].values())):
+            _log.warning(
+                "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
+                "exchanges %s; it is lost",
+                holder.rank,
+                len(holder.ranks),
+                of,
+                holder.holds,
+            )
+        return
+    residuals = _share_of(part, holder.rank, len(holder.ranks))
+    known = holder.known_names()
+    holder.put_state_in(
+        under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
+    )
+
+
+def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the buckets' records, with the names that are known here."""
+    bucket_exchanges: list[dict[str, Any]] = part["lanes"]
+    here = translate(
+        {name for bucket_exchange in bucket_exchanges for name in bucket_exchange["names"]}, known
+    )
+    return [
+        {**bucket_exchange, "names": [here[name] for name in bucket_exchange["names"]]}
+        for bucket_exchange in bucket_exchanges
+    ]
+
+
+def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+    """Return the residual of a rank's hook by a parameter's name, and log whose it is.
+
+    After a step every hook has a residual of all its parameters: where the first rank's part has
+    none, it is lost, with a warning. Raises ValueError for a part that another
+    version wrote.
+    """
+    residuals = _share_of(part, rank, ranks)
+    if rank == 0 and part["steps"] and not any(part["held"].values()):
+        _log.warning(
+            "rank %d of %d has no residual: the state is of a run after %d steps, and says "
+            "nothing of the residual, which is lost; load it by gtopk.load_latest: "
+            "torch.distributed.checkpoint loads only what is in a state already, and a new one has "
+            "nothing of it",
+            rank,
+            ranks,
+            part["steps"],
+        )
+    return residuals
+
+
+def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+    """Do what `share_of` does, of an optimizer, which may have had no residual."""
+    if part.get("format") != FORMAT:
+        raise ValueError(
+            f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
+            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
+        )
+    residuals: dict[str, ResidualState]
+    if "of" in part:
+        sources, saved = part["of"]
+        (residuals,), what = part["held"].values(), _said(sources, saved, rank, ranks)
+    else:
+        parts = {
+            int(saver): residuals for saver, residuals in part["held"].items()
+        }  # DCP has text for keys
+        residuals, what = _share(parts, int(part["ranks"]), rank, ranks)
+    if what:
+        level = logging.WARNING if "lost" in what else logging.INFO
+        _log.log(level, "rank %d %s", rank, what)
+    return residuals
+
+
+def is_part(value: object) -> bool:
+    """Tell whether this is what `save` returns, or the state of a hook."""
+    return isinstance(value, dict) and value.keys() >= _FIELDS
+
+
+def check_part(part: Any) -> None:
+    """Raise an error for what `save` does not return, and no state of a hook is."""
+    if not is_part(part):
+        raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
+    for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
+        if type(part[name]) is not int or part[name] < least:
+            raise ValueError(f"the {name} of a rank's residual is {part[name]!r}")
+    if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
+        raise ValueError(f"the residual of a rank is of {part['holds']!r}")
+    for bucket in part["lanes"]:
+        if not all(type(name) is str for name in bucket["names"]) or "regions" not in bucket:
+            raise ValueError("a bucket of a rank's residual must have its names and regions")
+    for residuals in part["held"].values():
+        for tensors in residuals.values():
+            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+                raise ValueError("the residual of a rank must be tensors")
+
+
+def frame(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part without the residual: what every rank's part has alike."""
+    return {**part, "held": {}}
+
+
+def summed(
+    frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return the part for one of so many ranks, whose residual is the sum of the given ones.
+
+    parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
+        gather_state returned on the first has the others' besides, which they saved themselves.
+    """
+    residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
+    of = [list(parts), frame["ranks"]]
+    return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
+
+
+def _share(
+    parts: Mapping[int, Mapping[str, ResidualState]], saved: int, rank: int, ranks: int
+) -> tuple[dict[str, ResidualState], str]:
+    """Return this rank's residual of what all ranks did, and what that was, in words.
+
+    No words where there is nothing to tell: dense optimizers have no residual, on any rank, and
+    on as many ranks as before each goes on with its own.
+    """
+    if not any(parts.values()):
+        return {}, ""
+    if len(parts) == saved:
+        mine = [source for source in range(saved) if source % ranks == rank]
+        return _sum([parts[source] for source in mine]), _said(mine, saved, rank, ranks)
+    if rank in parts and saved == ranks:
+        return _sum([parts[rank]]), ""
+    there = ", ".join(map(str, parts))
+    return {}, (
+        f"of {ranks} has no residual: the checkpoint has the residual of rank {there} of {saved}, "
+        "and those of the others are lost; save what gather_state returns, or let every rank save "
+        "its own"
+    )
+
+
+def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
+    """Return in words whose residuals a rank has now, where these are not its own alone."""
+    if saved == ranks and [*sources] == [rank]:
+        return ""
+    if not sources:
+        return f"begins without a residual: other ranks have those of the {saved} old ones"
+    *others, last = map(str, sources)
+    if not others:
+        return f"takes over the residual of old rank {last}"
+    return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
+
+
+def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
+    total: dict[str, ResidualState] = {}
+    for part in parts:
+        for name, tensors in part.items():
+            own = total.setdefault(name, {})
+            for what, tensor in tensors.items():
+                if what not in own:
+                    own[what] = tensor.clone()
+                elif what == AGE:
+                    own[what] = torch.maximum(own[what], tensor)
+                else:  # gathered parts lie on the host, but for the root's own
+                    own[what] = own[what] + tensor.to(own[what].device)
+    return total

@@ -1,0 +1,262 @@
+"""LocalResidual: forward and backward see the model with this rank's own unsent steps.
+
+    step()      parameters hold the centre c, to the bit the same on all ranks
+    forward     of a model in training: they become c - a, where a are this rank's unsent steps
+    backward    this rank's gradient at c - a
+    step()      c moves by what the ranks agreed on
+
+Without it a rank computes gradients as if its unsent steps had never been made, and makes them
+again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
+costs most of the accuracy that compression loses. Between a step and the next forward pass
+parameters are the centre: evaluation, checkpoints, the replica check and broadcasts see that.
+
+Where parameters are c - a, nobody but this may change them: no rank could tell the new centre from
+its own unsent steps. A model's load_state_dict(), which replaces the centre, is no such change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..peers import Peers
+
+_log = logging.getLogger("gtopk")
+
+# Whose unsent steps a parameter holds now: of several optimizers, those of the one made last.
+_holders: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
+_numbers = itertools.count()
+
+
+def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return the centre of a parameter that is c - a, and is the caller's to write back.
+
+    None: it is the centre itself. Raises RuntimeError where it was changed while it was c - a.
+    """
+    holder = _holders.get(parameter)
+    return None if holder is None else holder._take_centre(parameter)
+
+
+class Holder(Protocol):
+    """Who has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
+
+    names: of the parameters that it is of; "" where only a model knows it.
+    """
+
+    @property
+    def names(self) -> Mapping[torch.nn.Parameter, str]: ...
+    @property
+    def peers(self) -> Peers: ...
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]: ...
+
+
+class LocalResidual:
+    """Swaps the parameters of one optimizer between the centre and c - a.
+
+    The models are found by the first forward pass after there is something to apply: those called
+    first that have one of the parameters. Where none is found by the end of that step, as of models
+    that are no torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is
+    the caller's.
+
+    owner: what scripts call that has `evaluating` and the option local_residual.
+    """
+
+    def __init__(self, holder: Holder, owner: str = "optimizer") -> None:
+        self._holder, self._owner = holder, owner
+        self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
+        self._roots = weakref.WeakSet[torch.nn.Module]()
+        self._looked_at = weakref.WeakSet[torch.nn.Module]()
+        self._finding: Any = None  # the hook that all modules call
+        self._number = next(_numbers)
+        self._is_at_rest = False  # by `eval`, until `train`
+        self._has_given_up = False
+
+    def look_for_models(self) -> None:
+        """Find the models in the next forward pass; nothing where some are known.
+
+        A module that torch.compile made warns then, once, that there is a hook of all modules. It
+        is gone before anything inside that one is called.
+        """
+        if self._roots or self._finding is not None or self._has_given_up:
+            return
+        known = weakref.ref(self)
+
+        def find(module: torch.nn.Module, inputs: Any) -> None:
+            if (own := known()) is None:
+                handle.remove()
+            else:
+                own._find(module)
+
+        handle = self._finding = register_module_forward_pre_hook(find)
+
+    def _find(self, module: torch.nn.Module) -> None:
+        """Note a model that has one of the parameters, and is in none that was noted before."""
+        if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
+            return  # a scripted one takes no hooks
+        if isinstance(module, DistributedDataParallel):
+            return  # the module in it, which is called by itself, too, comes next
+        self._looked_at.add(module)
+        names = self._holder.names
+        if any(parameter in names for parameter in module.parameters()):
+            self._roots.add(module)
+            self._looked_at.update(module.modules())
+            hook = _Hook(self)
+            module.register_forward_pre_hook(hook.before_forward)
+            for each in _layers(module):
+                each.register_state_dict_pre_hook(hook.before_state_dict)
+                each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
+            hook.before_forward(module, ())  # the call that goes on has no such hook yet
+            found = {parameter for root in self._roots for parameter in root.parameters()}
+            if found.issuperset(names):
+                self._stop_finding()  # before torch.compile traces what is called inside
+
+    def _stop_finding(self) -> None:
+        if self._finding is not None:
+            self._finding.remove()
+            self._finding = None
+
+    @property
+    def is_applied(self) -> bool:
+        """Tell whether parameters are c - a now."""
+        return bool(self._versions)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make the parameters c - a; nothing where they are, or `eval` was called."""
+        if self.is_applied or self._is_at_rest:
+            return
+        ranks = self._holder.peers.size
+        for parameter, residual in self._holder.residuals():
+            if not parameter.requires_grad:
+                continue  # a frozen layer keeps its values: what is unsent of it waits
+            if (other := _holders.get(parameter)) is not None:
+                if other._number > self._number:
+                    continue
+                other._restore(parameter)
+            centre = self._centre.get(parameter)
+            if centre is None or (centre.shape, centre.dtype, centre.device) != (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            ):
+                centre = self._centre[parameter] = torch.empty_like(parameter)
+            centre.copy_(parameter)
+            # A residual has the weight of a rank in the sum; by itself it would move all of it.
+            parameter.sub_(residual.to(parameter.device), alpha=ranks)
+            self._versions[parameter] = parameter._version
+            _holders[parameter] = self
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the parameters the centre; raise RuntimeError where one was changed meanwhile."""
+        for parameter in [*self._versions]:
+            self._restore(parameter)
+
+    @torch.no_grad()
+    def _restore(self, parameter: torch.nn.Parameter) -> None:
+        if (centre := self._take_centre(parameter)) is not None:
+            parameter.copy_(centre)
+
+    def _take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        version = self._versions.pop(parameter, None)
+        if version is None:
+            return None
+        _holders.pop(parameter, None)
+        if version != parameter._version and not self._is_as_applied(parameter):
+            raise RuntimeError(
+                f"rank {self._holder.peers.world.rank}: parameter '{self._name_of(parameter)}' "
+                "was changed between a forward pass and step(), where it holds steps that this "
+                "rank has not sent yet: the replicas would part. Change it after step(), or within "
+                f"`with {self._owner}.evaluating():`, or give local_residual=False"
+            )
+        return self._centre[parameter]
+
+    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+        named = (pair for root in self._roots for pair in root.named_parameters())
+        in_model = next((name for name, other in named if other is parameter), "?")
+        return self._holder.names.get(parameter) or in_model
+
+    def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether it has the values that `apply` gave it: SAM puts them back."""
+        ranks, centre = self._holder.peers.size, self._centre[parameter]
+        for other, residual in self._holder.residuals():
+            if other is parameter:
+                applied = centre.sub(residual.to(centre.device), alpha=ranks)
+                return torch.equal(applied, parameter)
+        return False
+
+    def end_step(self) -> None:
+        """Make sure that the next forward pass sees c - a, where no model will tell of it."""
+        if self._holder.peers.size == 1:
+            return  # there is no residual
+        if self._roots:
+            self._stop_finding()
+        elif self._finding is None and not self._has_given_up:
+            self.look_for_models()
+        else:
+            if not self._has_given_up and self._holder.peers.rank == 0:
+                _log.warning(
+                    "no torch.nn.Module with the optimizer's parameters was called in a step: "
+                    "between steps they hold steps that rank %d has not sent yet. Evaluate and "
+                    "save within `with %s.evaluating():`, or give local_residual=False",
+                    self._holder.peers.world.rank,
+                    self._owner,
+                )
+            self._has_given_up = True
+            self._stop_finding()
+            self.apply()
+
+    def eval(self) -> None:
+        """Keep the parameters at the centre until `train`."""
+        self.restore()
+        self._is_at_rest = True
+
+    def train(self) -> None:
+        """Let the parameters be c - a in forward passes again."""
+        self._is_at_rest = False
+        if self._has_given_up:
+            self.apply()
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Return a model and what torch.compile and DDP have wrapped in it."""
+    yield module
+    if isinstance(module, DistributedDataParallel):
+        yield from _layers(module.module)
+    elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+        yield from _layers(inner)
+
+
+class _Hook:
+    """What a model calls before it computes, and before its state is taken; a copy does nothing."""
+
+    def __init__(self, of: LocalResidual | None = None) -> None:
+        self._of = (lambda: None) if of is None else weakref.ref(of)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if (residual := self._of()) is None:
+            return
+        if not module.training:
+            residual.restore()
+        elif torch.is_grad_enabled():
+            residual.apply()
+
+    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (residual := self._of()) is not None:
+            residual.restore()
+
+    def before_load_state_dict(self, *call: Any) -> None:
+        if (residual := self._of()) is not None:
+            residual.restore()

@@ -1,0 +1,82 @@
+"""Readings: what scripts read of a distributed optimizer, some of it by Horovod's private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...runtime.world.process_sets import ProcessSet
+from ..options import Options
+from ..reducer import Reducer
+from ..replicas.check import ReplicaCheck
+from ..skipped_steps import SkippedSteps
+from .wrapping import Wrapping
+
+
+class Readings(Wrapping):
+    """What is mixed into the class of the wrapped optimizer, and changes nothing."""
+
+    _options: Options
+    _reducer: Reducer
+    _replicas: ReplicaCheck
+    _skipped: SkippedSteps
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
+
+    @property
+    def op(self) -> int:
+        """Average or Sum."""
+        return self._options.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before the sum, and multiplied with after it."""
+        return self._options.gradient_predivide_factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are exchanged as dense ones."""
+        return self._options.sparse_as_dense
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add up before a step."""
+        return self._reducer.hooks.limit
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """How fast each rank computes beside the fastest, 1, as told last; None before.
+
+        The least of all ranks' median seconds over a rank's own, of the last steps.
+        """
+        return self._reducer.stragglers.scores
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps no rank applied, as a gradient or a sum was not finite."""
+        return self._skipped.count
+
+    @property
+    def divergences(self) -> int:
+        """How many checks found replicas apart, and did not end in an error."""
+        return self._replicas.divergences
+
+    @property
+    def _compression(self) -> Any:
+        return self._options.compression
+
+    @property
+    def _handles(self) -> dict[torch.nn.Parameter, Any]:
+        return self._reducer.in_flight()
+
+    @property
+    def _requires_update(self) -> set[torch.nn.Parameter]:
+        return set(self._reducer.trained())
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.nn.Parameter, int]:
+        return {p: self._reducer.hooks.passes_left(p) for p in self._reducer.trained()}

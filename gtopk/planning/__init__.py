@@ -1,0 +1,7 @@
+"""Whether compression pays, before the first step.
+
+comparison.py    every method's step on a given cluster, and which one pays
+expectation.py   the predicted times of an optimizer's buckets
+bucket_plan.py   how parameters are dealt to buckets
+advice.py        the line that a job starts with
+"""

@@ -1,0 +1,187 @@
+"""Advice: one sentence at the start of a run, on what compression saves here, and its details.
+
+From the links and rates that are measured once and kept for a week (collectives.planning): about
+three seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeGuard
+
+from collectives.cost import BreakEven, Link, break_even
+from collectives.planning import Calibration, Candidate, Prediction, Rates
+
+from ..compression import ErrorFeedback, SparseCompression, usual_density
+from ..runtime.world.state import World
+from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text
+from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
+from .expectation import expected
+
+_log = logging.getLogger("gtopk")
+_CLOSE: Final = 1.1  # times apart by less are taken for the same
+
+
+class Advice(NamedTuple):
+    """The sentence that is logged, and what it rests on, which GTOPK_LOG=debug shows."""
+
+    sentence: str
+    details: str = ""
+
+
+def say_once(here: World, said: Advice) -> None:
+    """Have rank 0 say it, unless a line was said in this world."""
+    if here.rank == 0 and not here.advised:
+        here.advised = True
+        _log.info("%s", said.sentence)
+        if said.details:
+            _log.debug("%s", said.details)
+
+
+def advice(
+    compression: object,
+    lengths: Sequence[int],
+    calibration: Calibration,
+    others: int = 0,
+    per: str = "step",
+    beyond: str = "",
+    other_buckets: int | None = None,
+    over: str = "",
+) -> Advice:
+    """Return what to say.
+
+    lengths: values that compressing is a question of, in each bucket; others: that travel as they
+        are in any case.
+    per: what an exchange ends.
+    beyond: what runs in place of any exchange that is modelled; "": nothing does.
+    other_buckets: in how many the values would be if they travelled whole, where they are
+                   compressed, or were compressed, where they are not; None: in as many.
+    over: what carries the ranks' messages.
+    """
+    density = getattr(compression, "density", None) or usual_density(sum(lengths))
+    rates = calibration.rates
+    exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
+    buckets = [len(lengths), other_buckets or len(lengths)]
+    if not isinstance(compression, ErrorFeedback):
+        buckets.reverse()
+    cluster = Cluster(
+        sum(lengths), calibration.network, density, buckets=buckets[0], dense_buckets=buckets[1]
+    )
+    comparison = compare(cluster, rates._replace(coding=exact))
+    found = comparison.cheapest_sparse
+    runs = _reduced(compression, comparison.cluster, rates)
+    if not beyond and runs is None and isinstance(compression, SparseCompression):
+        beyond = LABELS[compression.algorithm]
+    verdict = _verdict(found, comparison, runs, beyond)
+    if _is_compressed(runs):
+        name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
+    else:
+        name, edge = LABELS[found.candidate.algorithm], comparison.break_even
+    is_somewhere = edge.lowest < edge.highest
+    link = comparison.cluster.network.farthest
+    details = (
+        f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
+        f"backward: {verdict}; {'' if is_somewhere else 'at this latency '}"
+        f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
+        f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
+    )
+    where = f"{comparison.cluster.network.ranks} ranks" + (f" over {over}" if over else "")
+    return Advice(f"{where}: {_in_short(found, comparison, runs, beyond, per)}", details)
+
+
+def _in_short(
+    found: Prediction, comparison: Comparison, runs: Prediction | None, beyond: str, per: str
+) -> str:
+    """Return the verdict as one clause."""
+    dense, compressed = comparison.dense.seconds, _is_compressed(runs)
+    takes = f"dense takes {seconds_text(dense)} a {per} (estimate)"
+    if beyond:
+        return f"{takes}; {beyond} as it runs here is beyond the model"
+    candidate = runs.candidate if _is_compressed(runs) else found.candidate
+    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    name = f"{LABELS[candidate.algorithm]} at density {candidate.density:g}"
+    if seconds * _CLOSE < dense:
+        verb = "saves" if compressed else "would save"
+        return (
+            f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
+            f"{seconds_text(dense)} a {per} (estimate)"
+        )
+    times = f"{takes}, {name} {seconds_text(seconds)}"
+    if dense * _CLOSE < seconds:
+        return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
+    return f"compression makes no difference here: {times}"
+
+
+def _what(comparison: Comparison, others: int) -> str:
+    network = comparison.cluster.network
+    beside = f" (and {count_text(others)} uncompressed either way)" if others else ""
+    return f"{count_text(comparison.cluster.length)} values{beside}, {network.ranks} ranks"
+
+
+def _verdict(
+    found: Prediction,
+    comparison: Comparison,
+    runs: Prediction | None,
+    beyond: str,
+) -> str:
+    dense = comparison.dense
+    fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
+    options = _options(found.candidate, runs)
+    said = (
+        f"dense {seconds_text(dense.seconds)}, {LABELS[found.candidate.algorithm]} "
+        f"{seconds_text(found.seconds)} ({options}, {bytes_text(found.sent.bytes)} a rank, "
+        f"1/{digits(fewer)} of the bytes)"
+    )
+    if beyond:
+        return f"{said}: {beyond} as it runs here is beyond the model"
+    compressed = _is_compressed(runs)
+    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    if _is_compressed(runs) and runs.candidate != found.candidate:
+        said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
+    if seconds * _CLOSE < dense.seconds:
+        verdict = "saves" if compressed else "would save"
+        return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
+    if dense.seconds * _CLOSE < seconds:
+        return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
+    return f"{said}: it makes no difference here"
+
+
+def _options(way: Candidate, runs: Prediction | None) -> str:
+    """Return a way's options in words, with what tells it from the same algorithm as it runs."""
+    options = [f"density {way.density:g}", way.wider.strip()]
+    if runs is not None and runs.candidate.algorithm == way.algorithm:
+        is_other = runs.candidate.format.indices != way.format.indices
+        options += [f"wire={way.format.indices}"] * is_other
+    return ", ".join(filter(None, options))
+
+
+def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:
+    return runs is not None and runs.candidate.algorithm != "dense"
+
+
+def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> BreakEven:
+    """Return the bandwidth below which what runs beats dense."""
+    cluster = comparison.cluster
+
+    def runs_on(link: Link) -> float:
+        runs = _reduced(compression, cluster.on(link), rates)
+        return runs.seconds if runs is not None else math.inf
+
+    return break_even(
+        lambda link: cluster.on(link).reduced(DENSE, rates).seconds,
+        runs_on,
+        cluster.network.farthest.latency_seconds,
+    )
+
+
+def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
+    """Return what it is expected to take there; None beyond the model."""
+    calibration = Calibration(cluster.network, rates, "")
+    if not isinstance(compression, ErrorFeedback):
+        return cluster.reduced(DENSE, rates)
+    found = expected(compression, cluster.bucket_length, calibration)
+    if found is None:
+        return None
+    return in_a_step(found.times(cluster.buckets), cluster.network, cluster.buckets)

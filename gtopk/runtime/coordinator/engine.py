@@ -1,0 +1,484 @@
+"""The engine: one thread that owns a transport and runs what all ranks are ready for.
+
+It works in cycles. In a cycle every rank says what became ready there since its last one
+(Announcement), and all note it in the same ReadinessTable; what all ranks are ready for is run at
+once (Execution), in an order that is equal on all ranks, whatever the order of submission.
+
+A rank takes part in a cycle when it has something to say, after a moment in which more may come
+(a burst is one cycle); when it waits for others; and now and then with nothing at all, so that who
+waits for it learns that. Which it is:
+
+    something to say      a caller waits      at once
+                          nobody does         no submission came for the cycle time, or long enough
+    ready for something that others are not
+                          others wait for it  after a pause that grows
+                          nobody does         at once: it has nothing else to do
+    neither                                   after the idle time
+
+An operation that only some ranks are ready for has some rank in the last two rows, so that those
+who wait do not spin.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from collectives.errors import CollectiveError, PeerError
+from collectives.transports import Transport
+from collectives.transports.transport import say
+
+from ...errors import HorovodInternalError
+from .agreement import name_ranks
+from .announcement import Announcement, Intention, ReadyName, exchange
+from .execution import Execution, Settled
+from .fusion import Dense, layout_of
+from .observer import Event, Observer
+from .operation import Operation, StandIn, Work
+from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
+from .settings import Settings, settings_from
+from .stalls import Stalls
+
+_LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
+_LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
+_STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
+_LONGEST_BURST_CYCLES: Final = 5  # a burst of submissions that goes on is cut after these
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 8e-3
+_PAUSE_GROWTH: Final = 1.5
+
+
+class Engine:
+    """Runs operations on one transport until it is closed, or a rank is gone.
+
+    stand_in: what a rank that has joined does for operations with a join descriptor; to be set by
+              its owner.
+    sign: adds to why this rank leaves who and where it is; to be set by its owner.
+    where: says at which step this rank is, for errors; to be set by its owner.
+    ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
+              to be set by who knows that they do.
+    failed_in: the operation that this rank did not complete, and since then no other; else "".
+    finishes_later: tells whether the rank has something under way that it cannot finish with the
+              others yet; else begins that, before the rank leaves by itself; to be set by its
+              owner.
+    """
+
+    def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
+        self.transport = transport
+        self.sign: Callable[[str], str] = lambda how: how
+        self.where: Callable[[], str] = lambda: ""
+        self.failed_in = ""
+        self.stand_in: StandIn | None = None
+        self.ranks_may_leave = False
+        self.finishes_later: Callable[[], bool] = lambda: False
+        self.cycles = 0
+        self.settings = (settings or settings_from()).within(transport.timeout_seconds)
+        self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
+        self._observers: tuple[Observer, ...] = ()
+        # Shared with those who submit, under the lock; the rest is the thread's own.
+        self._changed = threading.Condition()
+        self._submitted: list[Operation] = []
+        self._pending: dict[str, Operation] = {}
+        self._ready_names: dict[str, ReadyName] = {}
+        self._joining: Operation | None = None
+        self._hurried = False
+        self._submitters: set[int] = set()  # threads
+        self._waits: dict[int, str] = {}  # what each thread waited for last
+        self._closing: str | None = None
+        self._outlived = False  # by threads that have nothing to do with it
+        self._leave_timeout_seconds: float | None = None
+        self._staying: list[int] = []
+        self._over: PeerError | None = None
+        self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
+        self._execution = Execution(transport, self._settle)
+        self._stalls = Stalls(self.settings, transport)
+        self._said: dict[str, Operation] = {}  # ready here, and told
+        self._said_joining = self._said_leaving = False
+        self._negotiating: set[str] = set()  # what observers know to have begun
+        self._waiting_in = ""
+        self._ended = False  # in good order
+        self._broken = False  # an operation failed, and others may not know
+        self._cycle_ended = time.perf_counter()
+        self._pause_seconds = _SHORTEST_PAUSE_SECONDS
+        self._owner = threading.current_thread()
+        # A daemon: no thread of a library keeps a program alive that wants to end.
+        self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def activity(self) -> str:
+        """What the engine is in, for errors: an operation's name, or "idle"."""
+        return self._execution.activity or self._waiting_in or "idle"
+
+    @property
+    def failure(self) -> PeerError | None:
+        """Why nothing is run any more, since a rank is missed; None while all is well."""
+        return self._over
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer what happens from now on."""
+        self._set_observers((*self._observers, observer))
+
+    def ignore(self, observer: Observer) -> None:
+        """Tell an observer nothing any more."""
+        self._set_observers(tuple(each for each in self._observers if each != observer))
+
+    def submit(
+        self,
+        name: str,
+        signature: Sequence[str],
+        work: Work,
+        flags: int = 0,
+        *,
+        join_descriptor: bytes | None = None,
+        fusion: Sequence[Dense] = (),
+    ) -> Operation:
+        """Begin an operation; it is run once every rank has submitted one of this name.
+
+        signature: what must be equal on all ranks besides the name, in words: an error quotes those
+                that differ.
+        flags:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
+        join_descriptor: what a rank that has joined needs to take part, equal on all ranks; None:
+                it cannot.
+        fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
+        Raises ValueError when an operation of this name is still in flight, HorovodInternalError
+        after `close`.
+        """
+        intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
+        ready_name = ReadyName(name, intention, flags)
+        operation = Operation(ready_name, self.transport.size, work, fusion, self._hurry, self._at)
+        with self._changed:
+            self._refuse_when_closed(f"'{name}'")
+            if self._joining is not None:
+                raise ValueError(f"'{name}' cannot begin: this rank has joined, and must wait")
+            if name in self._pending:
+                raise ValueError(
+                    f"'{name}' is still in flight: requested to reduce, gather or broadcast a "
+                    "tensor with the same name as another tensor that is currently being "
+                    "processed; synchronize it first, or pass another name"
+                )
+            if self._over is not None:
+                self._broken = True
+                operation.finish(error=self._over)
+                return operation
+            self._submitters.add(threading.get_ident())
+            operation.ready_name = self._recognize(ready_name)
+            self._pending[name] = operation
+            self._submitted.append(operation)
+            if len(self._submitted) == 1:
+                self._changed.notify()
+        return operation
+
+    def join(self) -> Operation:
+        """Begin to stand in for this rank in what others submit, until every rank has joined.
+
+        The operation's result is the rank that joined last, the same on all ranks. Nothing else can
+        be submitted until then: ValueError.
+        """
+        ready_name = ReadyName("join", Intention((), None, ()), 0)
+        operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
+        with self._changed:
+            self._refuse_when_closed("join")
+            if self._joining is not None:
+                raise ValueError("this rank has joined already, and must wait")
+            if self._over is not None:
+                self._broken = True
+                operation.finish(error=self._over)
+                return operation
+            self._joining = operation
+            self._changed.notify()
+        return operation
+
+    def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
+        where the transport is of all ranks, wait for them to leave, too.
+
+        What others submit, or have, that needs this rank fails.
+        leave_timeout_seconds: how long to wait for the others, whatever happened, without ending
+        the job. Returns who has not left.
+        """
+        with self._changed:
+            self._closing = self._closing or reason
+            self._leave_timeout_seconds = leave_timeout_seconds
+            self._changed.notify()
+        self._thread.join()
+        return self._staying
+
+    def _recognize(self, ready_name: ReadyName) -> ReadyName:
+        """Return the object of the last announcement that was equal."""
+        before = self._ready_names.get(ready_name.name)
+        if before == ready_name:
+            return before
+        if len(self._ready_names) > self._limits[0]:
+            self._ready_names.clear()  # names that come once would be kept for ever
+        self._ready_names[ready_name.name] = ready_name
+        return ready_name
+
+    def _refuse_when_closed(self, what: str) -> None:
+        if self._outlived:
+            raise HorovodInternalError(
+                f"gtopk has left, as the main thread ended: {what} cannot begin; have the main "
+                "thread wait for those that train (thread.join())"
+            )
+        if self._closing is not None:
+            raise HorovodInternalError(
+                f"gtopk has been shut down: {what} cannot begin; after another init(), make "
+                "the optimizer anew"
+            )
+
+    def _hurry(self, operation: Operation) -> threading.Event | None:
+        """Have the next cycle begin at once, as this thread waits for an operation.
+
+        Return what tells that it is done; None: it is.
+        """
+        with self._changed:
+            if operation.done:
+                return None
+            operation.finished = operation.finished or threading.Event()
+            self._waits[threading.get_ident()] = operation.name
+            if not self._hurried:
+                self._hurried = True
+                self._changed.notify()
+            return operation.finished
+
+    def _at(self) -> str:
+        """Return what `where` says by now."""
+        return self.where()
+
+    def _run(self) -> None:
+        while self._await_turn():
+            self._cycle()
+        self._fail_all(self._over or PeerError("gtopk has been shut down"))
+        with self._changed:
+            while self._closing is None:
+                self._changed.wait(_LOOK_SECONDS)
+                self._look_for_the_end()
+            reason = self._closing
+        if self.transport.path == ():  # of all ranks: of the process
+            self._leave(reason)
+
+    def _await_turn(self) -> bool:
+        """Return when a cycle is to begin: True; or False when there will be none any more."""
+        with self._changed:
+            while self._over is None and not self._ended:
+                wait_seconds = self._due() - time.perf_counter()
+                if wait_seconds <= 0:
+                    return True
+                self._changed.wait(min(wait_seconds, _LOOK_SECONDS))
+                self._look_for_the_end()
+            return False
+
+    def _due(self) -> float:
+        """Return when the next cycle is to begin; see above."""
+        settings, rank = self.settings, self.transport.rank
+        if self._submitted:
+            if self._hurried or self._closing is not None or self.transport.size == 1:
+                return 0.0
+            burst_seconds = _LONGEST_BURST_CYCLES * settings.cycle_seconds
+            return min(
+                self._submitted[-1].submitted + settings.cycle_seconds,
+                self._submitted[0].submitted + burst_seconds,
+            )
+        if self._closing is not None and not self._said_leaving:
+            return 0.0
+        if self._joining is not None and not self._said_joining:
+            return 0.0
+        if not self._table.waits(rank):
+            return self._cycle_ended + settings.idle_seconds
+        if not self._table.is_waited_for(rank):
+            return 0.0
+        return self._cycle_ended + self._pause_seconds
+
+    def _look_for_the_end(self) -> None:
+        """Leave when the program has ended while a thread of its own keeps the process alive.
+
+        One that has submitted operations may go on to; any other may sleep for ever.
+        """
+        if self._closing is not None:
+            return
+        if threading.main_thread().is_alive() or self._owner.is_alive():
+            return
+        threads = [t for t in threading.enumerate() if t.is_alive() and not t.daemon]
+        if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
+            return
+        self._outlived = True
+        self._closing = self.sign(PROGRAM_ENDED)
+
+    def _cycle(self) -> None:
+        with self._changed:
+            submitted, self._submitted = self._submitted, []
+            self._hurried = False
+            joins = self._joining is not None and not self._said_joining
+            leaves = self._closing if not self._said_leaving else None
+        begun = time.perf_counter()
+        for operation in submitted:
+            operation.said = begun
+            self._said[operation.name] = operation
+        self._said_joining |= joins
+        self._said_leaving |= leaves is not None
+        announcement = self._announcement(submitted, joins, leaves)
+        self._waiting_in = next(iter(self._said), "join" if self._said_joining else "")
+        try:
+            with self.transport.operation(self._waiting_in or "a cycle"):
+                announcements = exchange(self.transport, announcement, self._table.slots)
+            self._take(announcements)
+        except BaseException as error:
+            self._give_up(error)
+        self.cycles += 1
+        self._cycle_ended = time.perf_counter()
+        self._waiting_in = ""
+
+    def _announcement(
+        self, submitted: Sequence[Operation], joins: bool, leaves: str | None
+    ) -> Announcement:
+        ready_names = [operation.ready_name for operation in submitted]
+        announcement = self._table.announcement_of(ready_names, self.transport.rank)
+        # Who leaves waits for the others' end however long that takes.
+        expired = (
+            {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
+        )
+        stuck = None if submitted else self._stuck()
+        if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
+            return announcement
+        limits = self._limits if self.cycles == 0 else ()
+        return announcement._replace(
+            joins=joins, leaves=leaves, expired=expired, stuck=stuck, limits=limits
+        )
+
+    def _stuck(self) -> str | None:
+        """Return the operation that the only thread that submits any has waited for a while."""
+        if len(self._submitters) != 1:
+            return None
+        (thread,) = self._submitters
+        operation = self._said.get(self._waits.get(thread, ""))
+        if operation is None or operation.finished is None:
+            return None
+        is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
+        return operation.name if is_long else None
+
+    def _take(self, announcements: Sequence[Announcement]) -> None:
+        """Do what follows from what the ranks say."""
+        if self.cycles == 0:
+            self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
+            self._table.capacity = self._limits[0]
+        now = time.perf_counter()
+        if self._observers:
+            self._tell_who_is_ready(announcements, now)
+        outcome = self._table.take(announcements)
+        grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
+        if self._observers:
+            self._tell_what_follows(outcome, now)
+        for name, error in outcome.refused:
+            self._refuse(name, error)
+        self._execute(outcome.ready, now)
+        if outcome.joined is not None:
+            self._finish_joining(outcome.joined)
+        if outcome.expired is not None:
+            raise PeerError(outcome.expired)
+        if outcome.left is not None:
+            self._end(*outcome.left)
+        self._stalls.warn(self._said.values(), self._table)
+
+    def _execute(self, ready: Sequence[Ready], agreed: float) -> None:
+        for each in ready:
+            operation = self._said.get(each.name)
+            if operation is not None:
+                operation.agreed = agreed
+        self._execution.run(ready, self._said, self._limits[1], self.stand_in)
+
+    def _refuse(self, name: str, error: CollectiveError) -> None:
+        operation = self._said.get(name)
+        if operation is not None:
+            self._broken |= isinstance(error, PeerError) and not self._said_leaving
+            self._settle([(operation, None, error)])
+
+    def _settle(self, outcomes: Sequence[Settled]) -> None:
+        """Set the outcome of operations; others may have their names from now on."""
+        with self._changed:
+            for operation, result, error in outcomes:
+                del self._said[operation.name], self._pending[operation.name]
+                operation.finish(result, error)
+
+    def _finish_joining(self, last: int) -> None:
+        with self._changed:
+            if self._joining is not None:
+                self._joining.finish(last)
+            self._joining = None
+            self._said_joining = False
+
+    def _end(self, rank: int, reason: str) -> None:
+        """Begin no further cycle, on all ranks alike: a rank left in good order."""
+        with self._changed:
+            self._ended = True
+            if not self._said_leaving:
+                self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Take part no more: the peers are inside an operation that this rank did not complete.
+
+        Going on with the next one would pair its messages with theirs of this one.
+        """
+        cause = error if isinstance(error, PeerError) else None
+        self.failed_in = self.activity
+        text = f"failed in {self.failed_in}: {type(error).__name__}: {error}"
+        self._broken = True
+        with self._changed:
+            self._over = cause or PeerError(f"this rank {text}")
+        self._execution.activity = ""
+        self.transport.announce_departure(str(error) if cause else self.sign(text))
+
+    def _fail_all(self, error: PeerError) -> None:
+        """Fail what is left, and what another thread submitted while the engine ended."""
+        with self._changed:
+            self._over = error
+            left = [*self._pending.values()]
+            left += [] if self._joining is None else [self._joining]
+            self._pending.clear()
+            self._submitted.clear()
+            self._joining = None
+            self._broken |= bool(left) and not self._said_leaving
+            for operation in left:
+                operation.finish(error=error)
+
+    def _leave(self, reason: str) -> None:
+        leave_timeout_seconds = self._leave_timeout_seconds
+        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
+            leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
+        self._staying = self.transport.leave(reason, leave_timeout_seconds)
+        if self._staying and self._leave_timeout_seconds is None and not self.ranks_may_leave:
+            self._end_the_job(f"{name_ranks(self._staying)} went on")
+
+    def _end_the_job(self, why: str) -> None:
+        if self.transport.name != "local":
+            say(f"rank {self.transport.rank} ends the job; {why}")
+            self.transport.abort(1, f"ended it: {why}")
+
+    def _set_observers(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
+        self._execution.notice = self._tell if observers else None
+
+    def _tell(self, event: Event) -> None:
+        for observer in self._observers:
+            observer(event)
+
+    def _tell_who_is_ready(self, announcements: Sequence[Announcement], now: float) -> None:
+        self._tell(Event("mark", "cycle", "", now))
+        for rank, announcement in zip(self.transport.ranks, announcements, strict=True):
+            for name in self._table.names_in(announcement):
+                if name not in self._negotiating:
+                    self._negotiating.add(name)
+                    self._tell(Event("begin", "negotiate", name, now))
+                self._tell(Event("mark", "ready", name, now, rank))
+
+    def _tell_what_follows(self, outcome: Outcome, now: float) -> None:
+        for name, *_ in (*outcome.ready, *outcome.refused):
+            if name in self._negotiating:
+                self._negotiating.remove(name)
+                self._tell(Event("end", "negotiate", name, now))
+
+
+def _nothing(transport: Transport, all_flags: list[int]) -> None:
+    """Do nothing; agreeing was all."""

@@ -1,0 +1,36 @@
+"""How ranks come to be: mpirun to start them, and who started this one. It needs no package."""
+
+from __future__ import annotations
+
+from ...errors import LaunchError, LaunchTimeoutError
+from .launched import Launched, carried_by, launched_by, launchers, require_sound_ranks
+from .mpirun import (
+    Mpi,
+    by_reason,
+    explain,
+    find_mpirun,
+    identify,
+    mpirun_command,
+    mpirun_settings,
+    rank_environment,
+    run,
+)
+
+__all__ = [
+    "LaunchError",
+    "LaunchTimeoutError",
+    "Launched",
+    "Mpi",
+    "by_reason",
+    "carried_by",
+    "explain",
+    "find_mpirun",
+    "identify",
+    "launched_by",
+    "launchers",
+    "mpirun_command",
+    "mpirun_settings",
+    "rank_environment",
+    "require_sound_ranks",
+    "run",
+]

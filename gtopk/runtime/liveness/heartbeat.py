@@ -1,0 +1,191 @@
+"""Heartbeat: what a rank has of its companion: it starts it, and hears from it who is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from collectives.transports import Transport
+from collectives.transports.transport import say
+
+from ..launch.parent import agent
+from .address import own_address
+from .companion import Setting, write_note
+from .watch import Peer
+
+_LEAVE_SECONDS: Final = 2.0  # what a companion gets to announce the departure
+_STARTS: Final = 3  # a companion that was killed is replaced
+
+# Loads this folder as gtopk.runtime.liveness, without what `import gtopk` loads besides.
+_BEGIN: Final = (
+    "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
+    "package.__path__ = [sys.argv[1]]; from gtopk.runtime.liveness.companion import main; main()"
+)
+
+
+class Lost(NamedTuple):
+    """A rank that is given up, and why; as errors say it."""
+
+    rank: int
+    why: str
+
+
+class Heartbeat:
+    """A rank's companion, from `start` to `close`.
+
+    on_lost: called with each rank that is given up, in a thread of the heartbeat's own.
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        warning_seconds: float,
+        on_lost: Callable[[Lost], None],
+    ) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._warning_seconds = warning_seconds
+        self._on_lost = on_lost
+        self._socket: socket.socket | None = None
+        self._step_file: int | None = None  # a file in memory, see `Setting`
+        self._companion: subprocess.Popen[bytes] | None = None
+        self._setting: Setting | None = None
+        self._sending = threading.Lock()
+        self._closing = False
+        self._first_loss = threading.Event()
+        self._lost: list[Lost] = []
+
+    def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
+        """Tell the other ranks where this one's companion hears; all ranks do so together."""
+        address = own_address(one_host=len(transport.neighbours()) == transport.size)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        port = 0
+        if address:
+            self._socket.bind((address, 0))
+            port = self._socket.getsockname()[1]
+        self._step_file = os.memfd_create("gtopk-note")
+        write_note(self._step_file, 0, "")
+        own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
+        said = transport.gather_object(own)
+        peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
+        # Every rank has added to it: none can choose it.
+        secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()
+        self._setting = Setting(
+            rank=transport.rank,
+            parent=os.getpid(),
+            launcher=agent(),  # Open MPI looks after its ranks itself
+            secret=secret,
+            socket=self._socket.fileno(),
+            note=self._step_file,
+            timeout_seconds=self._timeout_seconds,
+            warning_seconds=self._warning_seconds,
+            peers=peers,
+        )
+
+    def start(self) -> None:
+        """Start the companion; `meet` comes before."""
+        self._begin()
+        # A daemon: no thread of a library keeps a program alive that wants to end.
+        threading.Thread(target=self._hear, name="gtopk-heartbeat", daemon=True).start()
+
+    def lost(self, wait_seconds: float = 0.0) -> Lost | None:
+        """Return the first rank that was given up, waiting a little for word of one."""
+        self._first_loss.wait(wait_seconds)
+        return self._lost[0] if self._lost else None
+
+    def note(self, step: int, advice: str) -> None:
+        """Have the companion know what to say of this rank, should it end without a word."""
+        if self._step_file is not None and not self._closing:
+            write_note(self._step_file, step, advice)
+
+    def explain(self, why: str) -> None:
+        """Have the companion tell the others why this rank ends, when it does."""
+        self._order(f"because {' '.join(why.split())}")
+
+    def close(self) -> None:
+        """Have the others watch this rank no more: it leaves in good order."""
+        self._closing = True
+        self._order("leave")
+        if self._companion is not None:
+            self._await_end(self._companion)
+        if self._socket is not None:
+            self._socket.close()
+        if self._step_file is not None:
+            os.close(self._step_file)
+
+    def _await_end(self, companion: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            companion.wait(_LEAVE_SECONDS)
+        companion.kill()
+        companion.wait()
+        with self._sending, contextlib.suppress(OSError):  # what it did not take
+            assert companion.stdin is not None
+            companion.stdin.close()
+
+    def forget(self) -> None:
+        """Leave the companion to the rank: this process was forked from it."""
+        if self._companion is not None:
+            self._companion.returncode = 0  # else its end would be looked for here
+
+    def _begin(self) -> None:
+        assert self._setting is not None
+        companion = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[1])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._setting.socket, self._setting.note],
+            # What ends the rank's process group ends not the companion: the others are told first.
+            start_new_session=True,
+        )
+        assert companion.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed already
+            companion.stdin.write(self._setting.line())
+            companion.stdin.flush()
+        self._companion = companion
+
+    def _order(self, line: str) -> None:
+        companion = self._companion
+        if companion is None or companion.stdin is None:
+            return
+        with self._sending, contextlib.suppress(OSError, ValueError):  # it was killed, or has left
+            companion.stdin.write(f"{line}\n".encode(errors="replace"))
+            companion.stdin.flush()
+
+    def _hear(self) -> None:
+        """Take note of losses, until the companion ends; replace one that was killed."""
+        for left in reversed(range(_STARTS)):
+            companion = self._companion
+            assert companion is not None
+            assert companion.stdout is not None
+            with companion.stdout as reports:
+                for line in reports:
+                    self._order("heard")
+                    self._note(json.loads(line))
+            if self._closing:
+                return
+            companion.wait()
+            next_one = "another begins" if left else "the other ranks will give it up"
+            say(f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}")
+            if left:
+                self._begin()
+
+    def _own(self) -> Peer:
+        assert self._setting is not None
+        return self._setting.peers[self._setting.rank]
+
+    def _note(self, report: Mapping[str, Any]) -> None:
+        assert self._setting is not None
+        peer = self._setting.peers[report["lost"]]
+        lost = Lost(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
+        self._lost.append(lost)
+        self._first_loss.set()
+        self._on_lost(lost)

@@ -1,0 +1,59 @@
+"""The machine that figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from collectives import kernels
+from collectives.cores import usable_cores
+
+from .. import __version__
+
+
+class Machine(TypedDict):
+    """Where and when, with versions."""
+
+    processor: str
+    cores: int  # that this process may use
+    kernels: str
+    python: str
+    numpy: str
+    gtopk: str
+    started: str  # ISO 8601
+    load_before: float  # processes that run or want to, mean of the last minute
+    load_after: float
+
+
+def this_machine() -> Machine:
+    """Return what holds now; the load is to be looked at again in the end."""
+    return Machine(
+        processor=processor(),
+        cores=usable_cores(),
+        kernels=kernels.in_use(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        gtopk=__version__,
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        load_before=load(),
+        load_after=load(),
+    )
+
+
+def load() -> float:
+    """Return the load average of the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name where the kernel tells it, else its architecture."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

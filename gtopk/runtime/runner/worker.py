@@ -1,0 +1,62 @@
+"""A rank of gtopk.run: fetch the call, make it, report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Final
+
+from ... import settings
+from .. import standard_streams
+from ..launch import launched_by
+from .desk import visit
+
+# Begins a rank wherever gtopk lies: argv is [-c, the folder that gtopk lies in].
+BEGIN: Final = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); "
+    "from gtopk.runtime.runner.worker import main; main()"
+)
+_FRAMES: Final = 2  # main and call.make, above the function's own
+
+
+def main() -> None:
+    """Make the call of the desk that the environment names, and report what it came to."""
+    job = launched_by()
+    rank, ranks = (job.rank, job.size) if job else (0, 1)
+    address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
+    if folder := settings.RUN_OUTPUT.take():
+        _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
+    channel, preparation, content = visit(address, secret, rank)
+
+    # torch is first imported here: by now the desk knows that this rank has come.
+    from ... import __version__
+    from .. import object_codec as objects
+    from . import call, report
+
+    prepared = objects.decode(preparation, allow_pickle=False)
+    allow_pickle = prepared["allow_pickle"]
+    try:
+        if prepared["version"] != __version__:
+            raise ImportError(
+                f"this rank found gtopk {__version__}, and was started by {prepared['version']}; "
+                "install the same version on every host"
+            )
+        for module in prepared["to_install"]:
+            importlib.import_module(module).install()
+        call.surround(prepared["surroundings"])
+        said = report.of_result(call.make(content, allow_pickle), allow_pickle)
+    except BaseException as error:
+        said = report.of_error(error, _FRAMES)
+    standard_streams.flush()
+    channel.send(said)
+    channel.close()
+
+
+def _print_into(folder: Path) -> None:
+    """Send what this process and its children print to files, in place of the launcher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(file, descriptor)
+        os.close(file)

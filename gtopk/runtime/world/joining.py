@@ -1,0 +1,281 @@
+"""Joining: from what the launcher says to the transport that joins its ranks.
+
+    launcher                             transport
+    mpirun, srun with PMI or PMIx        mpi
+    torchrun, horovodrun, plain srun     torch.distributed (gloo)
+    none                                 torch.distributed within a process group, else local
+
+GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
+over NCCL, "staged" through pinned host memory. Where none is named, `gpu_messages` lays NCCL over
+the launcher's, if every rank has a GPU.
+
+An end to what no Python code can interrupt: MPI's start waits for ever for a rank that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from collectives.errors import PeerError
+from collectives.transports import TRANSPORTS, Transport, open_transport
+
+from ... import settings
+from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
+from ..launch.meeting import Address, horovodrun_server, master, srun_address
+from ..launch.parent import is_gone, launcher, ranks_here
+from ..launch.watchdog import Lookout, Roll
+from ..standard_streams import occupy_closed_descriptors
+from . import failure_file
+from .communicators import communicator_of, is_communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch._C._distributed_c10d import TCPStore
+
+
+_LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to
+
+
+@contextmanager
+def deadline(lookout: Lookout) -> Iterator[None]:
+    """Kill this process, and say why, should what is looked for come before the body ends.
+
+    By a process of its own: the body may hold Python's lock all the while.
+    """
+    if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
+        yield
+        return
+    program = os.path.abspath(watchdog.__file__)
+    dog = subprocess.Popen(
+        [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
+    )
+    assert dog.stdin is not None
+    try:
+        yield
+    finally:
+        dog.stdin.close()
+        try:
+            dog.wait(_LEAVES_SECONDS)
+        except subprocess.TimeoutExpired:  # it reads in /proc, where a page fault may hold it up
+            dog.kill()
+
+
+_OVER_ANOTHER: Final = ("nccl", "staged")
+
+
+def join(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    *,
+    over: str | None = None,
+    timeout_seconds: float | None = None,
+) -> Transport:
+    """Return the transport of the ranks that were launched with this one.
+
+    comm: an mpi4py communicator of the ranks to join, or which of the ranks launched join.
+    over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
+    Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
+    when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
+    process) when a rank is missing, PeerError (or ends the process) when the launcher is gone. Ends
+    the process when a rank that was started on this host has ended.
+    """
+    timeouts = _timeouts_seconds()
+    if timeout_seconds is not None:
+        timeouts = timeout_seconds, timeouts[1]
+    occupy_closed_descriptors()
+    require_sound_ranks()
+    those = comm if is_communicator(comm) else _ranks(comm)
+    job = launched_by()
+    if over is None:
+        over = settings.TRANSPORT.read()
+    if over not in _OVER_ANOTHER:
+        name = transport_for(job, {**os.environ, settings.TRANSPORT.name: over})
+        return _join(those, job, name, timeouts)
+    of_launcher = transport_for(job, {**os.environ, settings.TRANSPORT.name: ""})
+    host = _join(those, job, of_launcher, timeouts)
+    return open_transport(over, *timeouts, bootstrap=host)
+
+
+def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is amiss where fewer ranks have joined than were launched, to rank 0.
+
+    size: of the world that all of them were to be in.
+    Raises RuntimeError, on each, where each is alone and nobody has asked for that: they would
+    train as many models. GTOPK_TRANSPORT=local asks for it.
+    """
+    job = launched_by(environ)
+    if job is None or job.size <= size:
+        return None
+    wanted = settings.TRANSPORT.read(environ)
+    who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
+    if wanted:
+        who, way_out = (
+            f"GTOPK_TRANSPORT={wanted} makes",
+            "unset GTOPK_TRANSPORT to have them train one",
+        )
+    if wanted == "mpi":
+        way_out += f", or start the ranks with: mpirun -n {job.size} python ..."
+    amiss = (
+        f"{who} a world of {size} in each of the {job.size} processes that {job.launcher} has "
+        f"started ({job.variables[1]}={job.size}): each trains a model of its own; {way_out}"
+    )
+    if size == 1 and wanted != "local":
+        raise RuntimeError(amiss)
+    return amiss if job.rank == 0 else None
+
+
+def join_over(name: str) -> Transport:
+    """Return the transport of this name, whatever the launcher and the environment say."""
+    return open_transport(name, *_timeouts_seconds())
+
+
+def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
+    if name == "mpi" or is_communicator(comm):
+        with _watched(job, timeouts[1], all_join=comm is None):
+            return _join_mpi(comm, timeouts[0])
+    if name == "torch.distributed" and (job or comm):
+        with _watched(job, all_join=not comm and not _has_process_group()):
+            return _join_torch(job, comm, *timeouts)
+    if comm:
+        _check(comm, 0, 1)
+    return open_transport(name, *timeouts)
+
+
+def _ranks(comm: object) -> list[int] | None:
+    """Return the ranks that a list of them means; None where it means all."""
+    if comm is None:
+        return None
+    numbers: list[Any] = list(comm) if isinstance(comm, Iterable) else [None]
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError(
+            f"comm must be an mpi4py communicator, a list of ranks or None, got {comm!r}"
+        )
+    return numbers or None
+
+
+def _check(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Raise ValueError where the ranks that join cannot be these."""
+    if len(set(ranks)) != len(ranks) or not all(0 <= number < size for number in ranks):
+        raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
+    if rank not in ranks:
+        raise ValueError(
+            f"comm={list(ranks)} is without rank {rank}, which called init(); every rank passes "
+            "the ranks of its own world"
+        )
+
+
+def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
+    wanted = settings.TRANSPORT.read(environ)
+    if wanted and wanted not in TRANSPORTS:
+        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
+    if job is None and not wanted:
+        return "torch.distributed" if _has_process_group() else "local"
+    return carried_by(job, environ)
+
+
+def _has_process_group() -> bool:
+    """Tell whether this process is one of a group that its own program made."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
+    if comm is None:
+        return open_transport("mpi", timeout_seconds)
+    from collectives.transports.direct import open_mpi
+
+    if not is_communicator(comm):
+        from mpi4py import MPI
+
+        _check(comm, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        comm = communicator_of(comm)
+    return open_mpi(comm, timeout_seconds)
+
+
+def _watched(
+    job: Launched | None, seconds: float = math.inf, *, all_join: bool
+) -> AbstractContextManager[None]:
+    """Return what ends this process should the others not come, or MPI's start take longer.
+
+    When its launcher has ended, or, where all ranks join, one that it started on this host.
+    Companions look for the launcher from then on. Raises PeerError where it is gone already.
+    """
+    who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
+    which = f"{who} (host {socket.gethostname()}, pid {os.getpid()})"
+    named = job.launcher if job else "the launcher"
+    orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
+    if is_gone():
+        raise PeerError(orphaned)
+    roll = None
+    if job and all_join and (here := ranks_here(job)):
+        missed = (
+            f"gtopk: {which} cannot join the others: of those that {named} started on this host "
+            "{} before hvd.init()"
+        )
+        roll = Roll(missed, job.variables[0], job.rank, here, is_all=here == job.size)
+    late = (
+        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
+        "another rank has ended before hvd.init(), or cannot be reached"
+    )
+    file, record = "", {}
+    if job and (folder := failure_file.folder_from()):
+        file = os.path.abspath(failure_file.path_of(folder, job.rank))
+        record = failure_file.record_of(job.rank, job.size)
+    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record))
+
+
+def _join_torch(
+    job: Launched | None,
+    ranks: Sequence[int] | None,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+) -> Transport:
+    from collectives.transports.torch_distributed import join_at, open_torch_distributed
+
+    if ranks and job:
+        _check(ranks, job.rank, job.size)
+    elif ranks:
+        _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    # A process group, torchrun, or who does as it does.
+    if job is None or (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+        return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
+    store = _meet(job, start_timeout_seconds)
+    return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds, ranks)
+
+
+def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
+    """Return the store where the ranks meet; rank 0 serves it."""
+    from collectives.transports.rendezvous import connect
+
+    address = master(os.environ)
+    server = horovodrun_server(os.environ)
+    if address is None and server is not None:
+        if job.rank == 0:
+            host = server.own_host()
+            store = connect(host, 0, 0, start_timeout_seconds)
+            server.tell(Address(host, store.port), start_timeout_seconds)
+            return store
+        address = server.ask(job.rank, start_timeout_seconds)
+    elif address is None and job.launcher == "srun":
+        address = srun_address(os.environ)
+    if address is None:
+        raise RuntimeError(
+            f"{job.launcher} started this process as rank {job.rank} of {job.size} and does not "
+            "say where the ranks meet: set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a "
+            f"free port there, or start the ranks with: mpirun -n {job.size} python ..."
+        )
+    return connect(*address, job.rank, start_timeout_seconds)
+
+
+def _timeouts_seconds() -> tuple[float, float]:
+    """Return the longest a rank waits for a peer in an operation, and for all at the start."""
+    return settings.TIMEOUT.read(), settings.START_TIMEOUT.read()

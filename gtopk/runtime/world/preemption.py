@@ -1,0 +1,147 @@
+"""Preemption: after SIGTERM on any rank, all ranks know of it after the same step.
+
+    rank 0   | step 41 | step 42 | save | exit 143
+    rank 1   | step 41 x step 42 | save | exit 143      x: SIGTERM; a flag of step 42 says so
+
+Schedulers send SIGTERM to one rank, or to all but not at one time, some seconds before a host goes.
+Without `termination` it ends the rank, and so the job, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from ..coordinator.agreement import name_ranks
+from . import world
+from .guard import Guard
+from .state import World
+
+EXIT_CODE: Final = 128 + signal.SIGTERM
+
+
+def termination() -> Termination:
+    """Return an object that is true once a rank had SIGTERM, on all ranks after the same step.
+
+        with gtopk.termination() as preempted:
+            for inputs, targets in loader:
+                ...
+                optimizer.step()
+                if preempted:
+                    gtopk.save_checkpoint(folder, model, optimizer, loader, step)
+                    break
+
+    On leaving the block after that, every rank ends with exit code 143. It travels with the
+    flags of DistributedOptimizer's steps, those of `gtopk.ddp`'s hook and LocalSGD's outer steps;
+    `ask` is for others. A second SIGTERM ends its rank at once, as any does without the block.
+    """
+    return Termination()
+
+
+class Termination:
+    """True once all ranks know that one of them had SIGTERM."""
+
+    def __init__(self) -> None:
+        self._world = world.current()
+        self._before: Any = signal.SIG_DFL
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return which ranks had SIGTERM, as far as all know."""
+        return list(self._here().preempted)
+
+    def __bool__(self) -> bool:
+        return bool(self._here().preempted)
+
+    def ask(self) -> bool:
+        """Ask all ranks now, in a small exchange of its own; they call it at the same place.
+
+        For steps without such flags: of FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
+        """
+        here = self._here()
+        all_flags = here.engine.submit(
+            "termination",
+            [],
+            lambda transport, all_flags: all_flags,
+            flags=here.termination_requested,
+        ).wait()
+        here.note_preempted([rank for rank, flags in enumerate(all_flags) if flags])
+        return bool(self)
+
+    def __enter__(self) -> Termination:
+        """Handle SIGTERM from now on; raise ValueError in another than the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "gtopk.termination() must be entered in the main thread, the only one that Python "
+                f"tells of signals, got thread '{threading.current_thread().name}'"
+            )
+        self._before = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Restore the handler of SIGTERM; end the program where a rank was preempted."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._before)
+        if error is None and not self and self._here().termination_requested:
+            self._say(
+                "had SIGTERM after the last step, of which no other rank knows: a step within "
+                "another block tells them, or ask() of this one at the same place on all ranks"
+            )
+        if error is not None or not self:
+            return
+        # The launcher may send it to whoever ends last: there is nothing to say to that.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        here = self._here()
+        by = f"as {name_ranks(here.preempted)} had SIGTERM"
+        here.note_end(f"ended at step {here.step}, {by}", in_order=True)
+        self._say(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
+        sys.exit(EXIT_CODE)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        here = self._here()
+        here.termination_requested = True  # a rank that is lost later ends this one
+        if world.misses_a_rank():  # the launcher ends those that are left: nothing can be saved
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._say(
+            f"had SIGTERM at step {here.step}: all ranks will know after one of the next two "
+            "steps; a second one ends this rank at once"
+        )
+
+    def _here(self) -> World:
+        """Return the world, or the last one after `shutdown`."""
+        if world.is_initialized():
+            self._world = world.current()
+        return self._world
+
+    def _say(self, what: str) -> None:
+        """Write a line on stderr in one write, as a signal's handler can."""
+        name = f"rank {self._world.rank} of {self._world.size}"
+        place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        with contextlib.suppress(OSError):  # stderr is closed
+            os.write(2, f"gtopk: {name} ({place}) {what}\n".encode())
+
+
+def _after_fork() -> None:
+    """Let SIGTERM end a forked child (a worker of a Pool, say), which is no rank."""
+    handler = first = signal.getsignal(signal.SIGTERM)
+    while isinstance(outer := getattr(handler, "__self__", None), Termination):  # one in another
+        handler = outer._before
+    if handler is not first:
+        of_guard = isinstance(getattr(handler, "__self__", None), Guard)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else handler)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,245 @@
+"""Process sets: some of the ranks, with operations of their own, independent of the others'."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ... import settings
+from ..coordinator import Engine
+from ..coordinator.members import Members
+from . import world
+from .communicators import is_communicator, ranks_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class ProcessSet:
+    """Some of the ranks; every rank makes one, and they register it together.
+
+    ranks_or_comm: ranks of the world, or an mpi4py communicator. With a communicator, the sets of
+        two ranks may differ: each registers the one it is in.
+    process_set_id: None until it is registered, by `init` or `add_process_set`.
+    """
+
+    process_set_id: int | None = None
+    mpi_comm: MPI.Intracomm | None = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Intracomm) -> None:
+        self._ranks: list[int] | None = None
+        numbers: Any = ranks_or_comm
+        if is_communicator(ranks_or_comm):
+            self.mpi_comm = numbers
+            return
+        whole = isinstance(numbers, Iterable) and not isinstance(numbers, str | bytes)
+        numbers = list(numbers) if whole else [None]
+        if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
+            raise ValueError(
+                "ProcessSet should be initialized with a list of process ranks or an mpi4py "
+                f"communicator, got {ranks_or_comm!r}"
+            )
+        self._ranks = sorted(map(int, numbers))
+        if len(set(self._ranks)) < len(self._ranks):
+            raise ValueError(f"the ranks of a ProcessSet must be distinct, got {self._ranks}")
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks, in order; those of a communicator are known once the set is registered."""
+        members = self._find() if world.is_initialized() else None
+        return list(members.ranks) if members else self._ranks
+
+    def size(self) -> int | None:
+        """Return how many ranks are in the set; None while it is not registered."""
+        members = self._find()
+        return None if members is None else len(members.ranks)
+
+    def rank(self) -> int | None:
+        """Return this rank's place in the set; None while it is not registered.
+
+        Raises ValueError on a rank that is not in the set.
+        """
+        members = self._find()
+        if members is None:
+            return None
+        return members.ranks.index(self._included(members))
+
+    def included(self) -> bool | None:
+        """Tell whether this rank is in the set; None while it is not registered."""
+        members = self._find()
+        return None if members is None else world.current().rank in members.ranks
+
+    @property
+    def members(self) -> Members:
+        """The set's ranks, as this one of them sees them; ValueError where it is none of them."""
+        members = self.registered()
+        self._included(members)
+        return members
+
+    def registered(self) -> Members:
+        """Return the set's ranks, as any rank sees them; ValueError while it is not registered."""
+        members = self._find()
+        if members is None:
+            raise ValueError(
+                f"{self} is not registered: pass it to hvd.init(process_sets=...) or "
+                "hvd.add_process_set; after another init(), again"
+            )
+        return members
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the set's operations; ValueError where there is none, as in `members`."""
+        engine = self.members.engine
+        assert engine is not None
+        return engine
+
+    def _find(self) -> Members | None:
+        if self.process_set_id is None:
+            return None
+        members = world.current().sets.get(self.process_set_id)
+        # It may be another set's number by now: after shutdown() and init(), numbers begin anew.
+        same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
+        return members if same else None
+
+    def _included(self, members: Members) -> int:
+        rank = world.current().rank
+        if rank not in members.ranks:
+            raise ValueError(
+                f"rank {rank} is not in {self}: only its ranks {list(members.ranks)} may use it"
+            )
+        return rank
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
+def wanted(process_sets: object) -> list[ProcessSet]:
+    """Return the sets that init's argument asks for; "dynamic" allows to add some later.
+
+    Raises ValueError for what is no list of different process sets.
+    """
+    if process_sets is None:
+        return []
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
+        return []
+    sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
+    if isinstance(process_sets, str) or not all(isinstance(s, ProcessSet) for s in sets):
+        raise ValueError(
+            f"process_sets must be a list of ProcessSet, or 'dynamic', got {process_sets!r}"
+        )
+    listed = [process_set._ranks for process_set in sets if process_set.mpi_comm is None]
+    twice = [ranks for number, ranks in enumerate(listed) if ranks in listed[:number]]
+    if twice:
+        raise ValueError(f"process_sets holds the set of ranks {twice[0]} more than once")
+    return sets
+
+
+def register(process_set: ProcessSet) -> None:
+    """Give a process set operations of its own; every rank of the world calls it.
+
+    One that a recovery has carried over is taken up again.
+    Raises ValueError when there is a set of these ranks, or they are no ranks, and
+    HorovodInternalError, on every rank, when the ranks disagree.
+    """
+    here = world.current()
+    given = process_set._ranks if process_set.mpi_comm is None else None
+    if given is not None and not (given and all(0 <= rank < here.size for rank in given)):
+        raise ValueError(
+            f"a process set must have at least one rank, all of 0..{here.size - 1}, got {given}"
+        )
+
+    def find_ranks(transport: Transport, all_flags: list[int]) -> list[int]:
+        return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
+
+    signature = "an mpi4py communicator" if given is None else f"ranks {given}"
+    here.sets_made += 1
+    name = f"add_process_set.{here.sets_made}"
+    ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
+    for number, members in here.sets.items():
+        if list(members.ranks) == ranks:
+            if number not in here.carried:
+                raise ValueError(f"process set {number} has the ranks {ranks} already")
+            # A function under elastic.run that adds its sets begins anew after a recovery.
+            here.carried.discard(number)
+            break
+    else:
+        number = here.sets_made
+        here.open_set(number, ranks)
+    process_set._ranks = ranks
+    process_set.process_set_id = number
+
+
+def find_or_register(ranks: list[int]) -> ProcessSet:
+    """Return a process set of these ranks, a new one where there is none; all ranks call it."""
+    for number, members in world.current().sets.items():
+        if list(members.ranks) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    made = ProcessSet(ranks)
+    register(made)
+    return made
+
+
+def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
+    """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
+    sets = transport.gather_object(ranks_of(comm, transport))
+    for rank, ranks in enumerate(sets):
+        for other in ranks:
+            if sets[other] != ranks:
+                raise MismatchError(
+                    f"the ranks disagree about a process set: rank {rank}'s communicator has the "
+                    f"ranks {ranks}, rank {other}'s {sets[other]}; all ranks of a communicator "
+                    "must pass the same one"
+                )
+    return sets
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set after `init`, and return it; every rank of the world calls it.
+
+    Raises ValueError where sets are not dynamic, or there is one of these ranks already.
+    """
+    _must_be_dynamic()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    register(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set, and tell whether there was one; every rank of the world calls it.
+
+    What its members have submitted is run before. The set of all ranks stays. Raises ValueError
+    where sets are not dynamic.
+    """
+    _must_be_dynamic()
+    here = world.current()
+    number = process_set.process_set_id
+    if not number or process_set._find() is None:  # 0 is all ranks
+        return False
+    here.close_set(number, "removed its process set")
+    process_set.process_set_id = None
+    signature = [f"number {number}"]
+    name = f"remove_process_set.{number}"
+    here.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+    return True
+
+
+def _must_be_dynamic() -> None:
+    world.current()
+    if not settings.DYNAMIC_PROCESS_SETS.read():
+        raise ValueError(
+            f"process sets are added and removed only with {settings.DYNAMIC_PROCESS_SETS.name}=1 "
+            "in the environment or hvd.init(process_sets='dynamic'); others are passed to hvd.init"
+        )

@@ -1,0 +1,308 @@
+"""World: what a rank has of the job: its transport, its engine, where it sits, its records.
+
+Checked messages: whether all that ranks send each other travels with a checksum.
+
+Unfinished: what all ranks have under way together, and finish before they leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+from collectives.transports import Transport
+from collectives.transports.transport import CHANNELS
+
+from ... import __version__, settings
+from ...errors import HorovodInternalError
+from ..coordinator import Engine
+from ..coordinator.clocks import Offset, agree_on_now, clock_offset
+from ..coordinator.members import Members
+from .emulated_link import emulate_on
+from .gpu_messages import gpus_in_sight, over_gpus
+
+
+class Unfinished(Protocol):
+    """Something that every rank has under way, or none."""
+
+    def is_ready(self) -> bool:
+        """Tell whether this rank's part is done, so that `begin` would not wait."""
+
+    def begin(self, engine: Engine) -> Callable[[], None]:
+        """Submit what finishes it, which runs once all ranks have; return what ends it.
+
+        That is called once this rank has left, and raises what went wrong.
+        """
+
+
+def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return what the environment says; raise ValueError where that is nothing, or cannot be."""
+    is_wanted = settings.CHECK_MESSAGES.read(environ)
+    if is_wanted and transport.name == "nccl":
+        raise ValueError(
+            f"{settings.CHECK_MESSAGES.name}=1 cannot have NCCL's messages checked: unset it, or "
+            "let the GPUs' messages go through the hosts (GTOPK_TRANSPORT=staged)"
+        )
+    return is_wanted
+
+
+_log = logging.getLogger("gtopk")
+FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
+
+
+class WorldObserver(Protocol):
+    """What happens to a world, in this order; each is called on the rank's own thread."""
+
+    def join(self, world: World, before: World | None) -> bool:
+        """Begin to observe; tell whether the ranks' clocks must be compared for it.
+
+        before: the world that the same ranks have left for this one.
+        """
+        ...
+
+    def start(self, world: World) -> None:
+        """The world stands: its clock is known."""
+        ...
+
+    def open_set(self, world: World, number: int) -> None:
+        """A process set was added."""
+        ...
+
+    def resume(self, world: World) -> None:
+        """The world goes on from a step of an earlier run."""
+        ...
+
+    def leave(self, world: World) -> None:
+        """Every operation is over."""
+        ...
+
+    def pause(self, world: World) -> None:
+        """The run goes on in another world."""
+        ...
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        """The rank ends; how, in the words of a record. Called again, it changes nothing."""
+        ...
+
+
+_observers: Final[list[WorldObserver]] = []
+
+
+def register(observer: WorldObserver) -> None:
+    """Have an observer hear of every world that is made from now on."""
+    _observers.append(observer)
+
+
+class World:
+    """A rank's view of all ranks.
+
+    step:       how many optimizer steps this rank has finished; errors name it.
+    resumed:    whether it went on from a run before it.
+    clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
+    began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
+    advice:     how the job can go on when it ends before its time; errors end with it.
+    advised:    whether it was said what compression saves.
+    termination_requested: whether this rank had SIGTERM.
+    preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter.
+    sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
+                their operations without a name, anew: where ranks left the last one at different
+                operations, they agree again.
+    sets_made:  how many sets were made besides, those that were refused or removed included.
+    is_homogeneous: whether every node has as many ranks.
+    unfinished: what all ranks have under way, to be finished before they leave.
+    failures:   of that, what went wrong; known once this rank has left.
+    """
+
+    def __init__(self, transport: Transport, before: World | None = None) -> None:
+        """before: the world that the same ranks have left for this one."""
+        self.rank, self.size = transport.rank, transport.size
+        self.on_change: Callable[[], None] = lambda: None  # of step or advice
+        self._step = 0
+        self._advice = ""
+        self.resumed = False
+        self.advised = False
+        self.termination_requested = False
+        self.preempted: list[int] = []
+        self.optimizers: Counter[str] = Counter()
+        node = transport.neighbours()
+        self.local_rank, self.local_size = node.index(self.rank), len(node)
+        places = transport.gather_object([node[0], self.local_rank, gpus_in_sight()])
+        self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
+        # The nodes that have a process with this local rank, in order of their first rank.
+        nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
+        self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
+        checks_messages = checks_messages_on(transport)
+        emulate_on(transport)
+
+        def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
+            if checks_messages:  # all ranks alike: what they said of it was compared
+                transport.check_messages()
+            if not any(all_flags):
+                return Offset(), 0.0
+            return clock_offset(transport), agree_on_now(transport)
+
+        self.unfinished: list[Unfinished] = []
+        self.failures: list[Exception] = []
+        self._endings: list[Callable[[], None]] = []
+        self.engine = Engine(transport)
+        self.engine.finishes_later = self._finishes_later
+        self.sets = {0: Members(range(self.size), self.engine)}
+        self.sets_made = 0
+        self.carried: set[int] = set()  # sets of the world before, which nobody has added again
+        self._observers = tuple(_observers)
+        needs_clock = [each.join(self, before) for each in self._observers]
+        self.clock: Offset
+        self.began_unix_seconds: float
+        # Ranks of different versions may differ in anything: refuse them before they do.
+        init = self.engine.submit(
+            "init",
+            [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
+            meet,
+            flags=any(needs_clock),
+        )
+        try:
+            self.clock, self.began_unix_seconds = init.wait()
+        except HorovodInternalError:
+            # There is no world to leave later, and threads of the transport at the program's end
+            # would abort it.
+            self.engine.close("its init() failed", FAILED_SECONDS)
+            raise
+        self.engine.where = self.where
+
+    def where(self) -> str:
+        """Return at which step this rank is, in the words of errors."""
+        return f"at step {self.step}"
+
+    def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
+        """Return a name for an optimizer of parameters with these names.
+
+        Optimizers of the same names are numbered, in the order in which they come; those of some
+        ranks (None: of all) by themselves, as the others may not have them.
+        """
+        first = min(names)
+        if ranks is not None and len(ranks) < self.size:
+            first += f".of.{'.'.join(map(str, ranks))}"
+        self.optimizers[first] += 1
+        number = self.optimizers[first]
+        return first if number == 1 else f"{first}.{number}"
+
+    def open_set(self, number: int, ranks: Sequence[int]) -> None:
+        """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
+        engine = None
+        if self.rank in ranks:
+            # A stream of their own: a set is independent of whatever else the same ranks do.
+            engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
+            engine.where = self.where
+        self.sets[number] = Members(tuple(ranks), engine)
+        for each in self._observers:
+            each.open_set(self, number)
+
+    def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
+        """Open the sets of the world before, under the same numbers; every rank calls it.
+
+        made: how many were made there. A set that not every rank has, as what failed was to add or
+        to remove it, is forgotten.
+        """
+
+        def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
+            said = transport.gather_object([made, *sets])
+            numbers = set(sets).intersection(*(numbers for _, *numbers in said))
+            return max(made for made, *_ in said), sorted(numbers - {0})
+
+        self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
+        for number in numbers:
+            self.open_set(number, sets[number].ranks)
+        self.carried = set(numbers)
+
+    def close_set(self, number: int, reason: str) -> None:
+        """Run what the set's members have submitted, and forget the set."""
+        engine = self.sets.pop(number).engine
+        if engine is not None:
+            engine.close(reason)
+
+    def close(self, reason: str, in_order: bool = True) -> None:
+        """Leave the world, and have the record say how."""
+        self.leave(reason)
+        if self.failures:
+            reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
+        self.note_end(reason, in_order)
+        self.pause()
+
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+
+        What was unfinished is finished first; `failures` has what of it went wrong.
+        leave_timeout_seconds: how long to wait for the others instead; returns who stays.
+        """
+        self._begin_to_finish()
+        for number in [number for number in self.sets if number]:
+            self.close_set(number, reason)
+        staying = self.engine.close(reason, leave_timeout_seconds)
+        for each in self._observers:
+            each.leave(self)
+        for end in self._endings:
+            try:
+                end()
+            except Exception as error:  # of any kind: to be told once the rank has left
+                self.failures.append(error)
+        return staying
+
+    def _begin_to_finish(self) -> None:
+        unfinished, self.unfinished = self.unfinished, []
+        self._endings += [each.begin(self.engine) for each in unfinished]
+
+    def _finishes_later(self) -> bool:
+        if not all(each.is_ready() for each in self.unfinished):
+            return True
+        self._begin_to_finish()
+        return False
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps this rank has made."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.on_change()
+
+    @property
+    def advice(self) -> str:
+        """How the job can go on when it ends before its time."""
+        return self._advice
+
+    @advice.setter
+    def advice(self, advice: str) -> None:
+        self._advice = advice
+        self.on_change()
+
+    def resume(self, step: int) -> None:
+        """Go on from this step of a run that was before this world."""
+        self.step, self.resumed = step, True
+        for each in self._observers:
+            each.resume(self)
+
+    def note_preempted(self, ranks: Sequence[int]) -> None:
+        """Note the ranks that are preempted, as all ranks do in the same step."""
+        self.preempted = sorted({*self.preempted, *ranks})
+
+    def note_end(self, how: str, in_order: bool) -> None:
+        """Have the record say how this rank ends, before it does."""
+        for each in self._observers:
+            each.end(self, how, in_order)
+
+    def observe(self) -> None:
+        """Have the observers begin: the world stands."""
+        for each in self._observers:
+            each.start(self)
+
+    def pause(self) -> None:
+        """Have the observers write what they have: the run ends, or goes on in another world."""
+        for each in self._observers:
+            each.pause(self)

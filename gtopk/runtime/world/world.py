@@ -1,0 +1,359 @@
+"""The world of this process: joined by `init`, left by `shutdown` or when the program ends.
+
+Leaving while an exception is handled: nobody can tell whether it will end the program.
+
+In a `finally` it goes on its way, and the guard ends the job; in an `except` the program goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from collectives.errors import PeerTimeoutError
+from collectives.kernels import why_not_compiled
+from collectives.transports import Transport
+from collectives.transports.transport import say
+
+from ... import settings
+from ...errors import HorovodInternalError, InvalidCallError
+from .. import logs, standard_streams
+from ..coordinator.agreement import name_ranks
+from ..launch import Launched, launched_by, require_sound_ranks
+from . import failure_file
+from .guard import Guard, describe
+from .joining import join, left_apart
+from .state import FAILED_SECONDS, World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_EXCEPTION_SECONDS: Final = 1.0  # what an exception gets to come out, before the others are told
+
+
+class Leaving:
+    """A rank that leaves the world in a moment, while its program goes on.
+
+    close: leaves in good order; returns when every rank has left.
+    guard: stays, for the exception to come out.
+    """
+
+    def __init__(self, close: Callable[[], object], guard: Guard) -> None:
+        self.guard = guard
+        self._close = close
+        self._now = threading.Event()
+        self._thread = threading.Thread(target=self._leave, name="gtopk-leaving", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Leave now; return when every rank has left."""
+        self._now.set()
+        self._thread.join()
+        self.guard.remove()
+
+    def _leave(self) -> None:
+        self._now.wait(_EXCEPTION_SECONDS)
+        self._close()
+        self.guard.retire()
+
+
+_log = logging.getLogger("gtopk")
+_MOMENT_SECONDS: Final = 5.0
+
+
+_process: World | None = None
+_communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
+_guard: Guard | None = None
+# What marks the exception that was handled while `init` was called: no reason to end the job. Held
+# itself, it would keep all that its frames hold.
+_handled: object = None
+_MARK: Final = "_gtopk_handled"
+_leaving: Leaving | None = None  # of the last world
+_bereft: Guard | None = None  # of a world that was left, and that a rank had died in that might
+_forked_from: int | None = None
+_untold: list[Exception] = []  # what went wrong as this rank left, and no caller has heard of
+_of_thread = threading.local()
+
+
+def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
+    """Join the world that a launcher started, or be a world of one.
+
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
+        launcher started, that are the world; only they call this. Over MPI the others must start
+        it, too (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process
+        group, rank 0 of those launched must be among them: the others meet at it.
+    Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
+    until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
+    does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
+    for another comm.
+    """
+    if _process is None:
+        _init(comm)
+
+
+def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = None) -> None:
+    global _communicator
+    finish_leaving()
+    require_sound_ranks()
+    transport = _join(comm, launched_by(), failure_file.folder_from())
+    amiss = left_apart(transport.size) if comm is None else None
+    init_on(transport, before)
+    _communicator = comm
+    if amiss is not None:
+        _log.warning(amiss)
+
+
+def _join(
+    comm: MPI.Intracomm | Sequence[int] | None, job: Launched | None, failures: str
+) -> Transport:
+    """Return what `join` does; write down, in the folder of failure files, what it raises."""
+    if job is None or not failures:
+        return join(comm)
+    failure_file.remove_earlier(failures, job.rank, job.size)
+    try:
+        return join(comm)
+    except Exception as error:
+        failure_file.write_of_start(failures, job.rank, job.size, error)
+        raise
+
+
+def init_on(transport: Transport, before: World | None = None) -> None:
+    """Make a transport the world of this process, until `shutdown`; before: as of World."""
+    global _process, _guard, _handled
+    heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
+    failures = failure_file.folder_from()
+    failure_file.remove_earlier(failures, transport.rank, transport.size)
+    logs.speak(transport.rank)
+    if transport.rank == 0 and transport.size > 1:
+        _tell_of_slow_kernels()
+    here = World(transport, before)
+    guard = Guard(here, heartbeat_seconds, failures)
+    try:
+        guard.install()
+    except BaseException:
+        here.engine.close("its init() failed", FAILED_SECONDS)
+        guard.remove()
+        raise
+    _process, _guard = here, guard
+    _handled = object()
+    if (error := sys.exc_info()[1]) is not None:
+        with suppress(AttributeError):
+            setattr(error, _MARK, _handled)
+    here.observe()
+    atexit.register(_at_exit)
+
+
+def _tell_of_slow_kernels() -> None:
+    """Say which kernels run where they are not the compiled ones."""
+    if reason := why_not_compiled():
+        _log.warning(
+            "the NumPy kernels run, which are slower than the C++ core: %s; `gtopk doctor` says "
+            "how to get it",
+            reason,
+        )
+
+
+def shutdown() -> None:
+    """Leave the world; operations that other ranks begin afterwards fail on them.
+
+    Returns when every rank has called it, or has ended its program. While an exception is handled
+    that was raised after `init`, it returns at once: where the exception ends the program, it ends
+    the job; else this rank leaves a moment later, and waits for the others when its program ends.
+    Raises what went wrong with what all ranks had under way, such as a CheckpointError.
+    """
+    global _process, _guard, _handled, _leaving
+    if _process is None:
+        return
+    assert _guard is not None
+    failures: list[Exception] = []
+    error = sys.exc_info()[1]
+    if getattr(error, _MARK, None) is _handled:
+        error = None
+    how, in_order = "called shutdown()", error is None or isinstance(error, SystemExit)
+    if error is not None:
+        how += f" while it handled {describe(error, _process.where())}"
+    how = _guard.departure_notice(how)
+    if error is None or not _guard.needed:
+        _process.close(how, in_order)
+        failures = _process.failures
+        _guard.remove()
+        _let_the_program_end(_guard)
+    else:
+        _leaving = Leaving(partial(_process.close, how, in_order), _guard)
+    logs.fall_silent()
+    _process = _guard = _handled = None
+    for failure in failures:
+        raise failure
+
+
+def finish_leaving() -> None:
+    """Wait for the others where this rank is still leaving the last world."""
+    global _leaving
+    if _leaving is not None:
+        _leaving.finish()
+        _untold.extend(_leaving.guard.member.failures)
+        _let_the_program_end(_leaving.guard)
+        _leaving = None
+
+
+def misses_a_rank() -> bool:
+    """Tell whether a rank is lost, so that the job is at its end."""
+    return _guard is not None and _guard.misses_a_rank()
+
+
+def rejoin() -> None:
+    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+
+    Process sets stay registered.
+    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    """
+    global _process, _guard
+    here, guard = current(), _guard
+    if guard is None:
+        raise ValueError("a world of threads cannot be joined anew")
+    # Who has been silent for that long already is given a moment.
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    sets = here.sets.copy()
+    staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
+    if gone := sorted({*staying, *here.transport.lost()}):
+        failure = here.engine.failure
+        raise HorovodInternalError(
+            f"{name_ranks(gone)} cannot join this job anew"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
+        )
+    for lost in here.failures:
+        _log.error("%s", lost)
+    here.pause()
+    guard.remove()
+    atexit.unregister(_at_exit)
+    _process = _guard = None
+    _init(_communicator, here)
+    current().reopen_sets(sets, here.sets_made)
+    current().resume(here.step)
+    current().advice = here.advice
+    current().termination_requested = here.termination_requested
+    current().preempted = here.preempted
+
+
+def _let_the_program_end(guard: Guard) -> None:
+    """Have the program end as if there had been no world, where MPI can end with it."""
+    global _bereft
+    if _lacks_a_rank(guard):
+        _bereft = guard
+    else:
+        atexit.unregister(_at_exit)
+
+
+def _lacks_a_rank(guard: Guard) -> bool:
+    """Tell whether a rank has died that might, which MPI's own end would wait for."""
+    return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
+
+
+def _at_exit() -> None:
+    guard = _guard or _bereft
+    if _leaving is not None:
+        guard = _leaving.guard
+        _leaving.finish()
+    elif _process is not None and guard is not None:
+        error = _what_ended_the_program()
+        by = "" if error is None else f" by {describe(error)}"
+        _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
+        guard.close()
+    if guard is not None:
+        _untold.extend(guard.member.failures)
+    if _untold:
+        return
+    if guard is not None and _lacks_a_rank(guard) and guard.member.transport.name == "mpi":
+        _end_without_mpi()
+
+
+def _end_without_mpi() -> None:
+    """End this process, with exit code 1 where an exception has ended its program."""
+    standard_streams.flush()
+    os._exit(int(_what_ended_the_program() is not None))
+
+
+def _what_ended_the_program() -> BaseException | None:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
+
+
+def _end_by_what_went_wrong() -> None:
+    """Say what nobody was told, and end with exit code 1, which Python would not."""
+    if not _untold:
+        return
+    for failure in _untold:
+        say(f"exit code 1, not 0: {describe(failure)}")
+    standard_streams.flush()
+    os._exit(1)
+
+
+# Before what a script registers: it runs after that.
+atexit.register(_end_by_what_went_wrong)
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` has been called, and `shutdown` has not."""
+    return _find() is not None
+
+
+def current() -> World:
+    """Return the world; raise InvalidCallError before `init` and after `shutdown`."""
+    world = _find()
+    if world is None and _forked_from is not None:
+        raise InvalidCallError(
+            f"this process was forked from rank {_forked_from}: only the rank itself communicates"
+        )
+    if world is None:
+        raise InvalidCallError(
+            "gtopk has not been initialized: call hvd.init() first (import gtopk.torch as hvd)"
+        )
+    return world
+
+
+def _after_fork() -> None:
+    """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
+    global _process, _guard, _leaving, _bereft, _forked_from
+    guard = _leaving.guard if _leaving is not None else _guard or _bereft
+    if guard is None:
+        return
+    guard.forget()
+    atexit.unregister(_at_exit)
+    _untold.clear()
+    _forked_from = guard.member.transport.rank
+    _process = _guard = _leaving = _bereft = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _find() -> World | None:
+    return getattr(_of_thread, "world", None) or _process
+
+
+@contextmanager
+def entered(transport: Transport) -> Iterator[World]:
+    """Make a transport this thread's world: several ranks in one process, each in a thread."""
+    _of_thread.world = World(transport)
+    try:
+        yield _of_thread.world
+    except BaseException as error:
+        _of_thread.world.engine.close(f"it raised {type(error).__name__}: {error}")
+        raise
+    else:
+        _of_thread.world.close("its program ended")
+        for failure in _of_thread.world.failures:
+            raise failure
+    finally:
+        del _of_thread.world

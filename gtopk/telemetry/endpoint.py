@@ -1,0 +1,156 @@
+"""The Prometheus endpoint of a rank: its last step, as text that a Prometheus server collects.
+
+Off unless asked for; on this host alone unless another address is given: it has no password.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from .lines import Line, report_of
+from .page import Page
+from .step_report import PARTS, batch, density, parts
+
+_LOOPBACK: Final = "127.0.0.1"
+_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Address(NamedTuple):
+    """Where to listen."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str, said_by: str) -> Address:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
+
+    said_by: the variable or the argument, for the error.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+    return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+class Endpoint:
+    """Answers GET /metrics with what the lines it took say.
+
+    address: where it listens; of port 0, the port that was free.
+    Raises OSError where it cannot listen.
+    """
+
+    name = "the Prometheus endpoint"
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._metrics = Metrics(rank)
+        try:
+            self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
+        except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
+            raise OSError(
+                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
+            ) from error
+        self.address = Address(*self._page.address)
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take in what happened."""
+        self._metrics.take(lines)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._page.close()
+
+
+_HELP: Final[Mapping[str, tuple[str, str]]] = {
+    "gtopk_steps_total": ("counter", "Optimizer steps of this rank."),
+    "gtopk_skipped_steps_total": ("counter", "Steps that no rank applied: a NaN somewhere."),
+    "gtopk_divergences_total": ("counter", "Checks that found replicas apart."),
+    "gtopk_sent_bytes_total": ("counter", "Bytes this rank has sent for its steps."),
+    "gtopk_step_seconds": ("gauge", "Wall clock of the last step, by part."),
+    "gtopk_hidden_seconds": ("gauge", "What of the last step's exchange backward has hidden."),
+    "gtopk_density": ("gauge", "Share of the values that this rank has sent in the last step."),
+    "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
+    "gtopk_exchange_seconds": ("gauge", "What it took."),
+    "gtopk_batch_samples": ("gauge", "Samples of this rank in an optimizer step, last."),
+    "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last one recorded."),
+    "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
+    "gtopk_residual_norm": ("gauge", "Norm of this rank's residual."),
+    "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
+    "gtopk_value": ("gauge", "What the script has logged."),
+}
+
+
+class Metrics:
+    """What is known of a rank, by metric and label; threads may use it at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._steps = self._skipped = self._divergences = 0
+        self._values: dict[tuple[str, str], float] = {}
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take in what happened."""
+        with self._lock:
+            for line in lines:
+                self._values |= _metrics_of(line)
+                if line["what"] == "step":
+                    self._steps = line["step"] + 1
+                    self._skipped += line["skipped"]
+                self._divergences += line["what"] == "parted"
+            self._values["gtopk_steps_total", ""] = self._steps
+            self._values["gtopk_skipped_steps_total", ""] = self._skipped
+            self._values["gtopk_divergences_total", ""] = self._divergences
+
+    def text(self) -> str:
+        """Return all of it in Prometheus's text format."""
+        with self._lock:
+            values = dict(self._values)
+        said = []
+        for name, (kind, about) in _HELP.items():
+            found = {label: value for (metric, label), value in values.items() if metric == name}
+            if not found:
+                continue
+            said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+            for label, value in found.items():
+                more = f",{label}" if label else ""
+                number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
+                said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
+        return "\n".join(said) + "\n"
+
+
+def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
+    """Return what a line says, by metric and label."""
+    if line["what"] == "values":
+        return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
+    found: dict[str, float | None] = {}
+    if line["what"] == "withheld":
+        found = {
+            "gtopk_residual_norm": line["norm"],
+            "gtopk_residual_age_steps": line["age_steps"],
+        }
+    if line["what"] == "score":
+        found = {"gtopk_straggler_score": line["score"]}
+    if line["what"] != "step":
+        return {(name, ""): value for name, value in found.items() if value is not None}
+    step = report_of(line)
+    seconds = parts(step)
+    found = {
+        "gtopk_sent_bytes_total": line["bytes_so_far"],
+        "gtopk_hidden_seconds": step.hidden_seconds,
+        "gtopk_density": density(step),
+        "gtopk_predicted_seconds": step.predicted_seconds,
+        "gtopk_exchange_seconds": step.exchange_seconds,
+        "gtopk_batch_samples": batch(step),
+        "gtopk_local_steps": None if step.covers == "step" else step.local_steps,
+    }
+    return {
+        **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},
+        **{(name, ""): value for name, value in found.items() if value is not None},
+    }
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,185 @@
+"""Recorder: takes note of what a rank does, and has a thread of its own write it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from .lines import Line, step_line
+from .step_report import StepReport
+
+_log = logging.getLogger("gtopk")
+Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
+_PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take along
+
+
+class Sink(Protocol):
+    """Something that lines go to: a file, a tracker, or a script's own, for `gtopk.record(sinks=)`.
+
+    name: what messages call it.
+    Lines are dicts of plain values, as `gtopk.telemetry.lines` describes; `scalars_of` makes names
+    and numbers of one. A thread of the recorder's own calls, five times a second. One that raises
+    is called no more, with a warning; training goes on.
+    """
+
+    name: str
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take lines, in the order of time."""
+
+    def close(self) -> None:
+        """Expect no more."""
+
+
+class Recorder:
+    """Notes come from the program's threads; the sinks are the recorder's own thread's.
+
+    began: by time.perf_counter; what is noted is in seconds since then.
+    every: of so many steps one is written.
+    step:  tells how many steps this rank has finished.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], begin: Line, began: float, every: int, step: Callable[[], int]
+    ) -> None:
+        self._sinks = list(sinks)
+        self._began, self._every, self._step = began, every, step
+        self._noted: deque[Line | Noted] = deque([begin])
+        self._bytes = self._samples = self._steps = 0
+        self._samples_said: int | None = None  # by the script, of the step under way
+        self._left_out: Noted | None = None  # the last step, where it is not one to be written
+        self._writing = threading.RLock()
+        self._closing = threading.Event()
+        self._ended = False
+        self._handler = _MessageHandler(self)
+        _log.addHandler(self._handler)
+        self._thread = threading.Thread(target=self._run, name="gtopk-recorder", daemon=True)
+        self._thread.start()
+
+    def note_step(self, report: StepReport) -> None:
+        """Take note of a step; of what the script has said of it where nothing else tells."""
+        if report.samples is None:
+            report = replace(report, samples=self._samples_said)
+        self._samples_said = None
+        self._bytes += report.sent_bytes
+        self._samples += report.samples or 0
+        self._steps += 1
+        noted = (report, self._now(), self._bytes, self._samples)
+        if self._steps % self._every == 0 or report.skipped or self._steps == 1:
+            self._left_out = None
+            self._noted.append(noted)
+        else:
+            self._left_out = noted
+
+    def note_resumed(self) -> None:
+        """Take note that the run goes on from an earlier one, at the step that is known now."""
+        self._note("resumed")
+
+    def note_samples(self, count: int) -> None:
+        """Take note of samples that the step under way is of, too."""
+        self._samples_said = (self._samples_said or 0) + count
+
+    def note_values(self, values: Mapping[str, float]) -> None:
+        """Take note of what the script says."""
+        self._note("values", values=dict(values))
+
+    def note_residual(self, norm: float, age_steps: float | None) -> None:
+        """Take note of the residual: its norm, and how many steps it is worth."""
+        self._note("withheld", norm=norm, age_steps=age_steps)
+
+    def note_score(self, score: float) -> None:
+        """Take note of how fast this rank computes beside the fastest, which is 1."""
+        self._note("score", score=score)
+
+    def note_parted(self, parameters: Sequence[str], healed: bool) -> None:
+        """Take note of parameters that were not the same on all ranks, and what became of it."""
+        self._note("parted", parameters=list(parameters), healed=healed)
+
+    def note_message(self, level: str, text: str) -> None:
+        """Take note of what the library says."""
+        self._note("message", level=level, text=text)
+
+    def end(self, how: str, in_order: bool = True) -> None:
+        """Write the last step, what was noted and how this rank leaves, now.
+
+        Only the first reason counts.
+        """
+        if not self._ended:
+            self._ended = True
+            self._note_left_out()
+            self._note("end", how=how, in_order=in_order)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was noted, now."""
+        with self._writing:
+            lines: list[Line] = []
+            while self._noted:
+                note = self._noted.popleft()
+                lines.append(note if isinstance(note, dict) else step_line(*note))
+            if lines:
+                self._hand_out(lines)
+
+    def close(self) -> None:
+        """Write the last step and what was noted, and nothing more."""
+        if self._closing.is_set():
+            return
+        if not self._ended:
+            self._note_left_out()
+        self._closing.set()
+        _log.removeHandler(self._handler)
+        self._thread.join()
+        self.flush()
+        with self._writing:
+            for sink in list(self._sinks):
+                with self._dropped_if_it_fails(sink):
+                    sink.close()
+            self._sinks.clear()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _note(self, what: str, **content: Any) -> None:
+        line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
+        self._noted.append(line)
+
+    def _note_left_out(self) -> None:
+        if self._left_out is not None:
+            self._noted.append(self._left_out)
+            self._left_out = None
+
+    def _run(self) -> None:
+        while not self._closing.wait(_PAUSE_SECONDS):
+            self.flush()
+
+    def _hand_out(self, lines: list[Line]) -> None:
+        for sink in list(self._sinks):
+            with self._dropped_if_it_fails(sink):
+                sink.take(lines)
+
+    @contextmanager
+    def _dropped_if_it_fails(self, sink: Sink) -> Iterator[None]:
+        """Have the others go on without a sink that fails, in whatever way: not all are ours."""
+        try:
+            yield
+        except Exception as error:
+            self._sinks.remove(sink)
+            reason = f"{type(error).__name__}: {error}"
+            _log.warning("%s ends here, as %s; training goes on", sink.name, reason)
+
+
+class _MessageHandler(logging.Handler):
+    """Has the recorder take note of what the library logs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._recorder.note_message(record.levelname, record.getMessage())

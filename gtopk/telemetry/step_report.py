@@ -1,0 +1,282 @@
+"""What a step cost: times, bytes and entries, as this rank measured them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from ..units import seconds_text
+
+if TYPE_CHECKING:
+    from ..exchange.exchange import Exchanged
+    from ..runtime.coordinator import Operation
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step of this rank, or what stands for one: see `covers`.
+
+    step:                which one, from 0 on; the last one that it covers.
+    algorithm:           what reduced the gradients; "" where nothing did.
+    compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
+    synchronize_seconds: all that the program waited for the update; with compute, the whole step.
+    select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
+    apply_seconds:       of select_seconds: the update put in place, when all else is over.
+    communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
+    agree_seconds:       of communicate_seconds: until all ranks were known to be ready.
+    merge_seconds:       of communicate_seconds: encode, merge and decode here; neither waiting nor
+                         the wire. 0 for dense, whose adding is inside its allreduce.
+    code_seconds:        of merge_seconds: encode and decode.
+    hidden_seconds:      of what the engine's thread did for the step: accumulate, select and
+                         communicate while backward was still at work, or the program elsewhere.
+    working_seconds:     all that the engine's thread did for it; 1 - hidden/working was waited for.
+    buckets:             how many there were.
+    exchange_seconds:    accumulate, select, encode to decode, apply: what the cost model predicts.
+    predicted_seconds:   what it predicted for that; None where nothing was predicted.
+    dense_seconds:       what it predicts for a dense allreduce of the same gradients; None where
+                         nothing is compressed, or nothing was predicted.
+    sent_bytes:          by this rank, with headers.
+    sent_messages:       by this rank.
+    bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
+    coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
+    elements:            values of all gradients that were exchanged.
+    ranks:               that have exchanged together; 0: none have, or an earlier version wrote it.
+    samples:             that this rank's gradients come from; None where nobody said.
+    selected:            entries this rank picked (dense: all).
+    updated:             coordinates that the agreed update holds.
+    skipped:             a gradient, or a sum, was not finite: nothing was applied anywhere. Of a
+                         "period": some of this rank's own were not, and left out.
+    local_steps:         of this rank's optimizer, in what is covered; what was skipped may be none.
+    covers:              "step". Of mode "abs" a "round": its micro-batches, and their reduction,
+                         which goes on while the next round computes. Of LocalSGD an "outer step",
+                         with the steps before it; of mode "adaptive-sgd" a "mega-batch": this
+                         rank's batches in it, and the merge that ends it. Of the hogbatch modes a
+                         "period": what this worker did in a quarter of a second, and no less than a
+                         batch; the rest of an epoch is one, too.
+    """
+
+    step: int
+    algorithm: str
+    compute_seconds: float
+    synchronize_seconds: float
+    select_seconds: float
+    apply_seconds: float
+    communicate_seconds: float
+    agree_seconds: float
+    merge_seconds: float
+    code_seconds: float
+    hidden_seconds: float
+    working_seconds: float
+    buckets: int
+    exchange_seconds: float
+    predicted_seconds: float | None
+    sent_bytes: int
+    sent_messages: int
+    bytes_counted: bool
+    coded_entries: int
+    coded_bytes: int
+    elements: int
+    samples: int | None
+    selected: int
+    updated: int
+    skipped: bool
+    local_steps: int = 1
+    covers: str = "step"
+    ranks: int = 0
+    dense_seconds: float | None = None
+
+
+PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
+
+
+def parts(step: StepReport) -> dict[str, float]:
+    """Return where the wall clock of a step went, in seconds: PARTS, which add up to all of it.
+
+    Of what the engine's thread did, that which backward did not hide. What of the waiting for the
+    update is none of that is "wait": for other ranks to be ready, and for the engine's turn.
+    """
+    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
+    shown = max(0.0, 1.0 - hidden)
+    busy = {
+        "select": step.select_seconds - step.apply_seconds,
+        "pack": step.code_seconds,
+        "exchange": step.communicate_seconds - step.agree_seconds - step.merge_seconds,
+        "merge": step.merge_seconds - step.code_seconds,
+    }
+    waited = max(0.0, step.synchronize_seconds)
+    applied = min(waited, max(0.0, step.apply_seconds))
+    room = waited - applied
+    seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
+    total = sum(seconds.values())
+    fits = min(1.0, room / total) if total else 1.0
+    seconds = {part: fits * each for part, each in seconds.items()}
+    wait = room - sum(seconds.values())
+    seconds["select"] += applied
+    return {"compute": max(0.0, step.compute_seconds), "wait": max(0.0, wait), **seconds}
+
+
+def density(step: StepReport) -> float | None:
+    """Return the share of the values that this rank has sent; None where none were exchanged."""
+    return step.selected / step.elements if step.elements else None
+
+
+def batch(step: StepReport) -> float | None:
+    """Return the samples of a step of this rank's optimizer; None where nobody said, or none."""
+    if step.samples is None or not step.local_steps:
+        return None
+    return step.samples / step.local_steps
+
+
+@dataclass
+class Balance:
+    """What compression has cost a run so far, beside what dense gradients would have."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    dense_seconds: float = 0.0
+    selected: int = 0
+    elements: int = 0
+    coded_entries: int = 0
+    coded_bytes: int = 0
+    algorithm: str = ""
+
+    def note(self, step: StepReport, count: int = 1) -> None:
+        """Count a step, or as many like it, if it is known what a dense one would have taken."""
+        if step.dense_seconds is None or step.skipped:
+            return
+        self.steps += count
+        self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
+        self.exchange_seconds += count * step.exchange_seconds
+        self.dense_seconds += count * step.dense_seconds
+        self.selected += step.selected
+        self.elements += step.elements
+        self.coded_entries += step.coded_entries
+        self.coded_bytes += step.coded_bytes
+        self.algorithm = step.algorithm
+
+    def verdict(self) -> str:
+        """Return whether compression has paid, in a sentence; "" where nothing tells.
+
+        Of dense it is known what the exchange takes, by the model, and not what backward hides.
+        """
+        if not self.steps or not self.elements:
+            return ""
+        saved = self.dense_seconds - self.exchange_seconds
+        run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense"
+        if abs(saved) < _CLOSE * self.seconds:
+            result = f"compression neither saved nor cost time in {seconds_text(self.seconds)}"
+        elif saved > 0:
+            result = f"compression saved up to {seconds_text(saved)} of {run}"
+        else:
+            result = (
+                f"compression cost up to {seconds_text(-saved)} of {seconds_text(self.seconds)}: "
+                "Compression.none is faster here"
+            )
+        bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0
+        wire = f", wire {bits:.3g} bits an entry" if bits else ""
+        return (
+            f"{result} (dense by estimate); used {self.algorithm}, density "
+            f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
+        )
+
+
+_CLOSE: Final = 0.01  # of a run: less is not told from nothing
+
+
+class Sized(Protocol):
+    """A bucket, as far as its size goes."""
+
+    @property
+    def elements(self) -> int: ...
+
+
+class Reported(Protocol):
+    """A transaction, or what stands for one, as far as its report goes; see `StepTransaction`."""
+
+    @property
+    def operations(self) -> Mapping[int, Operation]: ...
+    @property
+    def exchanged(self) -> Mapping[int, Exchanged]: ...
+    @property
+    def spans(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def bucket_exchanges(self) -> Sequence[Sized]: ...
+
+
+@dataclass
+class Seen:
+    """What was seen of a step that is no StepTransaction: as much of one as a report goes by."""
+
+    operations: dict[int, Operation] = field(default_factory=dict)
+    exchanged: dict[int, Exchanged] = field(default_factory=dict)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    bucket_exchanges: list[Any] = field(default_factory=list)
+
+
+def report(
+    transaction: Reported,
+    *,
+    step: int,
+    compute_seconds: float,
+    waits: Sequence[tuple[float, float]],
+    synchronize_seconds: float,
+    apply_seconds: float,
+    predicted_seconds: float | None,
+    skipped: bool,
+    samples: int | None,
+    local_steps: int = 1,
+    covers: str = "step",
+    dense_seconds: float | None = None,
+) -> StepReport:
+    """Return what a transaction, which is over, was for its step.
+
+    waits: from when to when the program waited; they do not overlap.
+    predicted_seconds: of the step, where the exchanges themselves predict nothing.
+    """
+    operations, exchanged = transaction.operations.values(), list(transaction.exchanged.values())
+    select_seconds = sum(each.select_seconds for each in exchanged)
+    exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
+    agree_seconds = sum(operation.agree_seconds for operation in operations)
+    predictions = [each.predicted_seconds for each in exchanged]
+    if predictions and None not in predictions:
+        predicted_seconds = sum(filter(None, predictions))
+    return StepReport(
+        step=step,
+        algorithm="+".join(sorted({each.algorithm for each in exchanged})),
+        compute_seconds=compute_seconds,
+        synchronize_seconds=synchronize_seconds,
+        select_seconds=select_seconds + apply_seconds,
+        apply_seconds=apply_seconds,
+        communicate_seconds=sum(each.communicate_seconds for each in exchanged) + agree_seconds,
+        agree_seconds=agree_seconds,
+        merge_seconds=sum(each.merge_seconds for each in exchanged),
+        code_seconds=sum(each.coded.seconds for each in exchanged),
+        hidden_seconds=sum(_outside(span, waits) for span in transaction.spans),
+        working_seconds=sum(ended - begun for begun, ended in transaction.spans),
+        buckets=len(transaction.bucket_exchanges),
+        exchange_seconds=exchange_seconds if exchanged else 0.0,
+        predicted_seconds=predicted_seconds if exchanged else None,
+        sent_bytes=sum(operation.traffic.sent_bytes for operation in operations),
+        sent_messages=sum(operation.traffic.sent_messages for operation in operations),
+        bytes_counted=all(each.bytes_counted for each in exchanged),
+        coded_entries=sum(each.coded.entries for each in exchanged),
+        coded_bytes=sum(each.coded.bytes for each in exchanged),
+        elements=sum(bucket_exchange.elements for bucket_exchange in transaction.bucket_exchanges),
+        samples=samples,
+        selected=sum(each.selected for each in exchanged),
+        updated=sum(each.updated for each in exchanged),
+        skipped=skipped,
+        local_steps=local_steps,
+        covers=covers,
+        ranks=max((operation.ranks for operation in operations), default=0),
+        dense_seconds=dense_seconds if exchanged else None,
+    )
+
+
+def _outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of a span in which the program did not wait."""
+    begun, ended = span
+    waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)
+    return max(0.0, ended - begun - waited)

@@ -1,0 +1,188 @@
+"""Stragglers: how fast each rank computes beside the fastest, as all of them tell now and then.
+
+    step     1 ... 6 | 7 ... 12 |          seconds from a step's end until this rank was ready for
+    scores           m          m          the next exchange; m: the median of its last five
+
+    score = the least of all ranks' medians / this rank's
+
+So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
+scores are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
+A rank may be slow now and then where programs share cores: it is warned of after three scores in a
+row, once a minute at most, and never where the ranks of its host outnumber the cores they may use.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from collectives.cores import allowed_cores, usable_cores
+from collectives.transports import Transport
+
+from .start import recorder_of
+
+if TYPE_CHECKING:
+    from ..runtime.coordinator import Engine, Operation
+    from ..runtime.world.state import World
+
+_log = logging.getLogger("gtopk")
+_EVERY: Final = 6  # steps: no two windows share one
+_WINDOW: Final = 5  # one step that evaluates or saves is no straggler
+_IN_A_ROW: Final = 3  # scores: what slows down is told of within 22 steps
+SLOW: Final = 0.25
+CAUGHT_UP: Final = 0.5
+_LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
+QUIET_SECONDS: Final = 60.0  # after a rank was told of
+
+
+class Told(NamedTuple):
+    """What all ranks know after flags.
+
+    seconds: by place among the ranks; 0 where a rank had none.
+    slow:    the places of those that are, after several scores in a row.
+    hosts:   of all, where others are slow than before.
+    crowded: those of the hosts whose ranks outnumber the cores.
+    """
+
+    seconds: list[float]
+    slow: list[int]
+    hosts: list[str]
+    crowded: set[str]
+
+    def scores(self) -> list[float | None]:
+        """Return every rank's score; None where it had no seconds."""
+        fastest = min((each for each in self.seconds if each), default=0.0)
+        return [fastest / each if each else None for each in self.seconds]
+
+
+class Stragglers:
+    """One rank's part in it, for steps that all ranks take alike.
+
+    scores: of all ranks, by their place, as told last; None before.
+    """
+
+    def __init__(self, here: World, engine: Engine, name: str) -> None:
+        """name: of the operation, equal on all ranks."""
+        self.scores: list[float | None] | None = None
+        self._world, self._engine = here, engine
+        self._name = f"{name}.speed"
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._telling: Operation | None = None
+        # The engine's thread's own; equal on all ranks.
+        self._slow: list[int] = []
+        self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
+        self._hosts: list[str] = []
+        self._crowded: set[str] = set()
+        self._warned: set[int] = set()  # of these, and not yet that they have caught up
+        self._quiet_until: dict[int, float] = {}
+
+    def note(self, steps: int, seconds: float | None) -> None:
+        """Take note of a step; where it is time, begin to tell the others.
+
+        steps: how many all ranks have applied, equal on all of them.
+        seconds: from the end of the step before until this rank was ready; None: not known.
+        """
+        if self._engine.transport.size == 1:
+            return
+        if seconds is not None:
+            self._recent.append(seconds)
+        if self._telling is not None and self._telling.done:
+            if self._telling.error is None:  # else a rank has joined, or left
+                self._hear(self._telling.result)
+            self._telling = None
+        if steps % _EVERY == 0 and self._telling is None:
+            median = statistics.median(self._recent) if self._recent else 0.0
+            self._telling = self._engine.submit(
+                self._name, [], self._take, flags=round(1e6 * median)
+            )
+
+    def _take(self, transport: Transport, all_flags: Sequence[int]) -> Told:
+        """Run on the engine's thread, on all ranks alike."""
+        told = Told([flags / 1e6 for flags in all_flags], [], [], set())
+        for place, score in enumerate(told.scores()):
+            is_slow = place in self._slow
+            if score is not None and is_slow:
+                is_slow = score < CAUGHT_UP
+            elif score is not None:
+                if score <= SLOW and told.seconds[place] >= _LEAST_SECONDS:
+                    self._in_a_row[place] += 1
+                else:
+                    self._in_a_row[place] = 0
+                is_slow = self._in_a_row[place] >= _IN_A_ROW
+            if is_slow:
+                self._in_a_row[place] = 0
+                told.slow.append(place)
+        if told.slow != self._slow:
+            mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
+            said = transport.gather_object(mine)
+            told.hosts.extend(host for host, *_ in said)
+            told.crowded.update(crowded(said))
+        self._slow = told.slow
+        return told
+
+    def _hear(self, told: Told) -> None:
+        self.scores = told.scores()
+        if told.hosts:
+            self._hosts, self._crowded = told.hosts, told.crowded
+        score = self.scores[self._engine.transport.rank]
+        if (recorder := recorder_of(self._world)) is not None and score is not None:
+            recorder.note_score(score)
+        if self._engine.transport.rank == 0:
+            self._say(told)
+
+    def _say(self, told: Told) -> None:
+        """Warn of who is slow, and of who no more."""
+        ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
+        fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
+        for place in told.slow:
+            score = scores[place]
+            waits = now < self._quiet_until.get(place, now) or score is None
+            if place in self._warned or waits or self._hosts[place] in self._crowded:
+                continue
+            assert score is not None
+            self._warned.add(place)
+            self._quiet_until[place] = now + QUIET_SECONDS
+            _log.warning(
+                "rank %d (host %s) computes %.3g ms per step, the fastest rank %.3g ms (%.2g times "
+                "slower, at step %d): the others wait for it. Give each rank what it can do "
+                "(loader = hvd.adapt(loader, optimizer)), or see what else runs there",
+                ranks[place],
+                self._hosts[place],
+                1e3 * told.seconds[place],
+                fastest,
+                1 / score,
+                self._world.step,
+            )
+        for place in sorted(self._warned.difference(told.slow)):
+            self._warned.remove(place)
+            _log.warning(
+                "rank %d (host %s) has caught up: it computes %.3g ms per step, the fastest rank "
+                "%.3g ms (at step %d)",
+                ranks[place],
+                self._hosts[place],
+                1e3 * told.seconds[place],
+                fastest,
+                self._world.step,
+            )
+
+
+def crowded(said: Sequence[Sequence[str]]) -> set[str]:
+    """Return the hosts whose ranks outnumber the cores that they may use.
+
+    said: of each rank, its host, how many cores it may use, and their names.
+    """
+    ranks = Counter(host for host, *_ in said)
+    found = set()
+    for host in ranks:
+        theirs = [(int(usable), names) for h, usable, *names in said if h == host]
+        cores = set().union(*(names for _, names in theirs))
+        # Ranks that share all of them may have a container's share of their time only.
+        share = min(usable if len(names) == len(cores) else len(cores) for usable, names in theirs)
+        if share < ranks[host]:
+            found.add(host)
+    return found

@@ -1,0 +1,326 @@
+"""The timeline: what a rank's engine does, as a trace that Chrome and Perfetto show.
+
+    HOROVOD_TIMELINE=FILE       of rank 0, from init on; DYNAMIC: when the program says so
+    HOROVOD_TIMELINE_MARK_CYCLES=1
+    hvd.start_timeline(FILE), hvd.stop_timeline()
+    GTOPK_TIMELINE=DIR          of every rank, DIR/timeline-00000.json; `gtopk timeline DIR` puts
+                                them together on rank 0's clock
+
+A row for each operation:
+
+    allreduce.weight   |NEGOTIATE_ALLREDUCE........|ALLREDUCE                                      |
+                          0        2         1     |MEMCPY_IN_..|MPI_ALLREDUCE..|MEMCPY_OUT_...|
+                          the rank that became ready
+
+and one for the steps of each optimizer, with a counter of what backward has hidden of the exchange:
+
+    steps of weight    |BACKWARD........................|     |SYNCHRONIZE|
+    hidden ms, exposed ms
+
+In the modes of `adapt` whose optimizers step as they can, for each round, mega-batch or period:
+
+    each round of weight   |ROUND..........................|ROUND................|
+                           |COMPUTE........|WAIT|COMPUTE...|COMPUTE.........|WAIT|
+
+The file is complete JSON after every write, also when the job dies: what is new is written over
+the bracket that ends it, and ends in another one. A disk that is full ends the trace, not the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from .. import settings
+from ..runtime.coordinator import Engine, Event, Observer
+from ..runtime.coordinator.clocks import Offset
+from ..runtime.world.state import World
+
+_log = logging.getLogger("gtopk")
+_LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
+_END: Final = b"\n]\n"
+RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
+
+
+class Span(NamedTuple):
+    """From when to when a rank did something, by time.perf_counter.
+
+    said: what is shown beside it.
+    """
+
+    what: str
+    began: float
+    ended: float
+    said: Mapping[str, Any] = {}
+
+
+class Step(NamedTuple):
+    """What a rank did in a step of an optimizer, or in what stands for one.
+
+    name:    of the optimizer's operations.
+    spans:   side by side, or one within another.
+    working: of the engine's thread; hidden: of that, while the program was at work, too.
+    kind:    of its row: "steps", "each round".
+    """
+
+    name: str
+    spans: Sequence[Span]
+    working_seconds: float
+    hidden_seconds: float
+    kind: str = "steps"
+
+
+class Whose(NamedTuple):
+    """Whose trace it is.
+
+    run: when the run began, in seconds of Unix: the same on all its ranks, on those of no other.
+    """
+
+    rank: int
+    ranks: int
+    run: float
+    clock: Offset
+
+
+class Timeline:
+    """Writes what engines tell; a thread of its own does the writing."""
+
+    def __init__(
+        self,
+        path: str,
+        transport: str,
+        mark_cycles: bool,
+        whose: Whose | None = None,
+    ) -> None:
+        """whose: of a trace that is to be put together with those of other ranks."""
+        self._library = _LIBRARY.get(transport, transport.upper())
+        self._mark_cycles = mark_cycles
+        self._begun = time.perf_counter()
+        self._rows: dict[str, int] = {}
+        self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
+        self._is_over = False  # the disk is full, say
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
+        if whose is not None:
+            told = {
+                "rank": whose.rank,
+                "ranks": whose.ranks,
+                "run": whose.run,
+                "host": socket.gethostname(),
+                "began_seconds": self._begun - whose.clock.ahead_seconds,  # on rank 0's clock
+                "uncertain_seconds": whose.clock.uncertain_seconds,
+            }
+            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": told}])
+        self._watched: list[tuple[Engine, Observer]] = []
+        self._heard: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
+        self._thread.start()
+
+    def watch(self, engine: Engine, of: str = "") -> None:
+        """Write what an engine tells from now on; its rows are named as its operations, and `of`.
+
+        What it has not finished when the timeline ends does not end in it.
+        """
+        observer = partial(self.note, of)
+        engine.observe(observer)
+        self._watched.append((engine, observer))
+
+    def note(self, of: str, event: Event) -> None:
+        """Take note of something that an engine did; quick, for its thread."""
+        if not self._is_over:
+            self._heard.put((of, event))
+
+    def note_step(self, step: Step) -> None:
+        """Take note of a step of an optimizer."""
+        if not self._is_over:
+            self._heard.put(step)
+
+    def close(self) -> None:
+        """Write what was heard, and nothing more."""
+        for engine, observer in self._watched:
+            engine.ignore(observer)
+        self._heard.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        goes_on = True
+        while goes_on:
+            heard = [self._heard.get()]
+            while not self._heard.empty():
+                heard.append(self._heard.get())
+            goes_on = None not in heard
+            self._append([record for note in heard for record in self._records_of(note)])
+        os.close(self._file)
+
+    def _append(self, records: list[dict[str, Any]]) -> None:
+        text = "".join(f",\n{json.dumps(record)}" for record in records).encode()
+        if self._is_over or not text:
+            return
+        try:
+            if os.pwrite(self._file, text + _END, self._length) < len(text + _END):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._length += len(text)
+        except OSError as error:
+            self._is_over = True
+            _log.warning("the timeline ends here, as %s; training goes on", error)
+            with contextlib.suppress(OSError):  # what fitted of it goes, the end was there before
+                os.ftruncate(self._file, self._length)
+                os.pwrite(self._file, _END, self._length)
+
+    def _records_of(self, note: tuple[str, Event] | Step | None) -> Iterator[dict[str, Any]]:
+        if isinstance(note, Step):
+            yield from self._step_records(note)
+        elif note is not None:
+            yield from self._records(*note)
+
+    def _step_records(self, step: Step) -> Iterator[dict[str, Any]]:
+        name = f"{step.kind} of {step.name.removeprefix('gradients.')}"
+        if name not in self._rows:
+            yield from self._new_row(name)
+        place = {"pid": self._rows[name], "tid": self._rows[name]}
+        for span in step.spans:
+            # Both ends are rounded, so that what was within another, or after it, still is.
+            began, ended = self._microseconds(span.began), self._microseconds(span.ended)
+            at = {"ts": began, "dur": round(ended - began, 1)}
+            yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.said)}
+        if step.working_seconds:
+            exposed_seconds = step.working_seconds - step.hidden_seconds
+            shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
+            at = {"ts": self._microseconds(max(span.ended for span in step.spans))}
+            # Counters of one name and process are one; in a trace of all ranks a rank is a process.
+            yield {"ph": "C", "name": f"exchange in {name}", **at, **place, "args": shown}
+
+    def _microseconds(self, seconds: float) -> float:
+        """Return a time of time.perf_counter as one since the timeline began."""
+        return round((seconds - self._begun) * 1e6, 1)
+
+    def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
+        """Yield the records of Chrome's format for an event."""
+        at = {"ts": self._microseconds(event.seconds)}
+        if event.what == "cycle":
+            if self._mark_cycles:
+                yield {"ph": "i", "name": "CYCLE_START", **at, "s": "g", "pid": 0, "tid": 0}
+            return
+        name = event.name + of
+        if name not in self._rows:
+            yield from self._new_row(name)
+        row = self._rows[name]
+        place = {"pid": row, "tid": row}
+        if event.what == "ready":
+            yield {"ph": "X", "name": str(event.rank), **at, "dur": 0, **place}
+        elif event.phase == "begin":
+            self._open[row] += 1
+            yield {"ph": "B", "name": self._label(event), **at, **place}
+        elif self._open[row]:  # else it began before the timeline
+            self._open[row] -= 1
+            yield {"ph": "E", **at, **place}
+
+    def _new_row(self, name: str) -> Iterator[dict[str, Any]]:
+        row = self._rows[name] = len(self._rows) + 1
+        place = {"pid": row, "tid": row}
+        yield {"ph": "M", "name": "process_name", **place, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": row}}
+
+    def _label(self, event: Event) -> str:
+        """Return Horovod's word for what has begun."""
+        kind = event.name.partition(".")[0].upper()
+        return {
+            "negotiate": f"NEGOTIATE_{kind}",
+            "execute": kind,
+            "copy-in": "MEMCPY_IN_FUSION_BUFFER",
+            "reduce": f"{self._library}_{kind}",
+            "copy-out": "MEMCPY_OUT_FUSION_BUFFER",
+        }[event.what]
+
+
+_timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
+
+
+def timeline_of(world: World) -> Timeline | None:
+    """Return what records the operations of a world; None where nothing does."""
+    return _timelines.get(world)
+
+
+def start(world: World, path: str, mark_cycles: bool = False) -> None:
+    """Record what happens from now on into a file, on rank 0; one that is being written ends."""
+    if world.rank == 0:
+        _start(world, Timeline(path, world.transport.name, mark_cycles))
+
+
+def _start(world: World, timeline: Timeline) -> None:
+    stop(world)
+    _timelines[world] = timeline
+    for number in world.sets:
+        _watch(world, number)
+
+
+def _watch(world: World, number: int) -> None:
+    """Record what a process set does, too, where the world is recorded and this rank is in it."""
+    engine, timeline = world.sets[number].engine, _timelines.get(world)
+    if timeline is not None and engine is not None:
+        timeline.watch(engine, f" (process set {number})" if number else "")
+
+
+def stop(world: World) -> None:
+    """Finish the file, where one is being written."""
+    timeline = _timelines.pop(world, None)
+    if timeline is not None:
+        timeline.close()
+
+
+class WorldTimelines:
+    """Records into what GTOPK_TIMELINE or HOROVOD_TIMELINE names; a WorldObserver."""
+
+    def join(self, world: World, before: World | None) -> bool:
+        return settings.TIMELINE.read() != ""
+
+    def start(self, world: World) -> None:
+        path, cycles = settings.HOROVOD_TIMELINE.read(), settings.MARK_CYCLES.read()
+        if settings.TIMELINE.read():
+            folder, name = Path(settings.TIMELINE.read()), world.transport.name
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = str(path_of(folder, world.rank))
+                whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
+                _start(world, Timeline(path, name, cycles, whose))
+            except OSError as error:
+                variable = settings.TIMELINE.name
+                _log.warning("%s must name a folder to write to, got %s", variable, error)
+        elif path not in ("", "DYNAMIC"):
+            try:
+                start(world, path, cycles)
+            except OSError as error:
+                _log.warning("HOROVOD_TIMELINE must name a file to write, got %s", error)
+
+    def open_set(self, world: World, number: int) -> None:
+        _watch(world, number)
+
+    def resume(self, world: World) -> None:
+        pass
+
+    def leave(self, world: World) -> None:
+        stop(world)
+
+    def pause(self, world: World) -> None:
+        pass
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        pass
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return where a rank's trace is in the folder of all."""
+    return folder / f"timeline-{rank:05d}.json"

@@ -1,0 +1,83 @@
+"""Replicas are compared in mode "abs", too, with the round after the one that it is time for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import gtopk.torch as hvd
+from gtopk.runtime.world.state import World
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
+from tests.gtopk.adaptive.sums_of_samples import Model, data, prompt, run
+
+
+def opened(here: World, length: int, **options: Any) -> Any:
+    model = Model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), **options
+    )
+    loader = hvd.adapt(DataLoader(data(length), 8, shuffle=True), optimizer, "abs", micro_batch=4)
+    return prompt((loader, model, optimizer))
+
+
+def part(here: World, model: Model) -> None:
+    with torch.no_grad():
+        model.weight += here.rank == 1
+
+
+@pytest.mark.parametrize("options", [{"check_every": 1}, {"on_divergence": "error"}])
+def test_replicas_that_were_never_the_same_end_all_ranks(options: dict[str, Any]) -> None:
+    def program(here: World) -> str:
+        loader, model, optimizer = opened(here, 96, **options)
+        part(here, model)
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            run(loader, model, optimizer)
+        assert loader.round <= 3
+        return str(raised.value)
+
+    first, other = on_ranks(2, program)
+    assert first == other
+    assert "the replicas are no longer the same: parameter 'weight'" in first
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
+    """After rounds 1, 3 and 6 of 9; they part after the first of these."""
+
+    def program(here: World) -> Any:
+        loader, model, optimizer = opened(
+            here, 216, check_every=3, on_divergence="heal" if heals else "warn"
+        )
+        found, has_parted = [], False
+        for _, x in loader:
+            model(x).mean().backward()
+            optimizer.step()
+            if loader.round == 3 and not has_parted:
+                has_parted = True
+                part(here, model)
+            found.append((loader.round, optimizer.divergences))
+        return dict(found), model.weight.detach()
+
+    (rounds, weight), *others = on_ranks(3, program)
+    assert rounds[3] == 0
+    found = 1 if heals else 2
+    assert rounds[max(rounds)] == found
+    assert [other[max(other)] for other, _ in others] == [found] * 2
+    assert all(torch.equal(weight, other) for _, other in others) == heals
+
+
+@pytest.mark.parametrize("unlike", [{"check_every": 1}, {"on_divergence": "heal"}])
+def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]) -> None:
+    """Once, one rank's checksums met another's settings: an error that named neither."""
+
+    def program(here: World) -> str:
+        options = {"check_every": 2, **(unlike if here.rank else {})}
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            opened(here, 96, **options)
+        return str(raised.value)
+
+    for said in on_ranks(2, program):
+        assert f"{next(iter(unlike))}={next(iter(unlike.values()))!r}" in said

@@ -1,0 +1,158 @@
+"""`gtopk bench collectives` measures on threads and under mpirun, and says what it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from collectives import ALGORITHMS
+from gtopk.cli.bench.collectives.command import main, parser, read
+from gtopk.cli.bench.collectives.record import Results
+from tests.matrix import some_of
+
+
+def test_every_contender_is_measured_in_every_case(results: Results) -> None:
+    cases: dict[tuple[int, float], set[str]] = {}
+    for record in results["records"]:
+        if record["selective"]:
+            cases.setdefault((record["ranks"], record["density"]), set()).add(record["contender"])
+    assert set(cases) == {(2, 0.01), (2, 0.1), (3, 0.01), (3, 0.1)}
+    assert len(set(map(frozenset, cases.values()))) == 1
+    algorithms = {record["algorithm"] for record in results["records"] if record["ours"]}
+    assert algorithms == set(ALGORITHMS)
+
+
+def test_dense_is_measured_once_for_its_ranks_and_length(results: Results) -> None:
+    dense = [record for record in results["records"] if not record["selective"]]
+    assert sorted((record["contender"], record["ranks"]) for record in dense) == [
+        ("dense", 2),
+        ("dense", 3),
+        ("dense-library", 2),
+        ("dense-library", 3),
+    ]
+
+
+def test_a_file_is_what_was_measured(json_file: Path, results: Results) -> None:
+    assert read(json_file) == results
+    assert json_file.with_suffix(".svg").read_text().startswith("<svg")
+    for record in results["records"]:
+        assert record["rounds"] == len(record["seconds_by_round"]) == 2
+        assert record["seconds"]["max"] == max(record["seconds_by_round"])
+        model = record["modelled_wire_seconds"]
+        if model:
+            ratio = record["seconds"]["median"] / model
+            assert record["measured_over_modelled"] == pytest.approx(ratio)
+    assert results["run"]["link"]["bits_per_second"] == pytest.approx(1e8)
+    assert results["run"]["link"]["bandwidth_from"] == "given"
+
+
+def test_exact_messages_are_counted_to_the_byte(results: Results) -> None:
+    for record in results["records"]:
+        if record["contender"] == "gtopk raw+bf16" and record["ranks"] == 2:
+            assert record["counted"]
+            assert record["sent_messages"] == {"mean": 1, "max": 1}
+            assert 6 * record["k"] <= record["sent_bytes"]["max"] <= 6 * record["k"] + 128
+
+
+@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
+def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "mpi.json"
+    words = "--lengths 5000 --densities 0.01 --rounds 2 --formats exact bf16 --picks clustered"
+    job = mpirun(ranks, "bench_collectives.py", *words.split(), "--json", str(path))
+    assert job.returncode == 0, job.stderr
+    assert f"{ranks} ranks, n = 5,000" in job.stdout
+    found = read(path)
+    assert found["run"]["transport"] == "mpi"
+    assert found["run"]["hosts"] == 1
+    assert {record["ranks"] for record in found["records"]} == {ranks}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--picks random", "--picks: must be one of uniform, "),
+        ("--algorithms gtpok", "--algorithms: an algorithm must be one of "),
+        ("--algorithms gtopk:growth", "--algorithms: an option must be written name=value"),
+        ("--algorithms dense,gtopk", "give several with spaces: dense gtopk"),
+        ("--formats zip", "--formats: the code of values must be one of "),
+        ("--formats exact,bf16", "give several with spaces: exact bf16"),
+        ("--baselines dense", "--baselines: must be one of "),
+        ("--ranks 2,4,8", "--ranks: must be a whole number, at least 1, got '2,4,8'; give"),
+        ("--lengths 0", "--lengths: must be a whole number, at least 1, got '0'"),
+        ("--densities 0.1 1.5", "--densities: must lie in (0, 1], got '1.5'"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(capsys, words: str, said: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_said(capsys) -> None:
+    assert main(["--markdown", "/nowhere/there.json"]) == 2
+    assert "/nowhere/there.json" in capsys.readouterr().err
+
+
+def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:
+    words = "--algorithms gtopk:growth=2.0,put_back=spread dense --baselines --ranks 2 3"
+    options = parser().parse_args(words.split())
+    assert options.algorithms == ["gtopk:growth=2.0,put_back=spread", "dense"]
+    assert options.baselines == []
+    assert options.ranks == [2, 3]
+
+
+def test_a_file_of_another_program_is_refused(tmp_path: Path, json_file: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    with pytest.raises(ValueError, match="must be written by"):
+        read(other)
+    broken = json.loads(json_file.read_text())
+    del broken["records"][0]["seconds"]
+    other.write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match="lacks seconds"):
+        read(other)
+
+
+@pytest.mark.parametrize(
+    ("environ", "over"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, None),
+        ({"GTOPK_TRANSPORT": "torch.distributed"}, None),
+        ({}, "mpi"),
+    ],
+)
+def test_it_joins_as_a_training_does(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], over: str | None
+) -> None:
+    class JoinedError(Exception):
+        pass
+
+    def joined(**options: object) -> None:
+        assert options["over"] == over
+        raise JoinedError
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("gtopk.cli.bench.collectives.command.join", joined)
+    with pytest.raises(JoinedError):
+        main(["--transport", over] if over else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--seed", "-1"], "--seed: must be a whole number, at least 0, got '-1'"),
+        (["--interface", "nope0"], "--interface: must be one of lo"),
+    ],
+)
+def test_what_it_cannot_do_it_says_at_once(
+    capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Contenders: every algorithm, in the formats asked for, with the model's word on it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import ALGORITHMS
+from collectives.cost import Link, dense_bytes
+from collectives.planning import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
+from collectives.transports import Transport, local_world, run_ranks
+from collectives.vector import SparseVector
+from collectives.wire.indices import INDEX_CODES
+from gtopk.cli.bench.collectives.contenders import (
+    BASELINES,
+    Task,
+    own,
+    own_contenders,
+    parse,
+    reference_of,
+    spelled,
+)
+from gtopk.cli.bench.collectives.library import open_library
+from gtopk.cli.bench.collectives.run import modelled_network
+
+SLOW = Network(8, Link.of(1e8, 1e-4))
+FORMATS = [Format(indices, values) for values in ("exact", "bf16") for indices in INDEX_CODES]
+RATES = DEFAULT_RATES._replace(coding={format: CodingRate(2e-9, 2e-9) for format in FORMATS})
+LENGTH, K = 1_000_000, 1_000
+
+
+def test_every_algorithm_takes_part_once_for_each_format() -> None:
+    found = own_contenders(list(ALGORITHMS), ["exact", "raw+bf16"], LENGTH, K, SLOW, RATES)
+    assert {contender.algorithm for contender in found} == set(ALGORITHMS)
+    assert len(found) == 1 + 2 * (len(ALGORITHMS) - 1)  # dense has no format
+    assert len({contender.name for contender in found}) == len(found)
+
+
+def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() -> None:
+    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, SLOW, RATES)
+    seconds = {
+        format: predict(Candidate("gtopk", K / LENGTH, format), LENGTH, SLOW, RATES)
+        for format in spelled("bf16")
+    }
+    assert found.format == min(seconds, key=lambda format: seconds[format].exchange_seconds)
+    assert found.format == Format("packed", "bf16")  # the fewest bytes, where bytes are dear
+    free = Network(8, Link(1e-6, 0.0))
+    slow_packing = RATES._replace(
+        coding={f: CodingRate(1e-9 * (1 + 9 * (f.indices != "raw")), 1e-9) for f in FORMATS}
+    )
+    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, free, slow_packing)
+    assert found.format == Format("raw", "bf16")
+
+
+def test_dense_is_modelled_as_the_transport_reduces() -> None:
+    plan: Any = SimpleNamespace(bandwidth=1e9, latency=None, shared_cores=None)
+    measured = SLOW._replace(native_bytes=1 << 24, ranks_per_core=1.5)
+    network, _ = modelled_network(plan, measured)
+    assert network == measured._replace(between=Link.of(1e9, 1e-4))
+
+
+@pytest.mark.parametrize(("cores", "ranks_per_core"), [(2, 4.0), (8, 1.0), (100, 1.0)])
+def test_cores_that_are_given_count_and_not_those_that_are_found(cores, ranks_per_core) -> None:
+    plan: Any = SimpleNamespace(bandwidth=None, latency=None, shared_cores=cores)
+    network, _ = modelled_network(plan, SLOW._replace(ranks_per_core=1.5))
+    assert network.ranks_per_core == ranks_per_core
+
+
+def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
+    found = own_contenders(
+        ["gtopk:growth=2.0", "gtopk", "topk-allgather"], ["exact", "bf16"], LENGTH, K, SLOW, RATES
+    )
+    assert reference_of(found, LENGTH, K, SLOW, RATES) == "gtopk packed+bf16"
+    assert reference_of(found[-2:], LENGTH, K, SLOW, RATES) is None
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
+def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
+    format = Format("blocks", "bf16")
+    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
+    expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
+    code_seconds = expected.code_seconds + expected.merge_seconds
+    assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
+
+
+def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
+    """Once, the first of three goes drew them, and the median was the slower one of the others."""
+
+    def program(transport: Transport) -> list[int]:
+        (contender,) = own_contenders(["oktopk"], ["exact"], 100, 10, SLOW, RATES)
+        picks = SparseVector(np.arange(10, dtype=np.int32), np.ones(10, np.float32), 100)
+        library = open_library(transport, range(transport.size))
+        sent = []
+        for _ in range(3):
+            go = contender.prepare(Task(picks, 10, transport, library))
+            transport.traffic.take()
+            go()
+            sent.append(transport.traffic.take().sent_messages)
+        return sent
+
+    assert run_ranks(local_world(2), program) == [[3] * 3] * 2  # a part, and two allgathers
+
+
+def test_baselines_are_modelled_by_what_they_send() -> None:
+    alpha, beta, _ = SLOW.between
+    wire = {
+        contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
+        for contenders in BASELINES.values()
+        for contender in contenders
+    }
+    dense = predict(Candidate("dense"), LENGTH, SLOW, RATES).communicate_seconds
+    assert wire.pop("dense-library") == dense >= dense_bytes(LENGTH, 8) * beta
+    assert wire.pop("plain-allgather") == pytest.approx(3 * alpha + 7 * 8 * K * beta)
+    for seconds in wire.values():
+        assert seconds == pytest.approx(9 * alpha + 6 * (alpha + 16 * K * beta))
+
+
+def test_options_are_read_from_words() -> None:
+    assert parse("gtopk") == ("gtopk", {})
+    assert parse("gtopk:growth=2.0,put_back=spread") == (
+        "gtopk",
+        {"growth": 2.0, "put_back": "spread"},
+    )
+    with pytest.raises(ValueError, match="name=value"):
+        parse("gtopk:growth")
+    with pytest.raises(ValueError, match="'gtpok'"):
+        parse("gtpok")
+    with pytest.raises(ValueError, match="zipped"):
+        spelled("zipped+exact")

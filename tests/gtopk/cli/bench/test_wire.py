@@ -1,0 +1,79 @@
+"""`gtopk bench wire`: what it records, and the arithmetic of what pays."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gtopk.cli.bench.wire.command import main
+from gtopk.cli.bench.wire.lists import from_file, trained, uniform
+from gtopk.cli.bench.wire.measure import FORMATS, break_even_gbit_per_second
+from gtopk.cli.main import main as gtopk
+
+SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densities", "0.01"]
+
+
+def test_every_format_of_every_list_has_a_record(tmp_path: Path) -> None:
+    path, own = tmp_path / "wire.json", tmp_path / "own.npz"
+    np.savez(own, indices=[1, 5, 70_000], values=[1.0, 2.0, 3.0], length=100_000)
+    assert gtopk(["bench", "wire", *SMALL, "--files", str(own), "--json", str(path)]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert [(r["indices"], r["values"]) for r in records] == [*FORMATS] * 3
+    assert [r["positions"] for r in records[:: len(FORMATS)]] == [
+        "uniform (synthetic)",
+        "perceptron in training (synthetic images)",
+        "own.npz",
+    ]
+    for record in records:
+        assert 0 < record["encode_ns_low"] <= record["encode_ns"] <= record["encode_ns_high"]
+        assert 0 < record["decode_ns_low"] <= record["decode_ns"] <= record["decode_ns_high"]
+        assert record["bytes_per_entry"] > record["index_bits"] / 8
+        assert record["bound_bits"] == pytest.approx(math.log2(math.e / record["density"]))
+    raw, *others = (r["bytes_per_entry"] for r in records[: len(FORMATS)])
+    assert all(other < raw for other in others)
+    assert records[0]["pays_below_gbit_per_second"] == 0
+
+
+def test_a_format_pays_where_the_link_takes_longer_for_what_it_saves() -> None:
+    # 4 bytes at 8 Gbit/s take 4 ns.
+    assert break_even_gbit_per_second(4.0, 4.0) == pytest.approx(8.0)
+    assert break_even_gbit_per_second(4.0, 0.0) == math.inf
+    assert break_even_gbit_per_second(0.0, 1.0) == 0
+
+
+def test_lists_are_as_long_as_asked_for() -> None:
+    for density in (1e-4, 0.1, 0.5):
+        vector = uniform(1000, density).vector
+        assert (vector.entries, vector.length) == (1000, round(1000 / density))
+    picked = trained(40_000, 0.01).vector
+    assert picked.entries == round(0.01 * picked.length)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--files", "absent.npz"], "absent.npz must be an .npz of indices"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_densities_are_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--densities", "0"])
+    assert "--densities: must lie in (0, 1], got '0'" in capsys.readouterr().err
+
+
+def test_a_file_with_indices_out_of_order_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bad.npz", indices=[5, 1], values=[1.0, 2.0], length=10)
+    with pytest.raises(ValueError, match="strictly increasing"):
+        from_file(tmp_path / "bad.npz")

@@ -1,0 +1,170 @@
+"""Shells learn the command's words from its grammar: each is asked as it is used, where it is."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from gtopk.cli.bench import BENCHMARKS
+from gtopk.cli.completion import SHELLS
+from gtopk.cli.main import completable, main
+
+PROMPT: Final = "what now> "
+KEY: Final = "\x07"  # writes down what completes the line, and empties it
+
+# What is typed, and what may follow its last word, in a folder with FILES.
+FILES: Final = ("report/page.html", "plan/a", "runs/first", "my script.py")
+OFFERED: Final[Mapping[str, set[str]]] = {
+    "gtopk re": {"report"},
+    "gtopk --v": {"--version"},
+    "gtopk bench ": set(BENCHMARKS),
+    "gtopk bench wire --den": {"--densities"},
+    "gtopk bench wi": {"wire"},
+    "gtopk completion ": set(SHELLS),
+    "gtopk top --o": {"--once"},
+    "gtopk plan --model lstm": {"lstm-an4", "lstm-ptb"},
+    "gtopk plan --model=lstm-p": {"lstm-ptb"},
+    "gtopk plan --ranks ": set(),
+    "gtopk report ru": {"runs"},
+    "gtopk report plan --back": set(),
+    "gtopk run --launcher m": {"mpirun"},
+    "gtopk run --record ru": {"runs"},
+    "gtopk run -n 4 my": {"my script.py"},
+    "gtopk run --ranks 4 plan --rec": set(),
+}
+
+RC: Final = {
+    "bash": f"""
+PS1='{PROMPT}'
+source "$SCRIPT"
+show() {{ printf '%s\\n' "$READLINE_LINE" >> "$SHOWN"; READLINE_LINE=''; READLINE_POINT=0; }}
+bind -x '"\\C-xs": show'
+bind '"{KEY}": "\\e*\\C-xs"'
+""",
+    "zsh": f"""
+PS1='{PROMPT}'
+source "$SCRIPT"
+typeset -a offered
+compadd() {{
+    local -a these
+    if [[ ${{@[(I)-[OAD]]}} = 0 ]]; then
+        builtin compadd -O these "$@"
+        offered+=("${{these[@]}}")
+    fi
+    builtin compadd "$@"
+}}
+show() {{
+    offered=()
+    zle list-choices
+    print -r -- "${{(@q)${{(@Q)offered}}}}" >> "$SHOWN"
+    BUFFER=''
+}}
+zle -N show
+bindkey '{KEY}' show
+""",
+}
+
+
+def by_keys(words: Sequence[str], start: str, folder: Path, more: str = "") -> list[str]:
+    """Type each line into an interactive shell, and the KEY; return what was written down.
+
+    more: further keys.
+    """
+    variables = {"SCRIPT": str(folder / "script"), "SHOWN": str(folder / "shown")}
+    (folder / start).write_text(RC[words[0]], encoding="utf-8")
+    terminal, its_end = pty.openpty()
+    shell = subprocess.Popen(
+        words,
+        cwd=folder / "files",
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+        env={"PATH": os.environ["PATH"], "TERM": "dumb", "ZDOTDIR": str(folder), **variables},
+        start_new_session=True,
+    )
+    os.close(its_end)
+    too_long = threading.Timer(60, shell.kill)
+    too_long.start()
+    said = b""
+    with suppress(OSError):  # nobody is left at the other end
+        while PROMPT.encode() not in said:
+            said += os.read(terminal, 4096)
+        os.write(terminal, "".join(f"{line}{KEY}" for line in OFFERED).encode())
+        os.write(terminal, more.encode() + b"exit\n")
+        while True:
+            said += os.read(terminal, 4096)
+    os.close(terminal)
+    shell.wait()
+    too_long.cancel()
+    shown = folder / "shown"
+    assert shown.exists(), said.decode()
+    return shown.read_text(encoding="utf-8").splitlines()
+
+
+def bash(folder: Path) -> list[set[str]]:
+    """Return what bash inserts for each line; where there is nothing, what was begun stays."""
+    words = ["bash", "--noprofile", "--rcfile", str(folder / "rc"), "-i"]
+    *shown, tabbed = by_keys(words, "rc", folder, more="gtopk re\t\x18s")
+    assert tabbed == "gtopk report "  # a command, though a folder is called so, too
+    found = []
+    for line, all_inserted in zip(OFFERED, shown, strict=True):
+        before, _, begun = line.rpartition("=" if "=" in line else " ")
+        inserted = set(shlex.split(all_inserted[len(before) + 1 :]))
+        found.append(inserted - {begun} if begun else inserted)
+    return found
+
+
+def zsh(folder: Path) -> list[set[str]]:
+    """Return what zsh lists for each line."""
+    return [set(shlex.split(shown)) for shown in by_keys(["zsh", "-d", "-i"], ".zshrc", folder)]
+
+
+def fish(folder: Path) -> list[set[str]]:
+    """Return what fish offers for each line."""
+    asked = [f"complete -C {shlex.quote(line)}; echo END" for line in OFFERED]
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", "\n".join(["source ../script", *asked])],
+        cwd=folder / "files",
+        env={"PATH": os.environ["PATH"], "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    answers = done.stdout.split("END\n")[:-1]
+    words = [[line.split("\t")[0] for line in answer.splitlines()] for answer in answers]
+    # It marks folders, and repeats the option of --model=lstm.
+    return [{(word.partition("=")[2] or word).removesuffix("/") for word in each} for each in words]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_what_may_follow_and_nothing_else(shell, tmp_path, capsys) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for name in FILES:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).touch()
+    assert main(["completion", shell]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out, encoding="utf-8")
+    found = {"bash": bash, "zsh": zsh, "fish": fish}[shell](tmp_path)
+    assert dict(zip(OFFERED, found, strict=True)) == OFFERED
+
+
+def test_every_command_can_be_completed_and_shows_an_example(capsys) -> None:
+    for command, follows in completable().items():
+        if command in ("", "completion"):
+            continue
+        assert follows.options, command
+        with nullcontext() if command == "bench" else pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        assert "example:" in capsys.readouterr().out, command

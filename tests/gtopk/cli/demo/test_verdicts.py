@@ -1,0 +1,118 @@
+"""Findings in words follow the numbers, whoever wins."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from gtopk.cli.demo.record import Record
+from gtopk.cli.demo.verdicts import accuracy_verdict, bytes_verdict, model_verdict, time_verdict
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words", "loss"),
+    [
+        (16.0, "2 times as long as dense: slower, a loss", True),
+        (8.1, "1.01 times as long as dense: the same within 3 %", False),
+        (4.0, "0.50 times as long as dense: faster", False),
+    ],
+)
+def test_time_is_judged_beside_dense(
+    records: list[Record], seconds: float, words: str, loss: bool
+) -> None:
+    dense, _, gtopk, _ = records
+    gtopk["seconds"] = seconds
+    assert time_verdict(gtopk, dense) == (words, loss)
+
+
+def set_accuracy(record: Record, by_seed: list[float]) -> None:
+    record["accuracy_by_seed"] = by_seed
+    record["accuracy"], record["seeds"] = statistics.fmean(by_seed), len(by_seed)
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "words", "loss"),
+    [
+        ([0.94, 0.95, 0.96], "equals that of dense (± 0.0, paired over 3 seeds)", False),
+        ([0.93, 0.95, 0.970003], "equals that of dense (± 0.6, paired over 3 seeds)", False),
+        (
+            [0.93, 0.95, 0.957],
+            "lies 0.4 points below dense (± 0.3, paired over 3 seeds), within two standard errors",
+            False,
+        ),
+        (
+            [0.95, 0.95, 0.963],
+            "lies 0.4 points above dense (± 0.3, paired over 3 seeds), within two standard errors",
+            False,
+        ),
+        (
+            [0.96, 0.97, 0.983],
+            "lies 2.1 points above dense (± 0.1, paired over 3 seeds), "
+            "more than two standard errors",
+            False,
+        ),
+        (
+            [0.933, 0.945, 0.954],
+            "lies 0.6 points below dense (± 0.1, paired over 3 seeds): a loss",
+            True,
+        ),
+        (
+            [0.9397, 0.9496, 0.9596],
+            "lies 0.04 points below dense (± 0.00, paired over 3 seeds): a loss",
+            True,
+        ),
+    ],
+)
+def test_accuracy_is_judged_seed_by_seed(
+    records: list[Record], by_seed: list[float], words: str, loss: bool
+) -> None:
+    dense, _, gtopk, _ = records
+    set_accuracy(gtopk, by_seed)
+    assert accuracy_verdict(gtopk, dense) == (words, loss)
+
+
+def test_a_spread_that_both_share_excuses_no_shortfall(records: list[Record]) -> None:
+    """0.6 points below at every seed, while the seeds themselves lie 4 points apart."""
+    dense, _, gtopk, _ = records
+    set_accuracy(dense, [0.91, 0.95, 0.99])
+    set_accuracy(gtopk, [0.904, 0.945, 0.983])
+    assert accuracy_verdict(gtopk, dense).loss
+
+
+def test_a_noisy_method_has_to_be_far_off_to_lose(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    set_accuracy(gtopk, [0.90, 0.96, 0.96])  # differences of -4, 1, 0 points: -1 ± 1.5
+    assert not accuracy_verdict(gtopk, dense).loss
+    set_accuracy(gtopk, [0.86, 0.92, 0.92])  # -8, -3, -4 points: -5 ± 1.5
+    assert accuracy_verdict(gtopk, dense).loss
+
+
+def test_with_one_seed_any_shortfall_is_a_loss(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    set_accuracy(dense, [0.95])
+    for accuracy, words, loss in (
+        (0.947, "lies 0.3 points below dense (one seed: no spread to judge that by): a loss", True),
+        (0.953, "lies 0.3 points above dense (one seed: no spread to judge that by)", False),
+        (0.95, "equals that of dense (95.0\xa0%)", False),
+    ):
+        set_accuracy(gtopk, [accuracy])
+        assert accuracy_verdict(gtopk, dense) == (words, loss)
+
+
+def test_more_bytes_than_dense_are_a_loss(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    assert bytes_verdict(gtopk, dense) == ("1/37.5 of dense's bytes", False)
+    gtopk["bytes_per_step"] = 1.25 * dense["bytes_per_step"]
+    assert bytes_verdict(gtopk, dense) == ("1.25 times dense's bytes: a loss", True)
+
+
+def test_the_model_says_where_it_pays(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    assert "is faster than dense below" in model_verdict(dense, gtopk).words
+    gtopk["step_seconds"]["select"] = gtopk["merge_seconds"] = 0.0
+    assert "faster than dense at every bandwidth" in model_verdict(dense, gtopk).words
+    gtopk["step_seconds"]["select"] = 1e9
+    words, loss = model_verdict(dense, gtopk)
+    assert "slower than dense at every bandwidth" in words
+    assert loss

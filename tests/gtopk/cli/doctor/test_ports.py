@@ -1,0 +1,125 @@
+"""The doctor warns where the internet may reach a port of gtopk's own."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from gtopk.cli.doctor import ports
+from gtopk.cli.doctor.finding import State
+from gtopk.cli.doctor.ports import judge, look_at_ports
+from gtopk.runtime.liveness.address import Choice
+
+PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
+LOOPBACK = ("lo", "127.0.0.1")
+INSIDE = [LOOPBACK, ("eth0", "10.0.0.5"), ("eth0", "fe80::1")]
+RENTED = [LOOPBACK, ("eth0", PUBLIC), ("eth0", PUBLIC_IPV6)]
+WITH_VPN = [*RENTED, ("docker0", "172.17.0.1"), ("wg0", "10.8.0.2")]
+VPN = (
+    "export GTOPK_INTERFACE=wg0 GLOO_SOCKET_IFNAME=wg0 OMPI_MCA_btl_tcp_if_include=wg0 "
+    "NCCL_SOCKET_IFNAME=wg0"
+)
+FIREWALL = "let a firewall pass none but the job's hosts"
+BY_ROUTE = Choice(PUBLIC, "default route")
+
+
+def look(choice: Choice, own: list[tuple[str, str]], **environ: str) -> tuple[State, str, str]:
+    finding = judge(ports.ports(choice, own, environ), own)
+    assert finding.name == "ports"
+    return finding.state, finding.detail, finding.advice
+
+
+def test_private_addresses_are_no_matter() -> None:
+    inside = Choice("10.0.0.5", "default route")
+    state, detail, advice = look(inside, INSIDE, GTOPK_PROMETHEUS="9400")
+    assert state is State.OK
+    assert "heartbeat (UDP) and the desk of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
+    assert "metrics (TCP) at 127.0.0.1 (lo)" in detail
+    assert advice == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "advice"),
+    [(RENTED, FIREWALL), (WITH_VPN, f"{FIREWALL}, or: {VPN}")],
+)
+def test_a_heartbeat_at_a_public_address_is_warned_of(own, advice: str) -> None:
+    state, detail, said = look(BY_ROUTE, own)
+    assert state is State.WARN
+    assert f"heartbeat (UDP) and the desk of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
+    assert "by default route" in detail
+    assert said == advice
+
+
+def test_an_interface_that_is_named_is_the_heartbeats_alone() -> None:
+    state, detail, _ = look(Choice("10.8.0.2", "GTOPK_INTERFACE"), WITH_VPN)
+    assert state is State.OK
+    assert "the heartbeat (UDP) at 10.8.0.2 (wg0)" in detail
+    state, detail, _ = look(Choice(PUBLIC, "GTOPK_INTERFACE"), WITH_VPN)
+    assert state is State.WARN
+    assert f"the heartbeat (UDP) at {PUBLIC} (eth0), by GTOPK_INTERFACE" in detail
+
+
+def test_without_heartbeats_there_is_no_port_of_theirs() -> None:
+    assert look(BY_ROUTE, RENTED, GTOPK_HEARTBEAT_TIMEOUT="0")[0] is State.OK
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached"),
+    [
+        ("9400", ""),
+        ("10.8.0.2:9400", ""),
+        (f"{PUBLIC}:9400", f"{PUBLIC} (eth0)"),
+        ("0.0.0.0:9400", f"{PUBLIC} (eth0)"),
+        ("[::]:9400", f"{PUBLIC_IPV6} (eth0)"),
+    ],
+)
+def test_metrics_are_looked_at_where_they_are_asked_for(asked: str, reached: str) -> None:
+    private = Choice("10.8.0.2", "GTOPK_INTERFACE")
+    state, detail, advice = look(private, WITH_VPN, GTOPK_PROMETHEUS=asked)
+    assert (state is State.WARN) == bool(reached)
+    if reached:
+        assert detail == f"the internet may reach metrics (TCP) at {reached}, by GTOPK_PROMETHEUS"
+        assert advice == f"{FIREWALL}, or: export GTOPK_PROMETHEUS=9400"
+
+
+@pytest.mark.parametrize(
+    ("name", "stands_for", "reached"),
+    [
+        (PUBLIC, PUBLIC, True),
+        ("node1", PUBLIC, True),
+        ("node1", "127.0.1.1", True),  # then rank 0 listens at all addresses
+        ("localhost", "127.0.0.1", False),
+        ("node1", "10.8.0.2", False),
+        ("node2", "93.184.216.35", False),  # another host's
+    ],
+)
+def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
+    monkeypatch, name: str, stands_for: str, reached: bool
+) -> None:
+    monkeypatch.setattr(ports, "_resolved", {name: stands_for}.get)
+    private = Choice("10.8.0.2", "GTOPK_INTERFACE")
+    meeting = {"MASTER_ADDR": name, "MASTER_PORT": "29500"}
+    state, detail, advice = look(private, WITH_VPN, **meeting)
+    assert (state is State.WARN) == reached
+    if reached:
+        assert f"where ranks meet (TCP) at {PUBLIC} (eth0), by MASTER_ADDR" in detail
+        assert advice.endswith("export MASTER_ADDR=10.8.0.2")
+    assert look(private, WITH_VPN, **meeting, TORCHELASTIC_RUN_ID="1")[0] is State.OK
+
+
+def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
+    monkeypatch.setattr(ports, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
+    monkeypatch.setattr(ports, "choose", lambda one_host: BY_ROUTE)
+    monkeypatch.delenv("GTOPK_HEARTBEAT_TIMEOUT", raising=False)
+    assert look_at_ports().state is State.WARN
+    monkeypatch.setattr(ports, "interfaces", lambda: dict([LOOPBACK, ("eth0", "10.0.0.5")]))
+    monkeypatch.setattr(ports, "choose", lambda one_host: Choice("10.0.0.5", "default route"))
+    assert look_at_ports().state is State.OK
+
+
+def test_addresses_of_ipv6_are_known_by_their_interface() -> None:
+    own = ports.own_addresses()
+    assert ("lo", "127.0.0.1") in own
+    if socket.has_ipv6 and ports._IPV6.exists() and "lo" in ports._IPV6.read_text():
+        assert ("lo", "::1") in own

@@ -1,0 +1,406 @@
+"""The page of a run: alone, true to its record, and safe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gtopk.telemetry.files import LineFile
+from gtopk.telemetry.lines import as_text, path_of, step_line
+from gtopk.telemetry.reading import Run, read_run
+from gtopk.telemetry.recorder import Recorder
+from gtopk.cli.report import series
+from gtopk.cli.report.command import as_record, main
+from gtopk.cli.report.page import page
+from gtopk.cli.report.series import BINS, Point, axes, binned, logged, parts_over_time
+from gtopk.cli.report.words import happenings
+from gtopk.telemetry.step_report import parts
+from gtopk.cli.top.status import status_of
+from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
+
+FIGURES = (
+    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
+    "Straggler score",
+    *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
+    *("Norm of the residual", "Age of the residual"),
+)
+
+
+def over_bytes(run: Run) -> list[Point]:
+    """Return the loss over the bytes that a rank has sent."""
+    return logged(run, "loss", axes(run)["bytes"])
+
+
+def html_of(folder: Path) -> str:
+    return page(read_run(folder), "a run").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_the_page_asks_for_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert not re.search(r"https?://|@import|url\((?!#)|<script|<link rel=\"stylesheet", html)
+    assert "default-src 'none'" in html
+    assert set(re.findall(r'href="([^"]*)"', html)) == {"data:,"}
+
+
+def test_every_figure_has_its_place(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert set(re.findall(r"<figure><h3>(.*?)</h3>", html)) == set(FIGURES)
+    for over in ("steps", "time", "bytes"):
+        assert html.count(f">over {over}</label>") == 2
+    ids = re.findall(r' id="([^"]+)"', html.split("</style>")[1])
+    others = [each for each in ids if not each.endswith("-hatch")]  # equal, whichever is drawn
+    assert len(others) == len(set(others))
+
+
+def test_the_verdict_is_on_top_where_the_record_tells(tmp_path: Path) -> None:
+    assert "compare with a dense run" not in html_of(write_run(tmp_path / "one"))
+    html = html_of(write_run(tmp_path / "two", dense_seconds=1.0))
+    verdict = html.index("<strong>Compression saved up to ")
+    assert html.index("<h1>") < verdict < html.index('<dl class="tiles">')
+
+
+def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path, ranks=3, steps=50))
+    values = re.findall(r'<dd class="value">(.*?)</dd>', html)
+    dense_bytes = 2 * 2 / 3 * 4 * 100_000
+    assert values == ["87.5 %", f"1/{dense_bytes / 1200:.0f}", "10 ms", "3"]
+    assert "3 ranks on 2 hosts, over mpi, took 50 steps" in html
+    assert "60.0 % of it compute" in html
+    assert "1.20 times what was predicted" in html
+
+
+@pytest.mark.parametrize(("exchanging", "of"), [(0, 4), (4, 4), (2, 2)])
+def test_dense_is_that_of_the_ranks_that_exchange_together(
+    tmp_path: Path, exchanging: int, of: int
+) -> None:
+    """Replicas of a shard, say; 0: an earlier version did not tell."""
+    for rank in range(4):
+        lines = lines_of(rank, 4, 50)
+        for line in lines:
+            line |= {"ranks": exchanging} if line["what"] == "step" else {}
+        path_of(tmp_path, rank).write_text("".join(map(as_text, lines)))
+    figures = as_record(read_run(tmp_path))
+    dense_bytes = 2 * (of - 1) / of * 4 * 100_000
+    value, _ = figures["figures"]["Bytes sent, of dense"]
+    assert value == f"1/{dense_bytes / 1200:.0f}"
+
+
+def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert "<b>advice" not in html
+    assert "&lt;b&gt;advice" in html
+
+
+def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None:
+    write_run(tmp_path, selected=100_000, updated=100_000, coded_entries=0, predicted_seconds=None)
+    for path in tmp_path.iterdir():
+        kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
+        path.write_text("\n".join(kept))
+    titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
+    assert titles == set(FIGURES[:6]) | {"Batch sizes"}
+
+
+@pytest.mark.parametrize("covers", ["mega-batch", "period"])
+def test_ranks_that_step_at_their_own_paces_are_shown_over_time(
+    tmp_path: Path, covers: str
+) -> None:
+    run = read_run(write_run(tmp_path, covers=covers, local_steps=3, predicted_seconds=None))
+    html = page(run, "a run")
+    assert ">over time</label>" in html
+    assert ">over steps</label>" not in html
+    assert ">step</text>" not in html
+    found = parts_over_time(run)
+    assert [sum(shares.values()) for _, shares in found] == pytest.approx([1.0] * len(found))
+    assert all(shares["compute"] == pytest.approx(0.6) for _, shares in found)
+    assert run.ranks[0].steps[0].seconds < found[0][0] < found[-1][0] < run.seconds
+
+
+def test_where_nothing_is_to_be_chosen_there_is_no_button(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, covers="period", sent_bytes=0))
+    for rank in run.ranks:
+        rank.steps = [step._replace(bytes_so_far=0) for step in rank.steps]
+    html = page(run, "a run")
+    assert "<label" not in html
+    assert "Bytes are those" not in html
+    assert "Accuracy</h3>" in html
+
+
+def test_parts_that_took_no_time_are_not_in_the_legend(tmp_path: Path) -> None:
+    alike = {"select_seconds": 0.0, "apply_seconds": 0.0, "communicate_seconds": 0.0}
+    html = html_of(write_run(tmp_path, **alike, merge_seconds=0.0, code_seconds=0.0))
+    keys = set(re.findall(r'class="part (\w+)" width="34"', html))
+    assert keys == {"compute", "wait"}
+    assert "pack is encode" not in html
+
+
+def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: Path) -> None:
+    for rank, sent in enumerate((500, 1500)):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2, seconds=100.0)])
+        file.take([step_line(report(0, sent_bytes=sent), 1.0, sent, 32)])
+        file.take([{"what": "values", "seconds": 2.0, "step": 1, "values": {"loss": 3.0}}])
+        file.close()
+    assert over_bytes(read_run(tmp_path)) == [Point(1000.0, 3.0, 3.0, 3.0)]
+
+
+def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path: Path) -> None:
+    """One rank, and from second 100 on two; each sends 1,000 bytes a second."""
+    for rank, met, seconds in ((0, 0, range(1, 100)), (0, 100, range(1, 4)), (1, 100, range(1, 4))):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 1 + met // 100, unix_seconds=1.7e9 + met, seconds=1.0 * met)])
+        if met:
+            file.take([{"what": "resumed", "seconds": 0.0, "step": 99}])
+        for second in seconds:
+            step = report(met + second - 1 - met // 100, sent_bytes=1000)
+            file.take([step_line(step, 1.0 * second, 1000 * second, 32)])
+        if rank == 0:
+            at = {"seconds": max(seconds) + 0.5, "step": 99}
+            file.take([{"what": "values", **at, "values": {"loss": 1.0}}])
+        file.close()
+    found = over_bytes(read_run(tmp_path))
+    assert [point.x for point in found] == [99_000.0, 102_000.0]
+
+
+def test_a_calendar_that_went_back_between_attempts_ends_no_report(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    for step, unix in ((0, 1.7e9), (1, 1.7e9 - 60)):
+        file.take([begin(0, 1, unix_seconds=unix, step=step)])
+        file.take([{"what": "resumed", "seconds": 0.0, "step": step}] if step else [])
+        file.take([step_line(report(step, sent_bytes=1000), 1.0, 1000, 32)])
+        file.take([{"what": "values", "seconds": 1.5, "step": step, "values": {"loss": 1.0}}])
+    file.close()
+    found = over_bytes(read_run(tmp_path))
+    assert [point.x for point in found] == [1000.0, 2000.0]
+
+
+def test_steps_that_were_taken_before_the_record_are_not_of_it(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1), {"what": "resumed", "seconds": 0.1, "step": 5000}])
+    file.take([step_line(report(step), 0.2, 1200, 32) for step in range(5000, 5010)])
+    file.take([begin(0, 1, unix_seconds=1.7e9 + 9)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 5008}])
+    file.take([step_line(report(step), 1.0, 1200, 32) for step in range(5008, 5020)])
+    file.close()
+    run = read_run(tmp_path)
+    assert "1 rank on one host, over mpi, took 20 steps in 10 s" in html_of(tmp_path)
+    assert as_record(run)["figures"]["Ranks"][1].startswith("20 steps in ")
+    assert [rank["steps"] for rank in as_record(run)["ranks"]] == [20]
+
+
+def test_means_are_without_the_first_steps_of_each_attempt(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    for attempt in range(3):
+        file.take([begin(0, 1, unix_seconds=1.7e9 + 60 * attempt)])
+        file.take([{"what": "resumed", "seconds": 0.1, "step": 10 * attempt}] * bool(attempt))
+        for number in range(10):
+            seconds = {"synchronize_seconds": 3.0} if number < 2 else {}
+            step = report(10 * attempt + number, **seconds)
+            file.take([step_line(step, 1.0 + number, 1200, 32)])
+    file.close()
+    run = read_run(tmp_path)
+    assert len(run.first.steps) == 30
+    assert series.mean_parts(series.settled(run.first)) == pytest.approx(parts(report()))
+    (rank,) = as_record(run)["ranks"]
+    assert rank["utilisation"] == pytest.approx(0.6)
+    assert as_record(run)["figures"]["A step takes"][0].startswith("10")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=30)
+    path_of(tmp_path, 1).write_text("".join(map(as_text, lines_of(1, 2, 30)[:40]))[:-30])
+    html = html_of(tmp_path)
+    assert "did not end in order" in html
+    assert re.search(r"<h3>rank 1</h3><p>has written nothing after step \d+", html)
+
+
+def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=30)
+    for path in tmp_path.iterdir():
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    html = html_of(tmp_path)
+    assert "did not end" not in html
+    assert "so far" in html
+    assert "has written nothing" not in html
+
+
+def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
+    assert html.count(">rank 19</text>") == 2  # its step, its utilisation
+    assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
+
+
+def ticks_of(title: str, html: str) -> list[str]:
+    """Return what stands at the axes of a figure's first drawing: from bottom to top, then on."""
+    figure = html.split(f"<figure><h3>{title}</h3>")[1].split("</svg>")[0]
+    return re.findall(r'<text class="tick[^>]*>([^<]*)<', figure)
+
+
+def write_losses(folder: Path, name: str, values: list[float]) -> Path:
+    """Write the record of a step a second, and of a value by this name after each."""
+    file = LineFile(path_of(folder, 0))
+    file.take([begin(0, 1)])
+    for step, value in enumerate(values):
+        file.take([step_line(report(step), 1.0 + step, 1200 * (step + 1), 32)])
+        at = {"seconds": 1.0 + step, "step": step + 1}
+        file.take([{"what": "values", **at, "values": {name: value}}])
+    file.close()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "ticks"),
+    [
+        ("accuracy", [0.961, 0.97, 0.978], ["96 %", "96.5 %", "97 %", "97.5 %"]),
+        ("accuracy", [0.9712, 0.9719], ["97.12 %", "97.14 %", "97.16 %", "97.18 %"]),
+        ("loss", [2.30261, 2.30264], ["2.30261", "2.30262", "2.30263", "2.30264"]),
+        ("loss", [5e5, 5e5 + 3], ["500000", "500001", "500002", "500003"]),
+        ("loss", [0.0001], ["0", "2e-05", "4e-05", "6e-05", "8e-05", "0.0001"]),
+        ("accuracy", [0.5, 0.5], ["0", "10 %", "20 %", "30 %", "40 %", "50 %"]),
+    ],
+)
+def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
+    tmp_path: Path, name: str, values: list[float], ticks: list[str]
+) -> None:
+    found = ticks_of(name.capitalize(), html_of(write_losses(tmp_path, name, values)))
+    assert found[: len(ticks)] == ticks
+
+
+def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_before_it(
+    tmp_path: Path,
+) -> None:
+    html = html_of(write_losses(tmp_path, "loss", [1.0]))
+    assert "took 1 step in 1 s" in html
+    drawn = dict(re.findall(r'aria-label="loss over ([^"]*)">(.*?)</svg>', html))
+    ticks = {over: re.findall(r'"tick middle"[^>]*>([^<]*)<', drawn[over]) for over in drawn}
+    assert ticks["step"] == ["1"]
+    assert ticks["time"] == ["600 ms", "800 ms", "1 s", "1.20 s", "1.40 s"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.004])
+def test_steps_that_took_no_time_make_a_page_too(tmp_path: Path, seconds: float) -> None:
+    """As the first one of a hook, before which nothing was seen; none takes less than none."""
+    write_run(tmp_path, compute_seconds=seconds, synchronize_seconds=-seconds / 2)
+    assert all(part >= 0 for part in parts(read_run(tmp_path).first.steps[0].report).values())
+    assert "A step of each rank" in html_of(tmp_path)
+
+
+def test_the_last_value_is_that_which_was_logged_last(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1), step_line(report(0), 0.1, 1200, 32)])
+    for seconds, loss in ((0.2, 3.0), (0.3, 1.5)):  # after training, after evaluation
+        note = {"what": "values", "seconds": seconds, "step": 1, "values": {"loss": loss}}
+        file.take([note])
+    file.close()
+    assert as_record(read_run(tmp_path))["figures"]["Loss"][0] == "1.5"
+
+
+def test_a_rank_that_has_taken_no_step_is_said_to_have_begun(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=3)
+    path_of(tmp_path, 1).write_text(as_text(begin(1, 2)))
+    (said,) = [said for where, said in happenings(read_run(tmp_path)) if where == "rank 1"]
+    assert said.startswith("has written nothing after it began, ")
+
+
+def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:
+    values = [(step, float(step % 97)) for step in range(10_000)]
+    points = binned(values)
+    assert len(points) == BINS
+    assert min(point.low for point in points) == 0
+    assert max(point.high for point in points) == 96
+    assert sum(point.mean for point in points) / BINS == pytest.approx(48, abs=0.1)
+    assert binned([(1, None), (2, float("nan"))]) == []
+
+
+def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: Path) -> None:
+    recorder = Recorder([LineFile(path_of(tmp_path, 0))], begin(0, 1), 0.0, 100, lambda: 0)
+    for step in range(199):
+        recorder.note_step(report(step))
+    recorder.end("called shutdown()")
+    recorder.close()
+    run = read_run(tmp_path)
+    assert [step.report.step for step in run.first.steps] == [0, 99, 198]
+    (rank,) = as_record(run)["ranks"]
+    assert (rank["steps"], rank["samples"], rank["sent_bytes"]) == (199, 199 * 32, 199 * 1200)
+    assert "199 steps" in html_of(tmp_path)
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
+    write_run(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "report.html"
+    assert main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
+    assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert said["figures"]["A step takes"][0].startswith("10")
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_run_that_diverges_has_its_page_and_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], after: int
+) -> None:
+    write_run(tmp_path, ranks=2, steps=50)
+    diverge(tmp_path, "accuracy")  # the first on the page
+    diverge(tmp_path, "loss", after)
+    assert main([str(tmp_path)]) == 0
+    html = html_of(tmp_path)
+    assert '<div class="tile loss"><dt>Accuracy</dt><dd class="value">not finite</dd>' in html
+    assert ("Loss</h3>" in html) == (after > 0)
+    capsys.readouterr()
+    assert main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["figures"]["Accuracy"][0] == "not finite"
+    assert len(said["logged"]["loss"]) == after
+
+
+def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_number(
+    tmp_path: Path,
+) -> None:
+    """As with a GradScaler, which makes no step then; the second rank was killed early."""
+    numbers = [(0, True)] * 4 + [(0, False), (1, False), (2, True), (2, False)]
+    for rank, count in ((0, 8), (1, 2)):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2)])
+        for step, skipped in numbers[:count]:
+            file.take([step_line(report(step, skipped=skipped), 0.1, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert ("5 steps", "skipped on every rank, at step 0 (4 times), step 2") in happenings(run)
+    (first, _) = status_of(run, tmp_path)
+    assert first.skipped == 5
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started: bool) -> None:
+    if started:
+        file = LineFile(path_of(tmp_path, 0))
+        file.take([begin()])
+        file.close()
+    assert main([str(tmp_path)]) == 1
+    text = "has taken no step yet" if started else "must hold a run's record"
+    assert text in capsys.readouterr().err
+
+
+def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, ranks=3)
+    path_of(tmp_path, 1).unlink()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith("gtopk report: rank 1: no record is here")
+    assert "<h3>rank 1</h3><p>no record is here" in html_of(tmp_path)
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["happened"][0][0] == "rank 1"
+
+
+def test_times_over_an_emulated_link_are_called_so(tmp_path: Path) -> None:
+    first, *lines = lines_of(0, 1, 30)
+    first["link"] = "emulated link of 100 Mbit/s"
+    path_of(tmp_path, 0).write_text("".join(map(as_text, [first, *lines])))
+    html = html_of(tmp_path)
+    assert "and an emulated link of 100 Mbit/s, took" in html
+    assert "Seconds are emulated" in html
+    assert "; over an emulated link of 100 Mbit/s</dd>" in html.replace("\N{NO-BREAK SPACE}", " ")

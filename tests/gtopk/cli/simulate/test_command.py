@@ -1,0 +1,161 @@
+"""`gtopk simulate` prints what it simulated, and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gtopk.cli.main import main
+from gtopk.cli.simulate.modes import SIMULATED
+
+QUICK = ["--epochs", "1", "--speeds", "200:100", "--batch", "128"]
+
+
+def test_a_comparison_is_printed_written_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    code = main(
+        ["simulate", *QUICK, "--task", "digits-cnn", "--model", "resnet18", "--target", "0.05",
+         "--evaluate-every", "700", "--overlap", "0.5",
+         "--modes", "balanced,abs", "--json", str(record), "--html", str(page)]
+    )  # fmt: skip
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Simulated, not measured: 2 ranks of 200:100 samples/s")
+    assert "11,689,512 values by gTop-k" in printed
+    assert "beside 50 % of a synchronous step's computation" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 80
+    said = json.loads(record.read_text())
+    assert said["simulated"] is True
+    assert [run["mode"] for run in said["records"]] == ["balanced", "abs"]
+    assert len(said["records"][0]["accuracy"]) == 3  # after 700, 1400 and all 1437 samples
+    drawn = page.read_text()
+    assert "Simulated, not measured" in drawn
+    assert drawn.count("<svg") == 4
+
+
+def test_an_exchange_takes_what_its_mode_sends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--model", "resnet18", "--modes", "equal,equal-dense", "--json", str(record)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    said = json.loads(record.read_text())
+    sparse, dense = said["reduce_seconds"], said["dense_reduce_seconds"]
+    assert 2 * sparse < dense
+    steps = [run["steps"] for run in said["records"]]
+    exchanges = [run["exchange"] for run in said["records"]]
+    assert exchanges == pytest.approx([steps[0] * sparse, steps[1] * dense])
+    assert ", dense, as in equal-dense, " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_page_is_drawn_also_where_a_rank_dies(tmp_path: Path) -> None:
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    words = ["--modes", "adaptive-sgd,adaptive-sgd", "--die", "0@1s"]
+    words += ["--json", str(record), "--html", str(page)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    assert ">rank 1</text>" in page.read_text()
+    (only,) = json.loads(record.read_text())["records"]  # a mode that is named twice is one
+    assert only["mode"] == "adaptive-sgd"
+    link = json.loads(record.read_text())["cluster"]["link"]
+    assert (link["latency_seconds"], link["seconds_per_byte"]) == (50e-6, 8e-9)
+
+
+def test_ranks_that_are_all_fast_leave_no_slow_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--speeds", "100:100", "--modes", "slow-only", "--json", str(record)]
+    assert main(["simulate", *words]) == 2
+    assert "slow-only has no rank to train" in capsys.readouterr().err
+    assert not record.exists()
+
+
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", *QUICK]) == 2
+    assert "pip install scikit-learn" in capsys.readouterr().err
+
+
+def test_a_training_that_diverges_ends_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--lr", "1e30", "--modes", ",".join(SIMULATED), "--json", str(record)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    _, left_out = printed.split("Not finite, and left out as in a real run: ")
+    said = json.loads(record.read_text(), parse_constant=pytest.fail)
+    for run in said["records"]:
+        assert f"{run['mode']} {run['skipped']} times" in left_out
+        assert run["loss"] == [] or run["loss"][-1][1] is None
+    assert "not reached" in left_out  # the loss common to all
+
+
+def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--lr", "1e30", "--epochs", "2", "--speeds", "2:1", "--batch", "16"]
+    assert main(["simulate", *words, "--modes", "equal"]) == 0
+    assert "equal 179 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--speeds", "100"], "two ranks' samples a second or more"),
+        (["--slow", "0-4"], "must be RANK:FACTOR@TIME"),
+        (["--die", "1"], "must be RANK@TIME, as 1@30s, got '1'"),
+        (["--modes", "fast"], "must be of equal-dense, equal"),
+        (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
+        (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
+        (["--fast", "one"], "must be ranks, as 0,2"),
+        (["--fast", "\N{SUPERSCRIPT TWO}"], "must be ranks, as 0,2"),
+        (["--slow", "0:0@1s"], "FACTOR must lie in [1e-6, 1e6], got '0'"),
+        (["--speeds", "1e300:1e300"], "must lie in 1e-06..1e+09 samples a second"),
+        (["--speeds", "nan:1"], "two ranks' samples a second or more"),
+        (["--overhead", "1e308s"], "must be at most 1e+09s"),
+        (["--density", "2"], "--density: must lie in (0, 1], got '2'"),
+        (["--lr", "-1"], "--lr: must lie in (0, inf), got '-1'"),
+        (["--momentum", "1"], "--momentum: must lie in [0, 1), got '1'"),
+        (["--target", "2"], "--target: must lie in (0, 1], got '2'"),
+        (["--overlap", "2"], "--overlap: must lie in [0, 1], got '2'"),
+    ],
+)
+def test_words_that_mean_nothing_are_an_error(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *words])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--slow", "2:4@1s", *QUICK], "--slow must be of ranks 0..1"),
+        (["--die", "2@1s", *QUICK], "--die must be of ranks 0..1"),
+        (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
+        (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
+        ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
+        ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
+        ([*QUICK, "--json", "/nowhere/x", "--html", "/nowhere/x"], "are both /nowhere/x: name two"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_an_error(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_cannot_end_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *QUICK, "--modes", "elastic", "--die", "0@1s", "--die", "1@1s"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2  # after which mode is simulated
+    assert said[1].startswith("gtopk simulate: elastic: every rank has died")

@@ -1,0 +1,29 @@
+"""A simulation says nothing of the machine it runs on, and nothing twice."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gtopk.cli.simulate.log_filter import filtered_logs
+from gtopk.telemetry import stragglers
+
+
+def test_words_on_this_machine_and_repetitions_are_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("gtopk")
+
+    def speak() -> list[str]:
+        caplog.clear()
+        for rank in (1, 1, 2):
+            logger.warning("rank %d has few entries", rank)
+        stragglers._log.handle(
+            stragglers._log.makeRecord("gtopk", 30, stragglers.__file__, 1, "slow", (), None)
+        )
+        return caplog.messages
+
+    with filtered_logs():
+        assert speak() == ["rank 1 has few entries", "rank 2 has few entries"]
+    assert len(speak()) == 4

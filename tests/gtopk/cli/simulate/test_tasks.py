@@ -1,0 +1,24 @@
+"""What is trained: a whole ResNet-18, too, whose batch norm is that of training, or of use."""
+
+from __future__ import annotations
+
+import torch
+
+from gtopk.cli.simulate.tasks import open_task
+
+
+def test_the_residual_network_is_a_whole_one_and_evaluation_leaves_it_as_it_was() -> None:
+    task = open_task("digits-resnet18", 0)
+    assert task.length == 11_173_962
+    few = task._replace(test_x=task.test_x[:8], test_y=task.test_y[:8])
+    model, again = task.model(), task.model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert 0 <= few.accuracy(model) <= 1
+    assert model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(tensor, again.state_dict()[name]), "every model begins alike"
+    task.loss(model, torch.arange(4)).backward()
+    moved = [name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])]
+    assert moved
+    assert all("running" in name or "batches_tracked" in name for name in moved)

@@ -1,0 +1,90 @@
+"""Options of numbers are finite, and within what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gtopk.cli.arguments import number_in, output_file
+
+PARSERS = [
+    *("plan.command", "simulate.command", "top.command"),
+    *(f"bench.{what}.command" for what in ("collectives", "optimizer", "scaling", "selection")),
+    "bench.wire.command",
+]
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside"),
+    [
+        ("(0, 1]", ["1e-320", "0.5", "1"], ["0", "-0.0", "1.1", "-1", "nan", "inf", "", "half"]),
+        ("[0, 1)", ["0", "0.99"], ["1", "-1e-9", "nan", "-inf"]),
+        ("[1, inf)", ["1", "1e308"], ["0.9", "inf", "1e999", "nan"]),
+    ],
+)
+def test_an_interval_holds_what_it_says(
+    interval: str, inside: list[str], outside: list[str]
+) -> None:
+    read = number_in(interval)
+    assert [read(text) for text in inside] == [float(text) for text in inside]
+    for text in outside:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            read(text)
+        assert str(raised.value) == f"must lie in {interval}, got {text!r}"
+
+
+@pytest.mark.parametrize("place", PARSERS)
+def test_no_option_of_a_command_takes_what_is_not_finite(place: str) -> None:
+    actions: Any = importlib.import_module(f"gtopk.{place}").parser()._actions
+    numbers = 0
+    for action in actions:
+        for unit in ("", "s", "gbit"):
+            if action.type is None or not is_number(action.type, f"1{unit}"):
+                continue
+            numbers += 1
+            for text in ("nan", "inf", "-1", "1e999"):
+                assert not is_number(action.type, text + unit), (action.dest, text + unit)
+    assert numbers
+
+
+def is_number(read: Any, text: str) -> bool:
+    """Tell whether an option takes this, and as a number with a fraction."""
+    try:
+        return isinstance(read(text), float)
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in PARSERS[3:]:
+        command = importlib.import_module(f"gtopk.{place}")
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--json", str(tmp_path / "file" / "below.json")])
+        assert ended.value.code == 2
+        assert "below.json cannot be written: " in capsys.readouterr().err
+
+
+def test_what_is_in_a_file_stays_until_there_is_something_new(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there.json", tmp_path / "new" / "absent.json"
+    there.write_text("{}")
+    assert output_file(str(there)) == there
+    assert there.read_text() == "{}"
+    assert output_file(str(absent)) == absent
+    assert absent.parent.is_dir()
+    assert not absent.exists()
+
+
+def test_only_rank_0_looks_whether_it_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    (tmp_path / "file").write_text("")
+    output_file(str(tmp_path / "file" / "of another host.json"))

@@ -1,0 +1,156 @@
+"""The command `gtopk`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gtopk
+from gtopk.cli.main import completable, main
+from gtopk.runtime.world import world
+from tests.gtopk.made_runs import write_run
+
+
+def test_version_and_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gtopk {gtopk.__version__}\n"
+    assert main(["--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "demo" in help_text
+    assert "doctor" in help_text
+
+
+@pytest.mark.parametrize("words", [[], ["dmeo"]])
+def test_what_is_no_command_ends_with_the_usage(capsys, words):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "usage: gtopk COMMAND" in said
+    assert all(word in said for word in words)
+
+
+def test_python_m_gtopk_is_the_command():
+    said = subprocess.run(
+        [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
+    )
+    assert said.stdout == f"gtopk {gtopk.__version__}\n"
+
+
+def test_every_command_has_an_example_and_but_for_completion_json(capsys):
+    without_json = set()
+    for name, command in completable().items():
+        if name in ("", "bench"):  # commands follow
+            continue
+        if not any("--json" in option.names for option in command.options):
+            without_json.add(name)
+        with pytest.raises(SystemExit):
+            main([*name.split(), "--help"])
+        assert "\nexample" in capsys.readouterr().out, name
+    assert without_json == {"completion"}
+
+
+PRINTING = [
+    ["--help"],
+    ["top", "--help"],  # short enough for the buffer: argparse hears nothing of it
+    ["plan", "--model", "resnet50", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"],
+    ["top", "made"],
+    ["top", "made", "--json"],
+]
+
+
+def printed_to(stdout, folder, words, unbuffered=""):
+    """Return the command's exit code and stderr; stdout: a file, a pipe's end, None: closed."""
+    told = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    write_run(folder / "made", ranks=1, steps=2)
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh"] if stdout is None else []
+    done = subprocess.run(
+        [*closing, sys.executable, "-m", "gtopk", *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **told},
+    )
+    return done.returncode, done.stderr
+
+
+PLAN = ["plan", "--model=resnet20", "--ranks=4", "--bandwidth=10gbit"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        *((encoding, PLAN) for encoding in ("gbk", "koi8-r", "euc-jp", "ascii")),
+        ("ascii", ["doctor", "--no-run"]),  # which has the least of all
+    ],
+)
+def test_a_command_prints_in_any_encoding(encoding, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "gtopk", *words],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+    )
+    assert b"Error" not in done.stderr, done.stderr
+    said = done.stdout.decode(encoding)
+    if words[0] == "plan":
+        assert done.returncode == 0, done.stderr
+        assert " us" in said  # microseconds
+        assert "\\x" not in said
+        assert "\\u" not in said
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_who_reads_no_further_ends_a_command_without_a_word(tmp_path, words):
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        assert printed_to(writes, tmp_path, words) == (141, "")
+    finally:
+        os.close(writes)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_takes_no_more_is_an_error_in_one_line(tmp_path, unbuffered):
+    with open("/dev/full", "w") as full:
+        code, said = printed_to(full, tmp_path, PRINTING[2], unbuffered)
+    assert (code, said) == (1, "gtopk: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_an_output_that_is_closed_is_an_error_in_one_line(tmp_path, words):
+    said = "gtopk: stdout cannot be written: Bad file descriptor\n"
+    assert printed_to(None, tmp_path, words) == (1, said)
+
+
+def raises(error):
+    def anything(*arguments):
+        raise error
+
+    return anything
+
+
+def test_ctrl_c_ends_a_command_without_a_word_also_while_it_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(importlib, "import_module", raises(KeyboardInterrupt()))
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_that_is_not_of_the_output_is_the_commands_own(monkeypatch):
+    monkeypatch.setattr("gtopk.cli.plan.command.main", raises(BrokenPipeError("a peer's")))
+    with pytest.raises(BrokenPipeError, match="a peer's"):
+        main(["plan"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_the_other_ranks_hear_of_what_ends_one(monkeypatch, threads, error):
+    monkeypatch.setattr("gtopk.cli.plan.command.main", raises(error()))
+
+    def rank(transport):
+        with world.entered(transport), pytest.raises(error):
+            main(["plan"])
+
+    threads(2, rank)

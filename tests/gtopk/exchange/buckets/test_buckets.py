@@ -1,0 +1,247 @@
+"""The gradients as one vector: read and written where they lie, in one order on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.kernels import accumulate_and_select
+from collectives.vector import SparseVector
+from gtopk.exchange.buckets import arrays, buckets
+from gtopk.exchange.buckets.buckets import Bucket
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_stay_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else these would all be copied."""
+    monkeypatch.setattr(buckets, "_SMALL", 0)
+
+
+def bucket_of(*tensors: torch.Tensor, weight: float = 1.0) -> Bucket:
+    """Return a bucket whose parameters have these gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor.clone()
+    bucket = Bucket(parameters)
+    bucket.take(weight)
+    return bucket
+
+
+def added(bucket: Bucket) -> np.ndarray:
+    """Return what a residual of zeros becomes."""
+    residual = np.zeros(bucket.length, bucket.dtype)
+    accumulate_and_select(residual, bucket.addend(), 1, weight=bucket.weight)
+    return residual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(6.0).reshape(2, 3).to(dtype), torch.ones(0, dtype=dtype)]
+    bucket = bucket_of(*tensors, torch.tensor(8.0, dtype=dtype), weight=1 / 3)
+    assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
+    places = [parameter.grad.data_ptr() for parameter in bucket.parameters]
+    update = SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7)
+    bucket.put(update)
+    first, empty, last = (parameter.grad for parameter in bucket.parameters)
+    assert first.tolist() == [[0, 5, 0], [0, 0, 0]]
+    assert (empty.numel(), last.item()) == (0, 7)
+    assert places == [parameter.grad.data_ptr() for parameter in bucket.parameters]
+    assert "flat" not in vars(bucket)  # nothing of the vector's length was made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_small_gradients_are_copied_side_by_side_and_back(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "_SMALL", 4)
+    tensors = [torch.arange(6.0).reshape(2, 3).to(dtype), torch.ones(0, dtype=dtype)]
+    bucket = bucket_of(*tensors, torch.tensor(8.0, dtype=dtype), weight=1 / 3)
+    assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
+    assert "flat" in vars(bucket)
+    bucket.put(SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7))
+    assert [p.grad.tolist() for p in bucket.parameters] == [[[0, 5, 0], [0, 0, 0]], [], 7]
+
+
+def test_gradients_of_several_dtypes_are_one_vector() -> None:
+    halves = torch.tensor([1.0, 2.0]).bfloat16()
+    bucket = bucket_of(halves, torch.tensor([3.0, 1e-3]), torch.tensor([4.0]).half(), weight=0.5)
+    assert added(bucket).tolist() == [0.5, 1.0, 1.5, np.float32(1e-3) / 2, 2.0]
+    bucket.put(SparseVector(np.array([1, 3], np.int32), np.array([1.5, 2.5], np.float32), 5))
+    grads = [parameter.grad for parameter in bucket.parameters]
+    assert [grad.tolist() for grad in grads] == [[0, 1.5], [0, 2.5], [0]]
+    assert grads[0].dtype == torch.bfloat16
+
+
+def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
+    image = torch.arange(16.0).reshape(1, 2, 2, 4)
+    last = image.to(memory_format=torch.channels_last)
+    assert added(bucket_of(image)).tolist() == list(range(16))
+    in_memory = last.permute(0, 2, 3, 1).flatten().tolist()
+    assert added(bucket_of(last)).tolist() == in_memory
+    # A gradient in another order than its parameter is brought into the parameter's, and back.
+    bucket = bucket_of(last)
+    bucket.parameters[0].grad = image.clone()
+    bucket.take(1.0)
+    assert added(bucket).tolist() == in_memory
+    bucket.put(SparseVector(np.array([1], np.int32), np.array([9], np.float32), 16))
+    assert bucket.parameters[0].grad[0, 1, 0, 0] == 9
+    assert bucket.parameters[0].grad.sum() == 9
+
+
+def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 2, 1, 1).to(memory_format=torch.channels_last))
+    parameter.grad = torch.arange(6.0).reshape(3, 2, 1, 1)
+    bucket = Bucket([parameter])
+    bucket.take(1.0)
+    assert added(bucket).tolist() == [0, 1, 2, 3, 4, 5]
+    assert "flat" not in vars(bucket)
+
+
+def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
+    for may_stay, value, there in [(True, 0, False), (False, 0, True), (True, 2, True)]:
+        bucket = bucket_of(torch.ones(2), torch.ones(3))
+        bucket.parameters[1].grad = None
+        bucket.take(1.0)
+        assert added(bucket).tolist() == [1, 1, 0, 0, 0]
+        values = np.array([1, value], np.float32)
+        bucket.put(SparseVector(np.array([0, 3], np.int32), values, 5))
+        bucket.keep([may_stay] * 2)
+        grad = bucket.parameters[1].grad
+        assert (grad is not None) == there
+        assert grad is None or grad.tolist() == [0, value, 0]
+
+
+@pytest.mark.parametrize("end", [lambda bucket: bucket.keep([True]), Bucket.poison])
+def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None:
+    bucket = bucket_of(torch.ones(4))
+    memory = weakref.ref(bucket.addend()[0].base)
+    end(bucket)
+    bucket.parameters[0].grad = None
+    assert memory() is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_one_bad_number_in_any_gradient_is_found(dtype: torch.dtype, bad: float) -> None:
+    image = torch.full((2, 3, 4, 4), 3e4, dtype=dtype)
+    wrong = image.clone()
+    wrong[1, 2, 3, 1] = bad
+    for form in (torch.contiguous_format, torch.channels_last):
+        for other in (dtype, torch.float32):
+            beside = torch.ones(2, dtype=other)
+            assert bucket_of(image.to(memory_format=form), beside).all_finite()
+            assert not bucket_of(wrong.to(memory_format=form), beside).all_finite()
+
+
+def test_gathered_side_by_side_gradients_are_weighted_and_come_back() -> None:
+    bucket = bucket_of(torch.ones(2, 2), torch.full((3,), 2.0), weight=0.25)
+    flat = bucket.gather()
+    assert flat.tolist() == [0.25] * 4 + [0.5] * 3
+    flat += 1
+    bucket.scatter()
+    assert bucket.parameters[1].grad.tolist() == [1.5] * 3
+    with bucket.flat_on_host() as host:
+        host *= 2
+    assert bucket.flat.tolist() == [2.5] * 4 + [3.0] * 3
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_without_cupy_the_way_through_the_host_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> Any:
+        raise ImportError("pip install cupy-cuda12x")
+
+    monkeypatch.setattr(arrays.device, "cupy", absent)
+    arrays._kernels_reach_gpus.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "gtopk"):
+            for _ in range(2):
+                assert arrays.home_of([OnGpu(), OnGpu()]) == torch.device("cpu")
+        (record,) = caplog.records
+        assert "through the host" in record.getMessage()
+        assert "cupy-cuda12x" in record.getMessage()
+        arrays._kernels_reach_gpus.cache_clear()
+        monkeypatch.setattr(arrays.device, "cupy", lambda: sys)
+        assert arrays.home_of([OnGpu()]) == OnGpu.device
+        assert arrays.home_of([OnGpu(), torch.zeros(1)]) == torch.device("cpu")
+    finally:
+        arrays._kernels_reach_gpus.cache_clear()
+
+
+def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def streams(of: Any) -> Any:
+        asked.append(of)
+        return nullcontext
+
+    monkeypatch.setattr(buckets, "home_of", lambda parameters: torch.device("cpu"))
+    monkeypatch.setattr(buckets, "current_streams", streams)
+    monkeypatch.setattr(OnGpu, "is_cuda", True, raising=False)
+    bucket = Bucket([torch.zeros(3).as_subclass(OnGpu), torch.nn.Parameter(torch.zeros(2))])
+    bucket.take(1.0)
+    bucket.take_nothing(1.0)
+    with bucket.on_stream():
+        assert asked == [[OnGpu.device]] * 3
+
+
+@pytest.mark.parametrize(
+    "lying",
+    [
+        lambda wide: wide[:, ::2],
+        lambda wide: wide[:, :1],
+        lambda wide: wide[::2],
+        lambda wide: wide.t(),
+        lambda wide: wide[1:, 1:],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, lying: Any) -> None:
+    wide = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradient = lying(wide)
+    parameter = torch.nn.Parameter(torch.zeros(gradient.shape, dtype=dtype))
+    parameter.grad = gradient
+    assert parameter.grad.data_ptr() == gradient.data_ptr()
+    bucket = Bucket([parameter, torch.nn.Parameter(torch.zeros(0, dtype=dtype))])
+    bucket.take(1.0)
+    before = bucket.mark(whole=True)
+    assert torch.equal(bucket.mark(whole=True), before)
+    for element in gradient.reshape(-1).tolist():
+        where = gradient == element
+        gradient.data[where] = 0.9 * element
+        assert not torch.equal(bucket.mark(whole=True), before)
+        gradient.data[where] = element
+        assert torch.equal(bucket.mark(whole=True), before)
+    gradient.data.neg_()
+    assert not torch.equal(bucket.mark(whole=True), before)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25, 2.0**-10, 2.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: float) -> None:
+    """Whose exponents change alike, and the sum of their bits by a number that may wrap to 0."""
+    parameter = torch.nn.Parameter(torch.zeros(100, 512, dtype=dtype))
+    generator = torch.Generator().manual_seed(0)
+    parameter.grad = torch.randn(100, 512, generator=generator).to(dtype)
+    parameter.grad[::3] = 0
+    bucket = Bucket([parameter])
+    bucket.take(1.0)
+    before, some = bucket.mark(whole=True), bucket.mark(whole=False)
+    parameter.grad.data.mul_(factor)
+    assert not torch.equal(bucket.mark(whole=True), before)
+    assert not torch.equal(bucket.mark(whole=False), some)

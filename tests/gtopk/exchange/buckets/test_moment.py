@@ -1,0 +1,29 @@
+"""A moment on a GPU is one of the GPU that it is asked of, whichever the script works on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gtopk.exchange.buckets.moment import Moment
+
+
+class Event:
+    """Notes which stream it was recorded on."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.stream: Any = "of the current device"
+
+    def record(self, stream: Any = "of the current device") -> None:
+        self.stream = stream
+
+
+def test_a_moment_is_of_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells no time between events of two GPUs: the current one, and that of a hook."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+    event: Any = Moment(torch.device("cuda", 1))._event
+    assert event.stream == "of cuda:1"

@@ -1,0 +1,157 @@
+"""The residual of a parameter, in whichever bucket it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world
+from gtopk.compression import GTopK
+from gtopk.exchange.adamw import SHARED, SHARED_ROWS, STEP
+from gtopk.exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from gtopk.exchange.exchange import Progress
+from gtopk.exchange.residual import AGE, ROWS
+from gtopk.integrations.adam import HookGroups
+from gtopk.integrations.bucket_exchanges import BucketExchanges, split
+from gtopk.integrations.one_step import OneStep
+
+BETAS = (0.9, 0.99)
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def some_parameters() -> Parameters:
+    """Return parameters of unlike sizes, by name."""
+    sizes = {"a": 5, "b": 3, "c": 4}
+    return {name: torch.nn.Parameter(torch.zeros(n).double()) for name, n in sizes.items()}
+
+
+class Hook:
+    """One rank that sends every entry of Adam's steps, bucket by bucket.
+
+    optimizer: the Adam whose steps are made; None: those of adam_correction.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        transport: LocalTransport | None = None,
+    ) -> None:
+        self.bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
+        self._groups = None if optimizer is None else HookGroups(optimizer)
+        self._transport = transport or local_world(1)[0]
+
+    def _open_bucket_exchange(
+        self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
+    ) -> BucketExchange:
+        compression = GTopK(1.0, adam_correction=None if self._groups else BETAS)
+        sizes = [parameter.numel() for parameter in parameters]
+        bucket_exchange = open_bucket_exchange(
+            "bucket", [whole], ["bucket"], compression, Progress(), sizes=sizes
+        )
+        if self._groups is not None:
+            ranks = self._transport.size
+            make_adam_steps(
+                bucket_exchange, compression, self._groups, ranks, parameters=parameters
+            )
+        return bucket_exchange
+
+    def exchange(self, parameters: Parameters, bucket: str) -> None:
+        """Replace their gradients, where they have one, by Adam's steps."""
+        members = [parameters[name] for name in bucket]
+        buffer = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in members])
+        bucket_exchange = self.bucket_exchanges.bucket_exchange_of(members, buffer)
+        bucket_exchange.parameters[0].grad = buffer
+        bucket_exchange.take(1.0 / self._transport.size, 1.0)
+        step = OneStep()
+        step.run(bucket_exchange, self._transport, [0] * self._transport.size)
+        assert step.close()
+        for parameter, part in zip(members, split(buffer, members), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(part)
+
+
+def give_gradients(parameters: Parameters, names: str, step: int) -> None:
+    """Let those of these names have a gradient, and be the only ones that are trained."""
+    for name, parameter in parameters.items():
+        generator = torch.Generator().manual_seed(100 * step + ord(name))
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad = gradient if name in names else None
+        parameter.requires_grad_(name in names)
+
+
+def assert_steps_are_adams(
+    buckets: Sequence[str], trained: Sequence[str], *, saved_before: int | None = None
+) -> None:
+    """Train these parameters in these buckets, step by step, beside Adam without any."""
+    for is_given in (False, True):
+        _assert_steps_are_adams(buckets, trained, saved_before, is_given)
+
+
+def _assert_steps_are_adams(
+    buckets: Sequence[str], trained: Sequence[str], saved_before: int | None, is_given: bool
+) -> None:
+    ours, theirs = some_parameters(), some_parameters()
+    options = {"lr": 0.1, "betas": BETAS, "weight_decay": 0.1 if is_given else 0.0}
+    given = torch.optim.Adam(ours.values(), **options) if is_given else None
+    hook = Hook(given)
+    sgd = torch.optim.SGD(ours.values(), lr=1.0 if is_given else 0.1)
+    adam = torch.optim.Adam(theirs.values(), **options)
+    for step, (bucket, names) in enumerate(zip(buckets, trained, strict=True)):
+        if step == saved_before:
+            held = {p: hook.bucket_exchanges.residual_of(p) for p in ours.values()}
+            assert all(parts[AGE].shape == () for parts in held.values())
+            hook = Hook(given)
+            hook.bucket_exchanges.put_residuals(held)
+        for parameters in (ours, theirs):
+            give_gradients(parameters, names, step)
+        hook.exchange(ours, bucket)
+        sgd.step()
+        adam.step()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def test_moments_of_a_layer_that_is_frozen_and_thawed_are_as_old_as_before() -> None:
+    """And so are those of the layers beside it, which go on meanwhile."""
+    assert_steps_are_adams(["abc"] * 9, ["abc"] * 4 + ["ac"] * 3 + ["abc"] * 2)
+
+
+def test_moments_of_a_layer_that_comes_later_are_younger_than_those_beside_it() -> None:
+    assert_steps_are_adams(
+        ["a"] * 5 + ["ab"] * 2 + ["cba"] * 2, ["a"] * 5 + ["ab"] * 2 + ["abc"] * 2
+    )
+
+
+@pytest.mark.parametrize("bucket", ["abc", "cab"])
+def test_moments_are_as_old_as_before_where_they_were_saved_and_loaded(bucket: str) -> None:
+    steps = ["abc"] * 3 + ["ac"] * 2
+    assert_steps_are_adams(["abc"] * 5 + [bucket] * 2, [*steps, "ac", "abc"], saved_before=5)
+
+
+def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(threads: Any) -> None:
+    def program(transport: LocalTransport, buckets: Sequence[Sequence[str]]) -> list[torch.Tensor]:
+        parameters = some_parameters()
+        optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, betas=BETAS)
+        hook = Hook(optimizer, transport)
+        for step, of_step in enumerate(buckets):
+            give_gradients(parameters, "abc", 10 * step + transport.rank)
+            for bucket in of_step:
+                hook.exchange(parameters, bucket)
+        found = []
+        for parameter in parameters.values():
+            own = hook.bucket_exchanges.residual_of(parameter)
+            state = optimizer.state[parameter]
+            found += [own[name] for name in ("first_moment", "second_moment", AGE, ROWS)]
+            found += [state[name] for name in (STEP, SHARED, SHARED_ROWS)]
+        return found
+
+    whole = threads(2, partial(program, buckets=[["abc"]] * 6))
+    moved = threads(2, partial(program, buckets=[["abc"]] * 3 + [["ca", "b"]] * 3))
+    for one, other in zip(whole, moved, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, whole[0][5::7], whole[1][5::7]))
+    assert all(bool((shared >= 0).any()) for shared in whole[0][5::7])

@@ -1,0 +1,34 @@
+"""Passes that do not count, and what optimizers drop then."""
+
+from __future__ import annotations
+
+import torch
+
+from gtopk.integrations.hook_skips import HookSkips
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Tell of which parameters there are any."""
+    return [p.grad is not None for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
+    one, other, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    skips, others, same = HookSkips(lambda: [one], 20), HookSkips(lambda: [other], 20), [one]
+    again = HookSkips(lambda: same, 20)  # another state of the first model, of an earlier run
+    optimizer = torch.optim.SGD([one, other, nobodys], lr=1.0)
+
+    def dropped(counted: bool) -> list[bool]:
+        for parameter in (one, other, nobodys):
+            parameter.grad = torch.ones(2)
+        skips.note(counted, 0, 1, "rank 0")
+        skips.drop(optimizer)
+        return gradients(optimizer)
+
+    assert dropped(True) == [True, True, True]
+    assert dropped(False) == [False, True, False]
+    one.grad = torch.ones(2)  # of no pass that the hook saw
+    skips.drop(optimizer)
+    assert gradients(optimizer) == [True, True, False]
+    assert dropped(False) == [False, True, False]
+    assert [each.skipped for each in (skips, others, again)] == [2, 0, 0]

@@ -1,0 +1,59 @@
+"""A step whose buckets come one by one, and what becomes of them in another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from collectives.transports import local_world
+from gtopk.compression import GTopK
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
+from gtopk.exchange.exchange import Progress
+from gtopk.integrations.one_step import NOT_FINITE, OneStep
+
+
+@pytest.mark.parametrize("flags", [0, NOT_FINITE])
+def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    parameter.grad = torch.ones(30)
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
+    )
+    bucket_exchange.take(1.0, 1.0)
+    on_it = 0  # how often the gradient was written there
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        nonlocal on_it
+        before = parameter.grad._version
+        yield
+        on_it += parameter.grad._version - before
+
+    bucket_exchange.bucket.on_stream = on_stream
+    taken = parameter.grad._version
+    OneStep().run(bucket_exchange, local_world(1)[0], [flags])
+    assert parameter.grad._version - taken == on_it > 0
+    assert parameter.grad.isnan().all() == bool(flags)
+
+
+def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
+    """As that of a module that is used twice in a pass does."""
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
+    )
+    step, residual = OneStep(), bucket_exchange.exchange.residual
+    assert residual is not None
+    seen = []
+    for all_flags in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
+        parameter.grad = torch.arange(30.0)
+        bucket_exchange.take(1.0, 1.0)
+        step.run(bucket_exchange, local_world(1)[0], all_flags)
+        if not seen:
+            assert step.close()
+            seen.append(residual.after_last_step()["residual"].clone())
+    assert not step.close()
+    assert torch.equal(residual.after_last_step()["residual"], seen[0])

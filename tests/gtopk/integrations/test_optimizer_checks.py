@@ -1,0 +1,57 @@
+"""A hook's look at the optimizers of its model, from its making to its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gtopk.compression import Compression
+from gtopk.integrations.hook_skips import HookSkips
+from gtopk.integrations.optimizer_checks import look_at_optimizers
+
+
+def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Optimizer:
+    parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD([parameter], lr=0.1, **options)
+
+
+def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> HookSkips:
+    skips = HookSkips(lambda: {parameter}, 3)
+    compression = Compression.gtopk(density=0.5)
+    look_at_optimizers(skips, compression, 0, says=False, way="", stepped=stepped)
+    return skips
+
+
+def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_step():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = stepped(parameter)
+    hooks: list[HookSkips] = []
+
+    def collect(*call: object) -> None:
+        if hooks:
+            hooks.pop()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    hooks += (looked_at(parameter, optimizer) for _ in range(3))
+    try:
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert not hooks
+    assert torch.equal(parameter, torch.full((3,), -0.3))
+
+
+def test_each_living_hook_looks_and_no_dead_one():
+    one, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    first, second = looked_at(one, stepped(one)), looked_at(other, stepped(other))
+    for parameter in (one, other):
+        with pytest.raises(ValueError, match="another SGD steps its model"):
+            stepped(parameter).step()
+    del first
+    stepped(one).step()
+    with pytest.raises(ValueError, match="another SGD steps its model"):
+        stepped(other).step()
+    del second
+    stepped(other).step()

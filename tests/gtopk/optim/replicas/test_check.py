@@ -1,0 +1,130 @@
+"""Replicas are compared after the same steps on every rank, however many each took itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.runtime.world import world
+from tests.gtopk.four_layers import distribute, inputs, layers
+
+
+def take_steps(model: Any, optimizer: Any, steps: int, scale: float = 1.0) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(inputs(hvd.rank(), 0)).square().sum() * scale).backward()
+        optimizer.step()
+
+
+def test_ranks_that_join_in_every_epoch_check_in_the_same_steps(threads):
+    """They are apart from the first step that one of them lacks: each check says so.
+
+    epoch            1                     2                         3
+    rank 0   1 2 3 4 5 6 -   8 9 10 11 12 13 -   15 16 17 18 19 20 -
+    rank 1   1 2 3 4 5 6 7   8 9 10 11 12 13 14  15 16 17 18 19 20 21
+    apart                      ^        ^         ^        ^
+    """
+
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, check_every=3, on_divergence="warn")
+            for _ in range(3):
+                take_steps(model, optimizer, 6 + transport.rank)
+                hvd.join()
+            return optimizer.divergences
+
+    assert threads(2, program) == [4, 4]
+
+
+def test_a_skipped_step_is_followed_by_no_check(threads):
+    """Also where all before it was done while this rank had joined."""
+
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, check_every=2, on_divergence="warn")
+            take_steps(model, optimizer, 1 + transport.rank)
+            hvd.join()
+            take_steps(model, optimizer, 1, scale=float("nan"))
+            assert optimizer.divergences == 0
+            take_steps(model, optimizer, 2)
+            return optimizer.divergences
+
+    assert threads(2, program) == [1, 1]
+
+
+def test_a_forgotten_broadcast_is_told_of_after_the_first_step(threads, caplog):
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport), torch.no_grad():
+            next(model.parameters()).add_(transport.rank)
+            with torch.enable_grad():
+                optimizer = distribute(model)
+                take_steps(model, optimizer, 3)
+            return optimizer.divergences
+
+    assert threads(2, program) == [1, 1]
+    assert "the replicas are not the same at step 1: parameter '" in caplog.text
+    assert "Begin with broadcast_parameters" in caplog.text
+
+
+def test_what_nobody_asked_for_is_looked_at_every_hundred_steps(threads, caplog):
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            take_steps(model, optimizer, 50)
+            if transport.rank == 1:
+                with torch.no_grad():
+                    next(model.parameters())[0] += 1
+            take_steps(model, optimizer, 49)
+            assert optimizer.divergences == 0
+            take_steps(model, optimizer, 1)
+            return optimizer.divergences
+
+    assert threads(3, program) == [1, 1, 1]
+
+
+def test_check_every_0_never_looks(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            with torch.no_grad():
+                next(model.parameters()).add_(transport.rank)
+            take_steps(model, distribute(model, check_every=0), 2)
+
+    threads(2, program)
+    assert "not the same" not in caplog.text
+
+
+def test_a_step_that_only_one_rank_ended_parts_no_checks():
+    """The other failed in it, and both go on in the next world, as after elastic's recovery."""
+    models = [layers() for _ in range(2)]
+    optimizers: list[Any] = [None] * 2
+
+    def begin(transport: LocalTransport) -> None:
+        model = models[transport.rank]
+        with world.entered(transport):
+            optimizer = optimizers[transport.rank] = distribute(model, check_every=2)
+            take_steps(model, optimizer, 2)
+            optimizer.zero_grad()
+            model(inputs(transport.rank, 0)).square().sum().backward()
+            optimizer.synchronize()
+            if transport.rank == 0:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+
+    def go_on(transport: LocalTransport) -> None:
+        model, optimizer = models[transport.rank], optimizers[transport.rank]
+        with world.entered(transport):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.5)
+            take_steps(model, optimizer, 4)
+
+    run_ranks(local_world(2, 30), begin)
+    run_ranks(local_world(2, 30), go_on)

@@ -1,0 +1,127 @@
+"""What is expected of a step, and what rank 0 says of it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.compression import Compression
+from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from gtopk.exchange.exchange import Progress
+from gtopk.exchange.sparse_gradients import SparseGradientExchange
+from gtopk.optim.expected_step import ExpectedStep
+from gtopk.planning.advice import advice
+from gtopk.planning.bucket_plan import buckets_by
+
+SLOW = Calibration(Network(8, Link.of(1e8, 50e-6)), DEFAULT_RATES, "made up")
+GTOPK = Compression.gtopk(density=0.001)
+
+
+def bucket_exchange(values: int, compression: object) -> BucketExchange:
+    parameter = torch.nn.Parameter(torch.zeros(1).expand(values))
+    return open_bucket_exchange("lane", [parameter], ["parameter"], compression, Progress())
+
+
+def embedding(values: int) -> SparseGradientExchange:
+    return SparseGradientExchange("embedding", torch.nn.Parameter(torch.zeros(values, 1)), "weight")
+
+
+def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
+    """Return some of 8 ranks of a world, which have measured."""
+    transport = SimpleNamespace(name="made up", library=lambda: "threads")
+    here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
+    return SimpleNamespace(
+        size=size, world=here, takes_part=takes_part, run=lambda *said, **flags: SLOW
+    )
+
+
+def said_of(bucket_exchanges: list[Any], caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "gtopk"):
+        ExpectedStep(GTOPK, Progress()).measure(bucket_exchanges, peers())
+    return caplog.text
+
+
+def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixture) -> None:
+    ours = [bucket_exchange(600_000, GTOPK), bucket_exchange(400_000, GTOPK)]
+    alone = said_of(ours, caplog)
+    beside = said_of([*ours, bucket_exchange(9_000_000, Compression.none), embedding(7)], caplog)
+    assert "1,000,000 values, 8 ranks" in alone
+    assert "1,000,000 values (and 9,000,007 uncompressed either way), 8 ranks" in beside
+    assert beside.partition(", 8 ranks")[2] == alone.partition(", 8 ranks")[2]
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_the_other_way_is_said_of_the_buckets_it_would_have(
+    is_compressed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of planned ones: those that are given are given for either."""
+    runs, other = (GTOPK, None) if is_compressed else (None, GTOPK)
+    parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(10)]
+    names = [str(number) for number in range(10)]
+    one = open_bucket_exchange("lane", parameters, names, runs or Compression.none, Progress())
+    count = buckets_by(other, [100_000] * 10, 8)
+    assert count > 1
+    for is_planned, buckets in ((True, count), (False, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "gtopk"):
+            ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
+        said = advice(runs, [1_000_000], SLOW, other_buckets=buckets, over="threads")
+        assert caplog.messages == [said.sentence, said.details]
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
+    compression: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = said_of([bucket_exchange(1_000_000, compression), embedding(7)], caplog)
+    assert "1,000,000 values (and 7 uncompressed either way), 8 ranks" in said
+    assert ": would save" in said
+
+
+def test_of_sparse_gradients_alone_there_is_nothing_to_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not said_of([embedding(7)], caplog)
+    assert not said_of([SimpleNamespace(elements=0)], caplog)
+
+
+def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    bucket_exchanges, here = [bucket_exchange(1000, GTOPK)], peers()
+    with caplog.at_level(logging.INFO, "gtopk"):
+        for one in (here, here, peers(rank=1)):
+            expected = ExpectedStep(GTOPK, Progress(), "an outer step")
+            expected.measure(bucket_exchanges, one)
+            assert expected.seconds
+    assert caplog.text.count("an outer step") == len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("others", "is_expected"), [({}, True), ({"takes_part": False}, False)])
+def test_some_ranks_of_a_world_expect_of_themselves(
+    others: dict[str, bool], is_expected: bool
+) -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([bucket_exchange(1000, GTOPK)], peers(size=4, **others))
+    assert (expected.seconds is not None) == is_expected
+
+
+def test_one_rank_alone_expects_nothing() -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([bucket_exchange(1000, GTOPK)], peers(size=1))
+    assert expected.seconds is None
+
+
+def test_other_lanes_are_expected_to_take_another_time() -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([bucket_exchange(1000, GTOPK)], peers())
+    before = expected.seconds
+    expected.expect([bucket_exchange(1_000_000, GTOPK)])
+    assert before is not None
+    assert expected.seconds is not None
+    assert expected.seconds > before

@@ -1,0 +1,110 @@
+"""What may be asked of a distributed optimizer, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world
+from gtopk.compression import Compression
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
+from tests.gtopk.four_layers import distribute, inputs, layers
+
+HIDDEN = Compression.auto(hide_behind_backward=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, "lists"])
+def test_groups_are_buckets(threads, groups):
+    def program(transport: LocalTransport) -> Any:
+        model = layers()
+        made = groups
+        if groups == "lists":
+            made = [[model[0].weight, model[3].weight]]
+        with world.entered(transport):
+            optimizer = distribute(model, bucket_bytes=None, groups=made)
+            model(inputs(transport.rank, 0)).square().sum().backward()
+            optimizer.step()
+            return [
+                bucket_exchange.names
+                for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
+            ]
+
+    for buckets in threads(2, program):
+        if groups == "lists":
+            assert sorted(map(sorted, buckets)) == [
+                ["0.weight", "3.weight"],
+                ["1.weight", "2.weight"],
+            ]
+        else:
+            assert len(buckets) == groups
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"groups": 0}, "at least 1"),
+        ({"groups": "two"}, "integer or a list of lists"),
+        ({"groups": [1, 2]}, "integer or a list of lists"),
+        ({"groups": 2, "bucket_bytes": 5}, "not both"),
+        ({"bucket_bytes": -1}, "0 or more"),
+        ({"local_clip_norm": 0.0}, "above 0"),
+        ({"check_every": -1}, "0 or more"),
+        ({"compression": HIDDEN, "overlap": False}, "not for overlap=False, .* give density="),
+        ({"compression": HIDDEN, "local_clip_norm": 1.0}, "not for local_clip_norm=1.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises((ValueError, TypeError), match=said),
+    ):
+        DistributedOptimizer(torch.optim.SGD(layers().parameters(), lr=0.1), **arguments)
+
+
+def test_a_parameter_is_in_one_group_at_most():
+    model = layers()
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match="twice"):
+        DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            groups=[[model[0].weight], [model[0].weight]],
+        )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "complex"),
+        ([torch.nn.Parameter(torch.zeros(0))], "nothing to train"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises(ValueError, match=said),
+    ):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.Adam(p), "momentum of its own"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=1e-4),
+            "momentum=0, not 0.5, and 2 times the weight_decay",
+        ),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS"),
+        (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
+    with world.entered(local_world(1)[0]):
+        optimizer = make(layers().parameters())
+        with pytest.raises(ValueError, match=said):
+            DistributedOptimizer(
+                optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
+            )

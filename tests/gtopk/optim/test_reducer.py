@@ -1,0 +1,533 @@
+"""Buckets are exchanged while backward goes on, and nobody can tell but by the time it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.compression import Compression
+from gtopk.exchange.bucket_exchange import BucketExchange
+from gtopk.optim import reducer
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.optim.expected_step import ExpectedStep
+from gtopk.optim.reduced_twice import refuse_ddp
+from gtopk.optim.step_transaction import StepTransaction
+from gtopk.runtime.world import world
+from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
+from tests.gtopk.held import held
+
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "is_planned"),
+    [({"bucket_bytes": None}, True), ({"bucket_bytes": 80}, False), ({"groups": 2}, False)],
+)
+def test_buckets_made_by_hand_would_be_the_same_for_dense(options, is_planned, monkeypatch):
+    """So the line says, which else is of those that would be planned."""
+    told: list[bool] = []
+
+    class Noted(ExpectedStep):
+        def __init__(self, *arguments: Any, is_planned: bool = False) -> None:
+            told.append(is_planned)
+            super().__init__(*arguments, is_planned=is_planned)
+
+    monkeypatch.setattr(reducer, "ExpectedStep", Noted)
+    with world.entered(local_world(1)[0]):
+        distribute(layers(), **{"bucket_bytes": None, **options})
+    assert told == [is_planned]
+
+
+class Branches(torch.nn.Module):
+    """Linear maps in any order, some shared, of which a step uses some."""
+
+    def __init__(self, widths: list[int], seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.maps = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(width, 3, generator=generator, dtype=torch.float64))
+            for width in widths
+        )
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        total = x.sum() * 0
+        for place, number in enumerate(used):
+            total = total + torch.tanh((place + 1) * x @ self.maps[number].t()).square().sum()
+        return total
+
+
+def backward(model: Branches, used: list[int], rank: int, step: int, passes: int = 1) -> None:
+    for each in range(passes):
+        generator = torch.Generator().manual_seed(100 * step + 10 * each + rank)
+        model(torch.randn(4, 3, generator=generator, dtype=torch.float64), used).backward()
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_random_models_train_as_one_process_would(data):
+    """At density 1, whatever is used on whatever rank and in whatever order, in any buckets."""
+    size = data.draw(st.sampled_from([2, 3]), label="size")
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=6), label="widths")
+    # A branch may be used twice: its parameter is shared.
+    uses = st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=2 * len(widths))
+    used = [[data.draw(uses) for _ in range(size)] for _ in range(STEPS)]
+    passes = data.draw(st.sampled_from([1, 1, 3]), label="passes")
+    compression = data.draw(
+        st.sampled_from(
+            [
+                Compression.none,
+                Compression.gtopk(1.0),
+                Compression.oktopk(1.0),
+                Compression.gtopk(1.0, dense_under=4),
+            ]
+        )
+    )
+    buckets = data.draw(st.sampled_from([{}, EACH_ALONE, {"bucket_bytes": 80}, {"groups": 2}]))
+    overlap = data.draw(st.booleans(), label="overlap")
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Branches(widths, 0)
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+                model.named_parameters(),
+                compression,
+                passes,
+                missing_gradients="zeros",
+                overlap=overlap,
+                **buckets,
+            )
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                backward(model, used[step][transport.rank], transport.rank, step, passes)
+                optimizer.step()
+        return flat(model)
+
+    alone = Branches(widths, 0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(size):
+            backward(alone, used[step][rank], rank, step, passes)
+        for parameter in alone.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= size
+        optimizer.step()
+    replicas = run_ranks(local_world(size, 30), program)
+    torch.testing.assert_close(replicas[0], flat(alone), rtol=1e-9, atol=1e-9)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_nothing_is_lost_in_any_buckets(data):
+    size = data.draw(st.sampled_from([2, 3]), label="size")
+    widths = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=6), label="widths")
+    density = data.draw(st.floats(0.01, 0.9), label="density")
+    every = list(range(len(widths)))
+
+    def program(transport: LocalTransport) -> Any:
+        model = Branches(widths, 1)
+        steps = []
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                Compression.gtopk(density),
+                **EACH_ALONE,
+            )
+            for step in range(STEPS):
+                before = held(optimizer)
+                optimizer.zero_grad()
+                backward(model, every, transport.rank, step)
+                gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+                optimizer.synchronize()
+                update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                steps.append((before, gradient / size, update, held(optimizer)))
+            assert optimizer.last_step.buckets == len(widths)
+        return steps
+
+    for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
+        before, added, updates, after = (np.stack(column) for column in zip(*ranks, strict=True))
+        assert (updates == updates[0]).all()
+        np.testing.assert_allclose(
+            updates[0] + after.sum(0), before.sum(0) + added.sum(0), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": Compression.gtopk(0.3, dense_under=2)},
+        {"compression": Compression.gtopk(0.3, dense_vectors=True)},
+        {"compression": Compression.gtopk(0.3), "groups": 5, "bucket_bytes": None},
+        {"compression": Compression.none, "groups": 5, "bucket_bytes": None},
+    ],
+    ids=repr,
+)
+def test_an_empty_parameter_takes_part_in_nothing(threads, options):
+    """Also where it would be all of a bucket; its gradient stays its own."""
+
+    def program(transport: LocalTransport, extra: bool) -> torch.Tensor:
+        model = layers()
+        if extra:
+            model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))
+        with world.entered(transport):
+            optimizer = distribute(model, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = model(inputs(transport.rank, step)).square().sum()
+                if extra and (step == 1 or transport.rank == 0):
+                    loss = loss + model.empty.sum()
+                loss.backward()
+                optimizer.step()
+            if extra:
+                model.requires_grad_(False)
+                model.empty.requires_grad_()
+                optimizer.zero_grad()
+                optimizer.step()
+        return flat(model)
+
+    one, other = (threads(2, lambda t, e=extra: program(t, e)) for extra in (True, False))
+    assert all(map(torch.equal, one, other))
+    assert torch.equal(*one)
+
+
+class CallInBackward(torch.autograd.Function):
+    """Calls a function in the middle of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.call()
+        return gradient, None
+
+
+def half_way(model: torch.nn.Sequential, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+    return model[2:](CallInBackward.apply(model[:2](x), call)).square().sum()
+
+
+def test_buckets_are_exchanged_while_backward_goes_on(threads):
+    """The second half of backward waits for the exchange of what the first half has computed."""
+
+    def program(transport: LocalTransport) -> Any:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model)
+
+            def wait() -> None:
+                handles = optimizer._handles
+                assert set(handles) == {model[3].weight, model[2].weight}
+                for handle in handles.values():
+                    handle.wait()
+
+            for step in range(3):
+                optimizer.zero_grad()
+                call = wait if step else (lambda: None)  # the order is learnt in the first step
+                half_way(model, inputs(transport.rank, step), call).backward()
+                optimizer.step()
+                assert optimizer._handles == {}
+            return optimizer.last_step
+
+    for report in threads(2, program):
+        assert report.buckets == 4
+        assert 0.0 < report.hidden_seconds < report.working_seconds
+
+
+KINDS = [
+    Compression.none,
+    Compression.fp16,
+    Compression.bf16,
+    Compression.topk(0.3),
+    Compression.gtopk(0.3, momentum_correction=0.5),
+    Compression.oktopk(0.3),
+    Compression.gtopk(0.3, dense="2.*", momentum_correction=0.5),
+    Compression.gtopk(0.3, dense="2.*", adam_correction=(0.9, 0.99)),
+]
+
+
+@pytest.mark.parametrize("compression", KINDS, ids=repr)
+def test_overlap_changes_no_bit(threads, compression):
+    ways = [
+        threads(3, lambda t, o=overlap: train(t, compression, overlap=o))
+        for overlap in (True, False)
+    ]
+    for with_overlap, without in zip(*ways, strict=True):
+        for one, other in zip(with_overlap, without, strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+# Where a rank does not look at its gradients first, as on a GPU, their sum tells.
+LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
+
+
+@pytest.fixture(params=LOOKING)
+def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which ranks look at their gradients before they send their flags."""
+    blind = LOOKING[request.param]
+    looks_first = property(lambda bucket_exchange: world.current().rank not in blind)
+    monkeypatch.setattr(BucketExchange, "looks_first", looks_first)
+    return request.param
+
+
+@pytest.mark.parametrize("compression", KINDS, ids=repr)
+@pytest.mark.usefixtures("looking")
+def test_a_late_gradient_that_is_not_finite_takes_back_what_early_buckets_changed(
+    threads, compression
+):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            for step in range(6):
+                optimizer.zero_grad()
+                before = held(optimizer).tobytes(), held(optimizer, "velocity").tobytes()
+                x = inputs(transport.rank, step)
+
+                def spoil(grad: torch.Tensor, step: int = step) -> torch.Tensor:
+                    assert len(optimizer._handles) == (3 if step else 0)
+                    for handle in optimizer._handles.values():
+                        handle.wait()
+                    return grad * float("nan") if transport.rank == 1 and step == 4 else grad
+
+                hook = model[0].weight.register_hook(spoil)
+                model(x).square().sum().backward()
+                hook.remove()
+                optimizer.step()
+                after = held(optimizer).tobytes(), held(optimizer, "velocity").tobytes()
+                assert optimizer.last_step.skipped == (step == 4)
+                if step == 4:
+                    assert before == after
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("where", ["0.weight", "3.weight"])  # the last to come, and the first
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
+@pytest.mark.usefixtures("looking")
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step(
+    threads, compression, where
+):
+    def program(transport: LocalTransport) -> list[bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, compression, max_skipped_steps=0)
+            for step in range(4):
+                optimizer.zero_grad()
+                spoilt = transport.rank == 1 and step == 3
+
+                def spoil(grad: torch.Tensor, spoilt: bool = spoilt) -> torch.Tensor:
+                    return grad * float("nan") if spoilt else grad
+
+                hook = dict(model.named_parameters())[where].register_hook(spoil)
+                model(inputs(transport.rank, step)).square().sum().backward()
+                hook.remove()
+                if step < 3:
+                    optimizer.step()
+            with pytest.raises(FloatingPointError, match=rf"on rank 1: '{where}'"):
+                optimizer.step()
+        return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+    one, other = threads(2, program)
+    assert one == other
+
+
+@pytest.mark.parametrize("where", ["0.weight", "3.weight"])
+def test_a_gradient_that_was_not_finite_costs_the_step_though_nobody_finds_it_again(
+    threads, monkeypatch, where
+):
+    monkeypatch.setattr(BucketExchange, "not_finite", lambda self: [])
+
+    def program(transport: LocalTransport) -> list[bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.3))
+            for step in range(4):
+                optimizer.zero_grad()
+                model(inputs(transport.rank, step)).square().sum().backward()
+                if step == 3:
+                    before = [parameter.detach().clone() for parameter in model.parameters()]
+                    if transport.rank == 1:
+                        dict(model.named_parameters())[where].grad.fill_(float("nan"))
+                optimizer.step()
+            assert optimizer.skipped_steps == 1
+        assert all(map(torch.equal, before, model.parameters()))
+        return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+    one, other = threads(2, program)
+    assert one == other
+
+
+def clip_in_place(model: Any, optimizer: Any, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (step + 1))
+
+
+def clip_behind_torch(model: Any, optimizer: Any, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data.mul_(0.5 * (step + 1))
+
+
+def await_early_lanes(optimizer: Any) -> None:
+    """What was submitted in the backward pass has been read by then."""
+    for handle in optimizer._handles.values():
+        handle.wait()
+
+
+def clamp_behind_torch(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        largest = float(parameter.grad.abs().max())
+        parameter.grad.data.clamp_(-0.9 * largest, 0.9 * largest)
+
+
+def clip_by_numpy(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        array = parameter.grad.numpy()
+        np.clip(array, -0.9 * abs(array).max(), 0.9 * abs(array).max(), out=array)
+
+
+def negate_behind_torch(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        parameter.grad.data.neg_()
+
+
+def put_others(model: Any, optimizer: Any, step: int) -> None:
+    model[3].weight.grad = torch.full_like(model[3].weight, 0.1)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        clip_in_place,
+        clip_behind_torch,
+        clamp_behind_torch,
+        negate_behind_torch,
+        clip_by_numpy,
+        put_others,
+    ],
+)
+@pytest.mark.parametrize("on_one_rank", [False, True])
+def test_gradients_changed_after_backward_are_those_that_count(
+    threads, caplog, monkeypatch, disturb, on_one_rank
+):
+    # A factor that all values have shows in some of them.
+    whole = disturb in (clamp_behind_torch, clip_by_numpy)
+    monkeypatch.setenv("GTOPK_CHECK_GRADIENTS", f"{whole:d}")
+
+    def sometimes(model: Any, optimizer: Any, step: int) -> None:
+        if optimizer._world.rank == 1 or not on_one_rank:
+            disturb(model, optimizer, step)
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        early = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes))
+    said = [r.getMessage() for r in caplog.records if "without overlap" in r.getMessage()]
+    assert len(said) == 3
+    assert all("changed between backward() and step()" in text for text in said)
+    assert all("call optimizer.synchronize() before changing them" in text for text in said)
+    late = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes, overlap=False))
+    for one, other in zip(early, late, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1].tobytes() == other[1].tobytes()
+
+
+@pytest.mark.parametrize("on_one_rank", [False, True])
+def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(threads, on_one_rank):
+    def program(transport: LocalTransport, drops: bool) -> Any:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            for step in range(5):
+                dropping = drops and step in (1, 3) and (transport.rank == 1 or not on_one_rank)
+                for other in (77, 78) if dropping else ():
+                    model(inputs(transport.rank, other)).square().sum().backward()
+                    optimizer.zero_grad()
+                model(inputs(transport.rank, step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return flat(model), held(optimizer)
+
+    dropped = threads(3, lambda t: program(t, drops=True))
+    plain = threads(3, lambda t: program(t, drops=False))
+    for one, other in zip(dropped, plain, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1].tobytes() == other[1].tobytes()
+
+
+def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, caplog):
+    """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
+    ended = StepTransaction.finish
+
+    def finish(self: StepTransaction, unplanned: bool, preempted: bool) -> None:
+        ended(self, unplanned, preempted)
+        raise KeyboardInterrupt
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(inputs(0, number)).square().sum().backward()
+        optimizer.step()
+
+    with world.entered(local_world(1)[0]):
+        model = layers()
+        optimizer = distribute(model)
+        step(0)
+        before = held(optimizer)
+        monkeypatch.setattr(StepTransaction, "finish", finish)
+        with pytest.raises(KeyboardInterrupt):
+            step(1)
+        np.testing.assert_array_equal(held(optimizer), before)
+    assert "rank 0: interrupted (KeyboardInterrupt) mid-step" in caplog.text
+
+
+def test_several_optimizers_and_models_step_in_any_order(threads):
+    def program(transport: LocalTransport) -> Any:
+        models = [layers(), layers()]
+        with world.entered(transport):
+            optimizers = [distribute(model) for model in models]
+            for step in range(4):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                x = inputs(transport.rank, step)
+                (models[1](models[0](x)).square().sum() + models[1](x).sum()).backward()
+                for number in (0, 1) if step % 2 else (1, 0):
+                    optimizers[number].step()
+        return torch.cat([flat(model) for model in models])
+
+    replicas = threads(3, program)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+def test_a_model_that_ddp_reduces_already_is_refused_by_both_names(monkeypatch) -> None:
+    def walk() -> None:
+        raise AssertionError("a walk over all objects disturbs other threads")
+
+    monkeypatch.setattr("gc.get_objects", walk)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        refuse_ddp(model.parameters())
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        message = "DistributedDataParallel and DistributedOptimizer both"
+        for parameters in (model.parameters(), ddp.parameters(), [model[1].weight]):
+            with pytest.raises(ValueError, match=message):
+                refuse_ddp(parameters)
+        refuse_ddp(torch.nn.Linear(2, 2).parameters())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,98 @@
+"""Whatever ends a step says in which step, once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.compression import Compression
+from gtopk.errors import HorovodInternalError
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.world import world
+
+LAST = 3
+
+
+def ends(
+    at: Callable[[LocalTransport, torch.nn.Linear, int], Any], **options: Any
+) -> list[HorovodInternalError]:
+    """Return what ended the training of each of two ranks; `at` returns the loss of a step."""
+
+    def train(transport: LocalTransport) -> None:
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(model.weight, 0.5)
+        torch.nn.init.zeros_(model.bias)
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+            )
+            for step in range(LAST + 1):
+                optimizer.zero_grad()
+                if (loss := at(transport, model, step)) is None:
+                    return
+                loss.backward()
+                optimizer.step()
+
+    def program(transport: LocalTransport) -> Any:
+        try:
+            return train(transport)
+        except HorovodInternalError as error:
+            return error
+
+    return run_ranks(local_world(2, timeout_seconds=1), program)
+
+
+def usual(model: torch.nn.Linear) -> torch.Tensor:
+    return model(torch.ones(1, 3)).sum()
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.5)], ids=str)
+def test_ranks_that_disagree_are_told_in_which_step(compression):
+    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+        if step == LAST and transport.rank == 1:
+            return (torch.ones(1, 3) @ model.weight.T).sum()  # without the bias
+        return usual(model)
+
+    for error in ends(at, compression=compression, missing_gradients="error"):
+        text = str(error)
+        assert error.operation
+        assert "which parameters have a gradient" in text
+        assert text.endswith(f"; at step {LAST}")
+        assert text.count("at step") == 1
+
+
+def test_who_waits_for_too_long_says_in_which_step():
+    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+        if step == LAST and transport.rank == 1:
+            time.sleep(2.5)
+        return usual(model)
+
+    waited = str(ends(at)[0])
+    assert "has waited" in waited
+    assert waited.endswith(f"GTOPK_TIMEOUT (seconds) waits longer; at step {LAST}")
+
+
+def test_who_misses_another_says_in_which_step():
+    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+        return None if step == LAST and transport.rank == 1 else usual(model)
+
+    missed = str(ends(at)[0])
+    assert "rank 1 left (its program ended)" in missed
+    assert missed.endswith(f"; at step {LAST}")
+
+
+def test_replicas_that_part_do_too():
+    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+        if step == LAST and transport.rank == 1:
+            with torch.no_grad():
+                model.bias.add_(1.0)
+        return usual(model)
+
+    for error in ends(at, check_every=1):
+        assert "'bias'" in str(error)
+        assert str(error).count("at step") == 1

@@ -1,0 +1,397 @@
+"""What a distributed optimizer holds back is never lost: a run is resumed to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport
+from gtopk import load_latest, save_checkpoint
+from gtopk.compression import Compression
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.optim.wrapped import checkpoint as optimizer_checkpoint
+from gtopk.runtime.world import world
+from tests.gtopk.held import held
+
+KINDS = [
+    Compression.none,
+    Compression.gtopk(0.2),
+    Compression.gtopk(0.05, momentum_correction=0.5, warmup_steps=6),
+    Compression.oktopk(0.2, values="bf16"),
+    Compression.gtopk(0.2, dense="bias"),
+    Compression.gtopk(0.05, dense="bias", adam_correction=(0.9, 0.99)),
+]
+
+
+def network() -> torch.nn.Sequential:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12, 5),
+        torch.nn.Linear(5, 3),
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
+    return DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression,
+        **{"bucket_bytes": 100, **options},
+    )
+
+
+def take_steps(model: torch.nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 2, 4, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("compression", KINDS, ids=repr)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_run_is_resumed_to_the_bit(threads, compression, gathered):
+    size = 3
+
+    def whole(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(4))
+            own = optimizer.state_dict()
+            state = optimizer.gather_state(1) if gathered else own
+            assert (state is None) == (gathered and transport.rank != 1)
+            saved = through_a_file({"model": model.state_dict(), "optimizer": state})
+            take_steps(model, optimizer, transport.rank, range(4, 8))
+            return flat(model), held(optimizer), saved
+
+    def resumed(transport: LocalTransport, saved: list[Any]) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            model.load_state_dict(saved[transport.rank]["model"])
+            optimizer.load_state_dict(saved[1 if gathered else transport.rank]["optimizer"])
+            assert optimizer.state_dict()["gtopk"]["steps"] == 4
+            take_steps(model, optimizer, transport.rank, range(4, 8))
+            return flat(model), held(optimizer)
+
+    finished = threads(size, whole)
+    saved = [each[2] for each in finished]
+    for one, other in zip(finished, threads(size, lambda t: resumed(t, saved)), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1].tobytes() == other[1].tobytes()
+
+
+def saved_by(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(3))
+            return optimizer.gather_state(), held(optimizer)
+
+    ranks = threads(size, program)
+    return ranks[0][0], sum(each[1].astype(np.float64) for each in ranks)
+
+
+@pytest.mark.parametrize(("before", "after"), [(5, 2), (5, 1), (2, 5), (3, 3)])
+def test_another_number_of_ranks_holds_back_the_same_sum(threads, caplog, before, after):
+    state, total = saved_by(threads, before, Compression.gtopk(0.1))
+
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            optimizer.load_state_dict(state)
+            found = held(optimizer)
+            take_steps(model, optimizer, transport.rank, range(2))
+            return found
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        found = threads(after, program)
+    np.testing.assert_allclose(sum(each.astype(np.float64) for each in found), total, atol=1e-6)
+    assert np.abs(total).max() > 0
+    words = [r.getMessage() for r in caplog.records if "residual" in r.getMessage()]
+    assert len(words) == (0 if after == before else after)  # nothing is said of what stays
+    if after != before:
+        assert any(re.search(r"rank 0 takes over the residuals? of old ranks? 0", w) for w in words)
+
+
+def test_another_ranks_own_state_is_not_taken_for_ones_own(threads, caplog):
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            take_steps(model, optimizer, transport.rank, range(2))
+            states[transport.rank] = optimizer.state_dict()
+            transport.barrier()
+            optimizer.load_state_dict(states[0])
+            return held(optimizer)
+
+    states: dict[int, Any] = {}
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        first, second = threads(2, program)
+    assert first.any()
+    assert not second.any()
+    assert "gather_state" in caplog.text
+
+
+def test_nothing_is_said_of_what_was_never_held_back(threads, caplog):
+    """As a script written for Horovod loads what rank 0 has saved, on all ranks."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none)
+            take_steps(model, optimizer, transport.rank, range(2))
+            states[transport.rank] = optimizer.state_dict()
+            transport.barrier()
+            optimizer.load_state_dict(states[0])
+
+    states: dict[int, Any] = {}
+    with caplog.at_level(logging.INFO, "gtopk"):
+        threads(2, program)
+    assert "lost" not in caplog.text
+    assert "residual" not in caplog.text
+
+
+def compiled(names: Any) -> list[tuple[str, Any]]:
+    """Return them as torch.compile has them, of a model whose inner layers are compiled, too."""
+    return [(f"_orig_mod.{name.replace('2.', '2._orig_mod.')}", p) for name, p in names]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, before):
+    def named(model: torch.nn.Module, is_compiled: bool) -> Any:
+        names = model.named_parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = compiled(names) if is_compiled else names
+        return DistributedOptimizer(optimizer, names, Compression.oktopk(0.2), bucket_bytes=100)
+
+    def program(transport: LocalTransport) -> None:
+        model, other = network(), network()
+        with world.entered(transport):
+            optimizer = named(model, before)
+            take_steps(model, optimizer, transport.rank, range(4))
+            saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+            take_steps(model, optimizer, transport.rank, range(4, 9))
+            resumed = named(other, not before)
+            other.load_state_dict(saved[0])
+            resumed.load_state_dict(saved[1])
+            take_steps(other, resumed, transport.rank, range(4, 9))
+            assert torch.equal(flat(other), flat(model))
+
+    threads(2, program)
+    assert "cannot be applied" not in caplog.text
+
+
+def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
+    """The others give what is theirs alone, and all of it is saved."""
+
+    def program(transport: LocalTransport) -> tuple[float, float]:
+        rank, size = transport.rank, transport.size
+        with world.entered(transport):
+            own = {r: {"w": {"residual": torch.tensor([10.0**r])}} for r in range(size)}
+            part = {"format": 1, "ranks": size, "steps": 5, "lanes": []}
+            part["held"] = own if rank == 0 else {rank: own[rank]}
+            save_checkpoint(tmp_path, None, None, residuals=part)
+            found = load_latest(tmp_path, None)
+            held = optimizer_checkpoint.share_of(found.values["residuals"], rank, size)
+            return held["w"]["residual"].item()
+
+    assert threads(3, program) == [1.0, 10.0, 100.0]
+
+
+def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
+    """A root's own are on its GPU, what it has gathered on the host; meta stands for a GPU."""
+    devices = ["meta", "cpu", "cpu", "cpu"]
+    held = {r: {"w": {"residual": torch.zeros(3, device=d)}} for r, d in enumerate(devices)}
+    part = {"format": 1, "ranks": 4, "steps": 1, "lanes": [], "held": held}
+    for rank, device in enumerate(["meta", "cpu"]):
+        found = optimizer_checkpoint.share_of(part, rank, 2)
+        assert found["w"]["residual"].device.type == device
+
+
+NOTHING: dict[str, Any] = {"w": {"residual": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "is_told"),
+    [
+        (0, {"held": {0: {}}}, True),
+        (0, {"held": {0: {}}, "of": [[0], 2]}, True),
+        (1, {"held": {1: {}}}, False),  # once is enough
+        (0, {"held": {0: {}}, "steps": 0}, False),
+        (0, {"held": {0: NOTHING}}, False),  # all was sent
+        (2, {"held": {2: {}}, "ranks": 3, "of": [[], 2]}, False),  # there were fewer
+    ],
+)
+def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
+    caplog, rank, change, is_told
+):
+    """As torch.distributed.checkpoint loads it into a new one."""
+    part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
+    optimizer_checkpoint.share_of(part, rank, part["ranks"])
+    assert ("lost; load it by gtopk.load_latest" in caplog.text) == is_told
+
+
+def test_an_optimizer_may_go_on_from_one_that_held_nothing_back(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            dense = distribute(model, Compression.none)
+            take_steps(model, dense, transport.rank, range(2))
+            distribute(model, Compression.gtopk(0.1)).load_state_dict(dense.state_dict())
+
+    threads(2, program)
+    assert "lost" not in caplog.text
+
+
+def test_a_plain_optimizers_state_can_be_loaded_and_is_in_ours(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        take_steps(model, plain, transport.rank, range(2))
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            take_steps(model, optimizer, transport.rank, range(2))
+            before = held(optimizer)
+            optimizer.load_state_dict(plain.state_dict())
+            assert optimizer.param_groups[0]["lr"] == 0.5
+            np.testing.assert_array_equal(held(optimizer), before)
+            plain.load_state_dict(optimizer.state_dict())
+
+    threads(2, program)
+
+
+def test_the_state_between_backward_and_step_is_that_of_the_last_step(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1, momentum_correction=0.5))
+            take_steps(model, optimizer, transport.rank, range(3))
+            before = held(optimizer), held(optimizer, "velocity")
+            model(torch.ones(4, 2, 4, 4)).square().mean().backward()
+            if transport.rank == 0:  # nobody else has to know
+                np.testing.assert_array_equal(held(optimizer), before[0])
+                np.testing.assert_array_equal(held(optimizer, "velocity"), before[1])
+            optimizer.step()
+            assert (held(optimizer) != before[0]).any()
+
+    threads(2, program)
+
+
+def test_loading_between_backward_and_step_undoes_what_was_exchanged(threads):
+    def program(transport: LocalTransport, overlap: bool) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), overlap=overlap)
+            take_steps(model, optimizer, transport.rank, range(2))
+            state = through_a_file(optimizer.state_dict())
+            take_steps(model, optimizer, transport.rank, range(2, 4))
+            model(torch.ones(4, 2, 4, 4)).square().mean().backward()
+            optimizer.load_state_dict(state)
+            optimizer.step()
+            return flat(model), held(optimizer)
+
+    ways = [threads(2, lambda t, o=overlap: program(t, o)) for overlap in (True, False)]
+    for one, other in zip(*ways, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1].tobytes() == other[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda part: part.update(format=2), "format 1, got 2"),
+        (lambda part: part["held"][0]["2.bias"].update(residual=torch.ones(4)), r"\[4\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(threads, change, said):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            take_steps(model, optimizer, transport.rank, range(1))
+            state = optimizer.state_dict()
+            change(state["gtopk"])
+            with pytest.raises(ValueError, match=said):
+                optimizer.load_state_dict(state)
+
+    threads(1, program)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.none,
+        Compression.oktopk(0.2),
+        Compression.gtopk(0.05, momentum_correction=0.5, warmup_steps=9),
+        Compression.gtopk(0.05, adam_correction=(0.9, 0.99)),
+    ],
+    ids=repr,
+)
+def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, before):
+    """As scripts written for Horovod do, before they broadcast; then, or after some steps."""
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, int]:
+        model, other = network(), network()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(4))
+            state = copy.deepcopy(optimizer.state_dict())
+            other.load_state_dict(model.state_dict())
+            optimizer = distribute(other, compression)
+            take_steps(other, optimizer, transport.rank, range(before))
+            if transport.rank == 0:
+                optimizer.load_state_dict(state)
+            take_steps(other, optimizer, transport.rank, range(4, 15))
+            return flat(other), optimizer._reducer.progress.steps
+
+    ranks = threads(3, program)
+    assert all(torch.equal(parameters, ranks[0][0]) for parameters, _ in ranks)
+    assert [steps for _, steps in ranks] == [15] * 3
+
+
+def test_a_run_goes_on_to_the_bit_from_a_state_that_is_loaded_between_its_steps(threads):
+    """In the buckets and regions of that state, not in those it has by then."""
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, compression = network(), Compression.oktopk(0.2)
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(7))
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            take_steps(model, optimizer, transport.rank, range(7, 12))
+            wanted = flat(model)
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            take_steps(model, optimizer, transport.rank, range(7, 12))
+            return wanted, flat(model)
+
+    for wanted, found in threads(3, program):
+        assert torch.equal(wanted, found)

@@ -1,0 +1,197 @@
+"""The line at the start of a run says what the plan would."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.compression import Compression
+from gtopk.planning import advice
+
+LENGTH = 25_557_032
+
+
+def details(*arguments: object, **options: object) -> str:
+    return advice.advice(*arguments, **options).details
+
+
+def at(bits_per_second: float, ranks: int = 8) -> Calibration:
+    return Calibration(Network(ranks, Link.of(bits_per_second, 50e-6)), DEFAULT_RATES, "made up")
+
+
+@pytest.mark.parametrize(
+    ("compression", "bits_per_second", "words"),
+    [
+        (Compression.gtopk(density=0.001), 1e8, ": saves up to"),
+        (Compression.none, 1e8, ": would save up to"),
+        (Compression.auto(density=0.001), 1e8, ": would save up to"),
+        (Compression.gtopk(density=0.001), 1e12, "Compression.none is faster here"),
+        (Compression.none, 1e12, "leave it dense"),
+    ],
+)
+def test_it_says_whether_compressing_pays(
+    compression: object, bits_per_second: float, words: str
+) -> None:
+    said = details(compression, [LENGTH], at(bits_per_second))
+    assert words in said
+    assert " pays below about" in said
+    start = (
+        "estimated exchange per step, 25,557,032 values, 8 ranks, nothing hidden behind backward: "
+    )
+    assert said.startswith(start)
+    assert re.search(r"; links \S+\s[MGT]bit/s, 50\sµs, made up$", said)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("options", [{"across": "oktopk"}, {"inside": "dense"}])
+def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str]) -> None:
+    said = details(Compression.hierarchical(0.001, **options), [LENGTH], at(1e8))
+    assert "hierarchical as it runs here is beyond the model" in said
+    assert "save" not in said
+
+
+def test_the_edge_is_where_the_verdict_turns() -> None:
+    """A link whose library is twice as slow as it could be pays up to faster links."""
+    network = at(1e9).network
+    slow = network._replace(allreduce=network.between.scaled(2.0))
+    edges = []
+    for each in (network, slow):
+        said = details(Compression.none, [LENGTH], Calibration(each, DEFAULT_RATES, "x"))
+        edges.append(
+            float(said.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
+        )
+    assert edges[1] > edges[0]
+
+
+def test_what_sends_more_in_fewer_rounds_pays_above_the_edge() -> None:
+    """Of 200,000 values 32 lists of 10,000 are more bytes than dense, in half its rounds."""
+    compression = Compression.topk(density=0.05)
+    for bits_per_second, verdict in ((1e9, "saves up to"), (1e6, "Compression.none is faster")):
+        network = Network(32, Link.of(bits_per_second, 2e-3))
+        said = details(compression, [200_000], Calibration(network, DEFAULT_RATES, "x"))
+        assert verdict in said
+        assert "top-k allgather pays above a bandwidth of 1.1\N{NO-BREAK SPACE}Mbit/s to" in said
+
+
+def test_the_edge_is_that_of_what_runs() -> None:
+    """Not that of Ok-Topk, which is quicker."""
+    gtopk = Compression.gtopk(density=0.2)
+
+    def line(bits_per_second: float) -> str:
+        return details(gtopk, [LENGTH], at(bits_per_second))
+
+    said = line(1e8)
+    assert re.search(r", Ok-Topk \S+\sm?s \(density 0\.2, ", said)
+    number, unit = said.split("; gTop-k pays below about\N{NO-BREAK SPACE}")[1].split()[:2]
+    edge = float(number) * {"Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
+    assert ": saves up to" in line(edge / 3)
+    assert "Compression.none is faster here" in line(edge * 3)
+    assert "; Ok-Topk pays below about" in details(None, [LENGTH], at(1e8))
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(density=0.001), Compression.none])
+def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
+    inside = Link.of(2e10, 5e-6)
+    lines = [
+        details(compression, [LENGTH], Calibration(network, DEFAULT_RATES, "x"))
+        for network in (Network(4, Link.of(1e6, 1.0), 4, inside), Network(4, inside, 4))
+    ]
+    assert "; links 20\N{NO-BREAK SPACE}Gbit/s, " in lines[0]
+    assert lines[0] == lines[1]
+
+
+def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
+    """Once for one bucket of either: what is saved has no agreement in it."""
+    agreement_seconds = 2.0
+    quick = at(1e8)
+    slow = Calibration(
+        quick.network._replace(agreement_seconds=agreement_seconds), DEFAULT_RATES, "x"
+    )
+    gtopk, number = Compression.gtopk(density=0.001), r"([\d.]+)\N{NO-BREAK SPACE}s"
+
+    def numbers(calibration: Calibration) -> list[float]:
+        said = details(gtopk, [LENGTH], calibration)
+        return [
+            float(re.search(f"{words} {number}", said)[1]) for words in (": dense", "saves up to")
+        ]
+
+    (dense, saved), (dense_slow, saved_slow) = numbers(quick), numbers(slow)
+    assert dense_slow == pytest.approx(dense + agreement_seconds, abs=0.01)
+    assert saved_slow == pytest.approx(saved, abs=0.01)
+
+
+def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
+    """And what is saved is the time between dense and what runs."""
+    number = r"([\d.]+)\N{NO-BREAK SPACE}ms"
+    pattern = rf": dense {number}, gTop-k {number} \((.*?), [\d.]+\skB .*? as it runs {number}"
+    for options, told in (({}, "wire=packed"), ({"wire": "packed", "growth": 8.0}, "")):
+        gtopk = Compression.gtopk(0.01, **options)
+        said = details(gtopk, [500_000], at(1e8, ranks=4))
+        found = re.search(rf"{pattern}: saves up to {number}", said)
+        assert found is not None, said
+        assert found[3] == ", ".join(filter(None, ["density 0.01", told]))
+        dense, quickest, runs, saved = (float(found[group]) for group in (1, 2, 4, 5))
+        assert quickest < runs
+        assert saved == pytest.approx(dense - runs, rel=0.01)
+    packed = details(Compression.gtopk(0.01, wire="packed"), [500_000], at(1e8, ranks=4))
+    assert "as it runs" not in packed
+
+
+def test_buckets_are_reduced_one_after_the_other() -> None:
+    """A bucket of many takes as long by itself: less bandwidth is what compressing pays at."""
+    ones, tens = (
+        details(Compression.gtopk(0.001), [1_000_000 // count] * count, at(1e8))
+        for count in (1, 10)
+    )
+
+    def number(said: str, words: str) -> float:
+        return float(said.split(words)[1].split("\N{NO-BREAK SPACE}")[0])
+
+    dense = ": dense "
+    assert number(tens, dense) > number(ones, dense)
+    below = "gTop-k pays below about\N{NO-BREAK SPACE}"
+    assert number(tens, below) < number(ones, below)
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
+    """On a long link many cost many latencies."""
+    far = Calibration(Network(8, Link.of(1e9, 20e-3)), DEFAULT_RATES, "made up")
+
+    def seconds(buckets: int, other_buckets: int) -> tuple[str, str]:
+        said = details(
+            Compression.gtopk(0.001) if is_compressed else None,
+            [10**6 // buckets] * buckets,
+            far,
+            other_buckets=other_buckets,
+        )
+        found = re.search(r": dense (\S+\s\S+), \D+ (\d\S*\s\S+) \(", said)
+        assert found is not None, said
+        return found[1], found[2]
+
+    (dense_in_one, sparse_in_one), (dense_in_five, sparse_in_five) = seconds(1, 1), seconds(5, 5)
+    assert dense_in_one != dense_in_five
+    assert sparse_in_one != sparse_in_five
+    both = (dense_in_five, sparse_in_one) if is_compressed else (dense_in_one, sparse_in_five)
+    assert seconds(1, 5) == both
+
+
+@pytest.mark.parametrize(
+    ("compression", "bits_per_second", "says"),
+    [
+        (Compression.gtopk(0.001), 1e8, r"gTop-k at density 0\.001 saves up to .* of dense's "),
+        (Compression.none, 1e8, r"Ok-Topk at density \S+ would save up to .* of dense's "),
+        (Compression.gtopk(0.001), 1e12, "Compression.none is faster here: dense takes "),
+        (Compression.none, 1e12, "leave it dense: dense takes "),
+        (Compression.hierarchical(0.001, inside="dense"), 1e8, "dense takes .* beyond the model$"),
+    ],
+)
+def test_what_is_logged_is_one_short_sentence_that_says_over_what(
+    compression: object, bits_per_second: float, says: str
+) -> None:
+    said = advice.advice(compression, [LENGTH], at(bits_per_second), over="Open MPI v5.0.11")
+    assert re.match(f"8 ranks over Open MPI v5.0.11: {says}", said.sentence), said.sentence
+    assert len(said.sentence) <= 160

@@ -1,0 +1,90 @@
+"""The plan: every parameter in one bucket, in the order of backward, the last ones small."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtopk.compression import Compression
+from gtopk.planning.bucket_plan import (
+    MOST_FULL_BUCKETS,
+    ONE_BUCKET,
+    Sizes,
+    arrange,
+    fill,
+    number_of_groups,
+    sizes_for,
+)
+
+
+@given(data=st.data())
+def test_every_parameter_is_in_one_part(data):
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=12))
+    numbers = range(len(lengths))
+    order = data.draw(st.permutations(numbers))
+    least = data.draw(st.integers(1, 40))
+    sizes = Sizes(least, least + data.draw(st.integers(0, 60)))
+    chosen = st.sets(st.sampled_from(numbers))
+    dense, sparse = data.draw(chosen), data.draw(chosen)
+    groups = data.draw(
+        st.one_of(
+            st.integers(1, 5),
+            st.lists(chosen, max_size=3).map(
+                lambda sets: [sorted(s - set().union(*sets[:i])) for i, s in enumerate(sets)]
+            ),
+        )
+    )
+    parts = arrange(order, lengths, sizes, groups=groups, dense=dense, sparse=sparse)
+    assert sorted(n for part in parts for n in part.numbers) == list(numbers)
+    for part in parts:
+        if part.how == "sparse":
+            assert len(part.numbers) == 1
+            assert part.numbers[0] in sparse
+        elif part.how == "dense":
+            assert set(part.numbers) == dense - sparse
+    place = {number: at for at, number in enumerate(order)}
+    ends = [max(place[n] for n in part.numbers) for part in parts]
+    assert ends == sorted(ends)
+
+
+def test_buckets_are_full_first_and_small_last():
+    buckets = fill(range(64), [10] * 64, Sizes(20, 200))
+    assert [10 * len(bucket) for bucket in buckets] == [200, 200, 120, 60, 30, 20, 10]
+    assert [n for bucket in buckets for n in bucket] == list(range(64))
+
+
+def test_what_is_not_worth_two_operations_is_one_bucket():
+    assert fill([2, 0, 1], [5, 5, 5], Sizes(20, 200)) == [[2, 0, 1]]
+    assert fill(range(100), [1000] * 100, ONE_BUCKET) == [list(range(100))]
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(0.001), Compression.auto(density=0.001)])
+@pytest.mark.parametrize("count", [1, 2, 7, 161, 1000])
+def test_on_a_gpu_there_are_three_buckets_at_most(compression, count):
+    lengths = [1_000_000 + 1000 * (number % 7) for number in range(count)]
+    sizes = sizes_for(compression, sum(lengths), 16, on_gpu=True)
+    buckets = fill(range(count), lengths, sizes)
+    assert len(buckets) <= 3
+    by_host = sizes_for(compression, sum(lengths), 16)
+    assert len(buckets) <= len(fill(range(count), lengths, by_host))
+
+
+def test_the_more_entries_are_sent_the_smaller_buckets_pay():
+    sizes = [
+        sizes_for(Compression.gtopk(density), 1, ranks=4) for density in (1e-3, 1e-2, 1e-1, 1.0)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes_for(Compression.none, 1, ranks=4) < sizes[0]
+    huge = 10**9
+    assert sizes_for(Compression.none, huge, ranks=4).full >= huge / MOST_FULL_BUCKETS
+
+
+def test_groups_have_as_many_parameters_each_or_one_more():
+    assert number_of_groups(list("abcdefg"), 3) == [list("abc"), list("de"), list("fg")]
+    assert number_of_groups(["a"], 3) == [["a"]]
+
+
+def test_a_bucket_that_would_take_little_but_calls_is_not_worth_an_operation():
+    for ranks in (2, 4, 8, 32):
+        assert sizes_for(Compression.gtopk(0.001), 25_000_000, ranks).least > 50_000

@@ -1,0 +1,59 @@
+"""What an exchange is expected to take is the model's time of what was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.compression import Compression
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
+from gtopk.exchange.exchange import Progress
+from gtopk.planning.expectation import expected, expected_seconds
+
+HERE = Calibration(Network(8, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
+LENGTH = 25_557_032
+
+
+def test_what_chooses_by_itself_is_not_foretold() -> None:
+    assert expected(Compression.auto(density=0.01), LENGTH, HERE) is None
+    dense = expected(Compression.none, LENGTH, HERE)
+    gtopk = expected(Compression.gtopk(density=0.001), LENGTH, HERE)
+    assert dense is not None
+    assert gtopk is not None
+    assert gtopk.seconds < dense.seconds
+    copies = DEFAULT_RATES.copy_seconds * LENGTH
+    assert dense.seconds == dense.communicate_seconds + copies > dense.communicate_seconds
+    passes = DEFAULT_RATES.select_seconds * LENGTH
+    picks = DEFAULT_RATES.pick_seconds * gtopk.candidate.selected(LENGTH)
+    assert gtopk.select_seconds == passes + picks > passes > 0
+
+
+def test_nodes_by_number_are_those_of_the_model() -> None:
+    of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
+    by_number = expected(Compression.hierarchical(0.01, node_size=4), LENGTH, HERE)
+    assert by_number == expected(Compression.hierarchical(0.01), LENGTH, of_four)
+    assert by_number == expected(Compression.hierarchical(0.01, node_size=4), LENGTH, of_four)
+    assert by_number != expected(Compression.hierarchical(0.01), LENGTH, HERE)
+
+
+def test_nodes_that_are_no_hosts_oktopk_across_and_dense_inside_are_not_foretold() -> None:
+    of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
+    for options in (
+        {"node_size": 2},
+        {"node_size": 8},
+        {"across": "oktopk"},
+        {"inside": "dense"},
+    ):
+        assert expected(Compression.hierarchical(0.01, **options), LENGTH, of_four) is None
+
+
+def test_what_is_sent_along_once_changes_no_expectation() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    bucket_exchange = open_bucket_exchange(
+        "lane", [parameter], ["parameter"], Compression.none, Progress()
+    )
+    seconds = expected_seconds([bucket_exchange], HERE)
+    assert seconds is not None
+    bucket_exchange.send_along()
+    assert expected_seconds([bucket_exchange], HERE) == seconds

@@ -1,0 +1,37 @@
+"""Errors name the ranks, and quote only what differs."""
+
+from __future__ import annotations
+
+from gtopk.runtime.coordinator.agreement import describe_mismatch, name_ranks
+
+
+def test_a_mismatch_quotes_only_what_differs():
+    common = ["gradients.1", "op=Average"]
+    text = describe_mismatch(
+        {0: [*common, "k=5", "b [2]"], 1: [*common, "k=5", "b [3]"], 2: [*common, "k=5", "b [2]"]}
+    )
+    assert text == "the ranks disagree about gradients.1: ranks 0, 2: b [2]; rank 1: b [3]"
+
+
+def test_of_options_only_those_that_differ_are_quoted():
+    options = "gtopk density={} growth=2.0 wire=auto"
+    text = describe_mismatch({r: ["a", options.format(d)] for r, d in enumerate((0.1, 0.2, 0.1))})
+    assert text == (
+        "the ranks disagree about a: ranks 0, 2: density=0.1; rank 1: density=0.2; all ranks must "
+        "be given the same"
+    )
+
+
+def test_a_rank_that_has_less_to_say_is_named_too():
+    text = describe_mismatch({3: ["a", "x", "y"], 7: ["a", "x"]})
+    assert text == "the ranks disagree about a: rank 3: y; rank 7: less"
+
+
+def test_the_same_in_another_order_is_a_mismatch():
+    text = describe_mismatch({0: ["a", "x", "y"], 1: ["a", "y", "x"]})
+    assert text == "the ranks disagree about a: rank 0: x; rank 1: y"
+
+
+def test_ranks_are_named_as_people_do():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 2]) == "ranks 0, 2"

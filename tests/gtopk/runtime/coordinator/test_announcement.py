@@ -1,0 +1,70 @@
+"""What a rank says is what all hear; cached names cost a bit each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.errors import MessageError
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.runtime.coordinator.announcement import Announcement, Intention, cycle_bytes, exchange
+from gtopk.runtime.coordinator.fusion import Layout
+
+all_flags = st.integers(-(1 << 63), (1 << 63) - 1)
+layouts = st.builds(
+    Layout, st.just("<f4"), st.integers(0, 1 << 40), st.just("sum"), st.floats(-2, 2), st.floats(0)
+)
+intentions = st.builds(
+    Intention,
+    st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    st.none() | st.binary(max_size=5),
+    st.lists(layouts, max_size=2).map(tuple),
+)
+announcements = st.builds(
+    Announcement,
+    ready=st.integers(0, (1 << 70) - 1),
+    fresh=st.lists(st.tuples(st.text(max_size=5), intentions, all_flags), max_size=3).map(tuple),
+    all_flags=st.dictionaries(st.integers(0, 69), all_flags, max_size=3),
+    joins=st.booleans(),
+    leaves=st.none() | st.text(max_size=5),
+    expired=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
+    stuck=st.none() | st.text(max_size=5),
+    limits=st.just(()) | st.just((1024, 1 << 26)),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(announcements, min_size=1, max_size=4))
+def test_all_hear_what_each_says(said: list[Announcement]) -> None:
+    def program(transport: LocalTransport) -> list[Announcement]:
+        return exchange(transport, said[transport.rank], 70)
+
+    for heard in run_ranks(local_world(len(said), 20), program):
+        assert heard == said
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("names", [0, 1, 64, 65, 1000])
+def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, names):
+    def program(transport: LocalTransport) -> tuple[int, int]:
+        transport.traffic.take()
+        ready = (1 << names) - 1 >> transport.rank  # not the same on all ranks
+        exchange(transport, Announcement(ready), names)
+        taken = transport.traffic.take()
+        return taken.sent_bytes, taken.sent_messages
+
+    expected = cycle_bytes(ranks, names), (ranks - 1).bit_length()
+    assert threads(ranks, program) == [expected] * ranks
+
+
+def test_what_is_no_announcement_names_its_sender(threads):
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            transport.allgather_into(np.full(24, 7, np.uint8), range(0, 25, 8))
+            return
+        with pytest.raises(MessageError, match="the message from rank 1 is malformed"):
+            exchange(transport, Announcement(), 0)
+
+    threads(3, program)

@@ -1,0 +1,449 @@
+"""Operations are matched by name: whatever the order, run alike everywhere, or an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.errors import HorovodInternalError
+from gtopk.runtime.coordinator import Engine, Event, Settings
+from gtopk.runtime.coordinator.fusion import Dense
+
+QUICK = Settings(idle_seconds=0.05)
+
+
+def with_engine(program: Any, settings: Settings = QUICK) -> Any:
+    def rank(transport: LocalTransport) -> Any:
+        engine = Engine(transport, settings)
+        try:
+            return program(engine, transport.rank)
+        finally:
+            engine.close("the test ended")
+
+    return rank
+
+
+def nothing(transport: Any, all_flags: list[int]) -> None:
+    """Agreeing was all."""
+
+
+def total(value: float, length: int = 3) -> dict[str, Any]:
+    """Return the arguments of an operation that adds the ranks' values."""
+    array = np.full(length, value, np.float32)
+    return {"work": lambda transport, all_flags: array, "fusion": [Dense(array)]}
+
+
+def test_operations_run_in_the_order_submitted(threads):
+    def program(engine: Engine, rank: int) -> list[str]:
+        ran: list[str] = []
+        operations = [
+            engine.submit(name, [], lambda transport, all_flags, name=name: ran.append(name))
+            for name in "abc"
+        ]
+        for operation in reversed(operations):
+            operation.wait()
+        return ran
+
+    assert threads(3, with_engine(program)) == [["a", "b", "c"]] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_may_submit_in_its_own_order(threads, ranks):
+    names = [f"tensor.{number}" for number in range(20)]
+
+    def program(engine: Engine, rank: int) -> list[list[str]]:
+        orders = []
+        for step in range(3):  # new names, then names that have a slot
+            ran: list[str] = []
+            mine = np.random.default_rng([rank, step]).permutation(names).tolist()
+            operations = [
+                engine.submit(
+                    name, [], lambda transport, all_flags, name=name, ran=ran: ran.append(name)
+                )
+                for name in mine
+            ]
+            for operation in operations:
+                operation.wait()
+            orders.append(ran)
+        return orders
+
+    orders = threads(ranks, with_engine(program))
+    assert orders == [orders[0]] * ranks
+    assert all(sorted(order) == sorted(names) for order in orders[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_operation_stays_pending_across_barriers_until_the_last_rank_submits_it(threads, ranks):
+    def program(engine: Engine, rank: int) -> list[float]:
+        late = rank == ranks - 1
+        if not late:
+            pending = engine.submit("late", [], **total(rank))
+        for step in range(3):
+            engine.submit(f"barrier.{step}", [], nothing).wait()
+            engine.submit("each step", [], **total(rank)).wait()
+        if late:
+            pending = engine.submit("late", [], **total(rank))
+        return pending.wait().tolist()
+
+    expected = float(sum(range(ranks)))
+    assert threads(ranks, with_engine(program)) == [[expected] * 3] * ranks
+
+
+def test_votes_may_differ_and_change_and_all_get_them(threads):
+    def program(engine: Engine, rank: int) -> list[list[int]]:
+        return [
+            engine.submit("a", [], lambda transport, all_flags: all_flags, flags=rank * step).wait()
+            for step in (0, 1, 1, 5, -7, 0)
+        ]
+
+    ranks = [0, 1, 2]
+    expected = [[rank * step for rank in ranks] for step in (0, 1, 1, 5, -7, 0)]
+    assert threads(3, with_engine(program)) == [expected] * 3
+
+
+def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(threads):
+    def program(engine: Engine, rank: int) -> tuple[str, str]:
+        wrong = engine.submit("a", [f"shape [{rank // 2}]"], nothing)
+        right = engine.submit("b", [], lambda transport, all_flags: "fine")
+        with pytest.raises(HorovodInternalError) as error:
+            wrong.wait()
+        return str(error.value), right.wait()
+
+    text = "the ranks disagree about a: ranks 0, 1: shape [0]; rank 2: shape [1]"
+    assert threads(3, with_engine(program)) == [(text, "fine")] * 3
+
+
+def test_a_name_that_has_a_slot_may_come_back_with_other_facts_on_all_ranks_not_on_some(threads):
+    def program(engine: Engine, rank: int) -> list[str]:
+        said = []
+        for signature in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
+            operation = engine.submit("a", [signature], lambda transport, all_flags: "fine")
+            try:
+                said.append(operation.wait())
+            except HorovodInternalError as error:
+                said.append(str(error))
+        return said
+
+    text = "the ranks disagree about a: ranks 0, 1: [4]; rank 2: [5]"
+    expected = ["fine", "fine", "fine", "fine", text, "fine"]
+    assert threads(3, with_engine(program)) == [expected] * 3
+
+
+def test_dense_arrays_that_differ_are_a_mismatch(threads):
+    def program(engine: Engine, rank: int) -> str:
+        with pytest.raises(HorovodInternalError) as error:
+            engine.submit("a", ["x"], **total(1, length=3 + rank)).wait()
+        return str(error.value)
+
+    text = (
+        "the ranks disagree about a: rank 0: float32 [3] sum prescale_factor=1.0 "
+        "postscale_factor=1.0; rank 1: float32 [4] sum prescale_factor=1.0 postscale_factor=1.0"
+    )
+    assert threads(2, with_engine(program)) == [text] * 2
+
+
+def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
+    """No rank could ever submit what the others wait for."""
+
+    def program(engine: Engine, rank: int) -> tuple[str, float, float]:
+        pending = engine.submit("pending", [], **total(1.0)) if rank else None
+        with pytest.raises(HorovodInternalError) as error:
+            engine.submit("ab"[rank // 2], [], nothing).wait()
+        after = engine.submit("after", [], **total(1.0)).wait()
+        pending = pending or engine.submit("pending", [], **total(1.0))
+        return str(error.value), after[0], pending.wait()[0]
+
+    text = "the ranks disagree about their next operation: ranks 0, 1: a; rank 2: b"
+    assert threads(3, with_engine(program)) == [(text, 3.0, 3.0)] * 3
+
+
+def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
+    def program(engine: Engine, rank: int) -> None:
+        held = threading.Event()
+        operation = engine.submit("a", [], lambda transport, all_flags: held.wait())
+        with pytest.raises(ValueError, match="'a' is still in flight"):
+            engine.submit("a", [], nothing)
+        held.set()
+        operation.wait()
+        engine.submit("a", [], nothing).wait()
+
+    threads(2, with_engine(program))
+
+
+def test_what_work_raises_is_what_wait_raises(threads):
+    def program(engine: Engine, rank: int) -> None:
+        def work(transport: Any, all_flags: list[int]) -> None:
+            raise ZeroDivisionError("boom")
+
+        with pytest.raises(ZeroDivisionError, match="boom"):
+            engine.submit("a", [], work).wait()
+
+    threads(2, with_engine(program))
+
+
+def test_a_burst_is_one_cycle_and_its_small_arrays_one_reduction(threads):
+    names = [f"gradient.{number}" for number in range(50)]
+
+    def program(engine: Engine, rank: int) -> tuple[int, int]:
+        reductions = 0
+        allreduce = engine.transport.allreduce
+
+        def counted(array: Any, reduction: str = "sum") -> None:
+            nonlocal reductions
+            reductions += 1
+            allreduce(array, reduction)
+
+        engine.transport.allreduce = counted  # type: ignore[method-assign]
+        for _ in range(2):
+            engine.submit("barrier", [], nothing).wait()
+            before = engine.cycles
+            reductions = 0
+            arrays = [np.full(5, number, np.float32) for number in range(50)]
+            operations = [
+                engine.submit(name, [], lambda transport, all_flags, a=a: a, fusion=[Dense(a)])
+                for name, a in zip(names, arrays, strict=True)
+            ]
+            for number, operation in enumerate(operations):
+                assert operation.wait().tolist() == [number * engine.transport.size] * 5
+        return engine.cycles - before, reductions
+
+    patient = Settings(cycle_seconds=1.0)  # until a caller waits
+    assert threads(3, with_engine(program, patient)) == [(1, 1)] * 3
+
+
+def test_a_cache_that_is_too_small_changes_nothing_but_the_bytes(threads):
+    def program(engine: Engine, rank: int) -> list[float]:
+        return [
+            engine.submit(f"tensor.{number % 7}", [], **total(number)).wait()[0]
+            for number in range(40)
+        ]
+
+    for capacity in (0, 1, 3, 7):
+        results = threads(2, with_engine(program, QUICK._replace(cache_capacity=capacity)))
+        assert results == [[2.0 * number for number in range(40)]] * 2
+
+
+def test_the_least_of_the_ranks_limits_counts(threads):
+    def program(transport: LocalTransport) -> list[float]:
+        limits = Settings(
+            cache_capacity=transport.rank, fusion_threshold_bytes=1000 * transport.rank
+        )
+        return with_engine(lambda engine, rank: sums(engine), limits)(transport)
+
+    def sums(engine: Engine) -> list[float]:
+        found = []
+        for _ in range(3):
+            operations = [engine.submit(f"{n}", [], **total(n)) for n in range(5)]
+            found += [operation.wait()[0] for operation in operations]
+        return found
+
+    assert threads(3, program) == [[0.0, 3.0, 6.0, 9.0, 12.0] * 3] * 3
+
+
+def test_whoever_leaves_is_named_to_those_who_go_on(threads):
+    def program(engine: Engine, rank: int) -> None:
+        engine.submit("a", [], nothing).wait()
+        if rank == 1:
+            return
+        for name in ("b", "c"):
+            with pytest.raises(HorovodInternalError, match=r"rank 1 left \(the test ended\)"):
+                engine.submit(name, [], nothing).wait()
+
+    threads(3, with_engine(program))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_rank_submitted_before_it_left_is_still_done(threads, ranks):
+    def program(engine: Engine, rank: int) -> float:
+        engine.submit("first", [], nothing).wait()
+        if rank == 0:
+            return engine.submit("last", [], **total(1.0)), engine.submit("never", [], nothing)
+        time.sleep(0.1)
+        last = engine.submit("last", [], **total(1.0)).wait()[0]
+        with pytest.raises(HorovodInternalError, match="has been shut down"):
+            engine.submit("after", [], nothing).wait()
+        return last
+
+    (last, never), *others = threads(ranks, with_engine(program))
+    assert others == [float(ranks)] * (ranks - 1)
+    assert last.wait()[0] == float(ranks)
+    with pytest.raises(HorovodInternalError, match="has been shut down"):
+        never.wait()
+
+
+def test_an_engine_that_was_closed_refuses(threads):
+    def program(transport: LocalTransport) -> None:
+        engine = Engine(transport)
+        engine.close("done")
+        with pytest.raises(HorovodInternalError, match="has been shut down"):
+            engine.submit("a", [], nothing).wait()
+
+    threads(1, program)
+
+
+def test_a_rank_that_has_nothing_to_do_does_not_take_part_in_cycles(threads):
+    def program(engine: Engine, rank: int) -> int:
+        engine.submit("a", [], nothing).wait()
+        before = engine.cycles
+        time.sleep(0.3)
+        return engine.cycles - before
+
+    assert threads(2, with_engine(program, Settings())) == [0, 0]
+
+
+def test_ranks_that_wait_take_part_in_few_cycles(threads):
+    def program(engine: Engine, rank: int) -> int:
+        both = engine.submit("a", [], nothing)
+        mine = engine.submit(f"of rank {rank}", [], nothing)
+        both.wait()
+        time.sleep(0.4)
+        theirs = engine.submit(f"of rank {1 - rank}", [], nothing)
+        theirs.wait()
+        mine.wait()
+        return engine.cycles
+
+    cycles = threads(2, with_engine(program, Settings()))
+    assert max(cycles) < 100  # every 8 ms at most, once the pause has grown
+
+
+def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
+    limits = Settings(stall_warning_seconds=0.1, stall_shutdown_seconds=0.5)
+
+    def program(engine: Engine, rank: int) -> str:
+        if rank == 1:
+            time.sleep(1.0)
+            operation = engine.submit("b", [], nothing)
+        else:
+            operation = engine.submit("a", [], nothing)
+        with pytest.raises(HorovodInternalError) as error:
+            operation.wait()
+        return str(error.value)
+
+    for text in threads(3, with_engine(program, limits)):
+        assert "for rank 1 in a; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in text
+    said = capsys.readouterr().err
+    for rank in (0, 2):
+        assert f"rank {rank} has waited 0." in said
+    assert "for rank 1 in a; ready: ranks 0, 2" in said
+    assert "rank 1 has waited" not in said
+
+
+def test_a_world_that_announces_no_waits_ends_them_all_the_same(capsys):
+    limits = Settings(stall_warning_seconds=0.01, stall_shutdown_seconds=0.2)
+
+    def program(engine: Engine, rank: int) -> None:
+        with pytest.raises(HorovodInternalError, match="has waited"):
+            engine.submit("ab"[rank], [], nothing).wait()
+
+    run_ranks(local_world(2, 30, announces_waits=False), with_engine(program, limits))
+    assert "has waited" not in capsys.readouterr().err
+
+
+def test_an_operation_that_only_some_submit_ends_when_its_time_is_over():
+    def program(engine: Engine, rank: int) -> str:
+        if rank == 1:
+            time.sleep(0.6)
+        with pytest.raises(HorovodInternalError) as error:
+            engine.submit("ab"[rank], [], nothing).wait()
+        return str(error.value)
+
+    for text in run_ranks(local_world(2, timeout_seconds=0.4), with_engine(program)):
+        assert "for rank 1 in a; a larger GTOPK_TIMEOUT (seconds) waits longer" in text
+
+
+def test_observers_hear_of_an_operation_from_its_first_rank_to_its_end(threads):
+    def program(engine: Engine, rank: int) -> list[tuple[Any, ...]]:
+        heard: list[Event] = []
+        engine.submit("before", [], nothing).wait()
+        engine.observe(heard.append)
+        operations = [engine.submit(name, [], **total(1.0)) for name in "ab"]
+        for operation in operations:
+            operation.wait()
+        engine.submit("c", [], nothing).wait()
+        engine.ignore(heard.append)
+        assert [event.seconds for event in heard] == sorted(event.seconds for event in heard)
+        return [event[:3] + event[4:] for event in heard]
+
+    patient = Settings(cycle_seconds=1.0)
+    told = threads(2, with_engine(program, patient))
+    assert told[0] == told[1]
+    of_a = [(phase, what, rank) for phase, what, name, rank in told[0] if name == "a"]
+    assert of_a == [
+        ("begin", "negotiate", None),
+        ("mark", "ready", 0),
+        ("mark", "ready", 1),
+        ("end", "negotiate", None),
+        *((phase, what, None) for phase, what in _FUSED),
+    ]
+    of_c = [(phase, what) for phase, what, name, rank in told[0] if name == "c"]
+    assert of_c[-2:] == [("begin", "execute"), ("end", "execute")]
+    assert ("mark", "cycle", "", None) in told[0]
+
+
+_FUSED = (
+    ("begin", "execute"),
+    ("begin", "copy-in"),
+    ("end", "copy-in"),
+    ("begin", "reduce"),
+    ("end", "reduce"),
+    ("begin", "copy-out"),
+    ("end", "copy-out"),
+    ("end", "execute"),
+)
+
+
+def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(threads):
+    def program(transport: LocalTransport) -> list[float]:
+        engine = Engine(transport, QUICK)
+        members = [0, 2] if transport.rank % 2 == 0 else [1, 3]
+        some = Engine(transport.subset(members), QUICK)
+        found = []
+        for step in range(3 + transport.rank % 2):  # another number on each side
+            found.append(some.submit(f"{step}", [], **total(transport.rank)).wait()[0])
+        with pytest.raises(HorovodInternalError, match=f"ranks? {members[0]}.*rank {members[1]}"):
+            some.submit("x", [f"rank {transport.rank}"], nothing).wait()
+        some.close("the set ended")
+        found.append(engine.submit("all", [], **total(1.0)).wait()[0])
+        engine.close("the test ended")
+        return found
+
+    even, odd = [2.0] * 3 + [4.0], [4.0] * 4 + [4.0]
+    assert threads(4, program) == [even, odd, even, odd]
+
+
+def test_with_a_leave_timeout_who_stays_is_told_and_nothing_is_ended(threads):
+    given_up = threading.Event()
+
+    def program(transport: LocalTransport) -> Any:
+        engine = Engine(transport, QUICK)
+        assert engine.failure is None
+        if transport.rank == 1:
+            assert given_up.wait(20)
+            failure = engine.failure
+            engine.close("the test ended")
+            return str(failure)
+        staying = engine.close("begins anew", leave_timeout_seconds=0.05)
+        given_up.set()
+        return staying
+
+    first, second = threads(2, program)
+    assert first == [1]
+    assert "rank 0 left (begins anew)" in second
+
+
+def test_what_is_done_holds_no_array(threads):
+    def program(engine: Engine, rank: int) -> bool:
+        array = np.zeros(3)
+        seen = weakref.ref(array)
+        engine.submit("a", [], lambda transport, all_flags: None, fusion=[Dense(array)]).wait()
+        del array
+        engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
+        return seen() is None
+
+    assert threads(2, with_engine(program)) == [True, True]

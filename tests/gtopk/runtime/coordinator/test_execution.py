@@ -1,0 +1,27 @@
+"""What is run after a cycle, and in which order."""
+
+from __future__ import annotations
+
+from gtopk.runtime.coordinator.announcement import Intention
+from gtopk.runtime.coordinator.execution import steps_of
+from gtopk.runtime.coordinator.fusion import Layout
+from gtopk.runtime.coordinator.readiness_table import Ready
+
+
+def ready(name: str, *lengths: int) -> Ready:
+    dense = tuple(Layout("<f4", length, "sum", 1.0, 1.0) for length in lengths)
+    return Ready(name, Intention((), None, dense), [0])
+
+
+def drawn(*operations: Ready, threshold_bytes: int = 1000) -> list[str]:
+    steps = steps_of(operations, threshold_bytes, alone_bytes=1000)
+    return [" ".join(operations[number].name for number in step.parts) for step in steps]
+
+
+def test_the_steps_are_as_drawn():
+    assert drawn(ready("a", 1), ready("b"), ready("c", 1), ready("d", 1)) == ["a c d", "b"]
+
+
+def test_a_group_may_be_in_several_steps():
+    assert drawn(ready("a", 1, 300, 1), ready("b", 1)) == ["a b", "a"]
+    assert drawn(ready("a", 1, 2), threshold_bytes=0) == ["a", "a"]

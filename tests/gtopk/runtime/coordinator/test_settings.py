@@ -1,0 +1,46 @@
+"""The environment says how an engine works, in Horovod's words."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gtopk.runtime.coordinator.settings import Settings, settings_from
+
+
+def test_without_a_word_the_settings_are_horovods():
+    assert settings_from({}) == Settings()
+
+
+def test_units_are_horovods():
+    found = settings_from(
+        {
+            "HOROVOD_CYCLE_TIME": "2.5",
+            "HOROVOD_CACHE_CAPACITY": "7",
+            "HOROVOD_FUSION_THRESHOLD": "1000",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
+        }
+    )
+    assert found == Settings(0.0025, 7, 1000, 30.0, 90.0)
+
+
+def test_stalls_may_go_unchecked():
+    found = settings_from(
+        {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
+    )
+    assert found.stall_warning_seconds == found.stall_shutdown_seconds == math.inf
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_number_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME must be a number of milliseconds, at"):
+        settings_from({"HOROVOD_CYCLE_TIME": text})
+
+
+def test_an_idle_rank_looks_well_before_others_time_out():
+    assert Settings().within(600.0).idle_seconds == 10.0
+    assert Settings().within(3.0).idle_seconds < 1.0
+    assert Settings(stall_warning_seconds=2.0).within(600.0).idle_seconds < 1.0
+    assert Settings(stall_shutdown_seconds=2.0).within(600.0).idle_seconds < 1.0

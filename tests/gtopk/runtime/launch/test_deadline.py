@@ -1,0 +1,254 @@
+"""What ends a start that would wait for ever."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gtopk.runtime.launch import watchdog
+from gtopk.runtime.launch.watchdog import Lookout, Roll
+from gtopk.runtime.world.joining import deadline
+
+
+def test_a_body_in_time_is_left_alone(capfd) -> None:
+    with deadline(Lookout(60, "late")):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> None:
+    program = (
+        "import ctypes\n"
+        "from gtopk.runtime.world.joining import deadline\n"
+        "from gtopk.runtime.launch.watchdog import Lookout\n"
+        "with deadline(Lookout(0.2, 'rank 1 is late')):\n"
+        "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert child.returncode == -9
+    assert child.stderr == "rank 1 is late\n"
+
+
+def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
+    (tmp_path / "rank.py").write_text(
+        "import ctypes, math, os\n"
+        "from gtopk.runtime.world.joining import deadline\n"
+        "from gtopk.runtime.launch.parent import launcher\n"
+        "from gtopk.runtime.launch.watchdog import Lookout\n"
+        "with deadline(Lookout(math.inf, '', launcher(), 'torchrun is gone')):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
+    )
+    starts = (
+        f"import subprocess; subprocess.run([{sys.executable!r}, {str(tmp_path / 'rank.py')!r}])"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", starts],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline()
+    begun = time.monotonic()
+    launcher.kill()
+    _, said = launcher.communicate(timeout=30)  # until the rank and what watches it have ended
+    assert said == "torchrun is gone\n"
+    assert time.monotonic() - begun < 25, "the body would have ended after 60 s"
+
+
+def test_without_an_end_and_a_launcher_nothing_is_started(monkeypatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with deadline(Lookout(math.inf, "")):
+        pass
+
+
+PARENT = """
+import os, signal, subprocess, sys
+
+def start(number, program, **more):
+    said = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **said}, **more)
+
+idle = "import time; time.sleep(60)"
+others = [start(number, idle) for number in (1, 2)]
+first = start(0, sys.argv[1], stdout=subprocess.PIPE)
+assert first.stdout.readline() == b"waits\\n"
+if sys.argv[2] == "ends":
+    others[1].kill()
+    others[1].wait()
+code = first.wait()
+for other in others:
+    other.kill()
+sys.exit(code % 256)
+"""
+WAITS = """
+import math, time
+from gtopk.runtime.world.joining import deadline
+from gtopk.runtime.launch.launched import Launched
+from gtopk.runtime.launch.parent import ranks_here
+from gtopk.runtime.launch.watchdog import Lookout, Roll
+
+variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+here = ranks_here(Launched("mpirun", 0, 3, variables))
+with deadline(Lookout(math.inf, "", roll=Roll("{}", variables[0], 0, here, True))):
+    time.sleep(1)
+    print("waits", flush=True)
+    time.sleep(WAITS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "said", "code"), [("ends", "rank 2 has ended\n", 247), ("stays", "", 0)]
+)
+def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None:
+    waits = WAITS.replace("WAITS", "50" if way == "ends" else "4")
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, waits, way],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == (said, code)
+
+
+def test_how_long_ago_a_process_was_started_is_told() -> None:
+    assert watchdog.age_seconds(2**22) == 0.0  # there is none
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert 0 <= watchdog.age_seconds(child.pid) < watchdog.age_seconds(os.getpid())
+    finally:
+        child.communicate(b"\n")
+
+
+def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
+    path = tmp_path / "failures" / "failure_rank1.json"
+    body = (
+        "from gtopk.runtime.world.joining import deadline\n"
+        "from gtopk.runtime.launch.watchdog import Lookout\n"
+        f"lookout = Lookout(0.2, 'rank 1 is late', file={str(path)!r}, record={{'rank': 1}})\n"
+        "with deadline(lookout):\n"
+        "    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", body], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        assert child.wait(30) == -9
+    written = json.loads(path.read_text())
+    assert written.pop("time")[-6:] == "+00:00"
+    assert written == {"rank": 1, "text": "rank 1 is late"}
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+class Launcher:
+    """A launcher's processes as Linux would tell of them, and a clock."""
+
+    def __init__(self, monkeypatch, roll: Roll) -> None:
+        self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
+        self.started: dict[int, float] = {}
+        self.seconds = 0.0
+        monkeypatch.setattr(watchdog, "parent_of", lambda pid: 1)
+        monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.told))
+        monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
+        monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
+        self.caller = watchdog.Caller(roll, 100 + roll.rank)
+
+    def start(self, *ranks: int) -> None:
+        self.told |= {100 + rank: str(rank) for rank in ranks}
+        self.started |= {100 + rank: self.seconds for rank in ranks}
+
+    def end(self, *ranks: int) -> None:
+        for rank in ranks:
+            del self.told[100 + rank]
+
+    def after(self, seconds: float) -> str:
+        self.seconds += seconds
+        return self.caller.missing()
+
+
+FOUR = Roll("", "RANK", 0, 4, is_all=True)
+
+
+@pytest.fixture
+def launcher(monkeypatch) -> Launcher:
+    return Launcher(monkeypatch, FOUR)
+
+
+def test_who_ends_is_named_once_the_launcher_has_had_a_second_to_end_the_job_itself(
+    launcher,
+) -> None:
+    launcher.start(0, 1, 2, 3)
+    assert launcher.after(5) == ""
+    launcher.end(2)
+    assert launcher.after(1) == launcher.after(0.9) == ""
+    launcher.end(3)  # by its own watchdog: it is not the one that was missed
+    assert launcher.after(0.2) == "rank 2 has ended"
+
+
+def test_who_begins_to_look_late_does_not_wait_for_ranks_that_were_to_come(launcher) -> None:
+    launcher.start(0, 1, 2)
+    assert launcher.after(10) == ""  # while torch was imported
+    assert launcher.after(1.1) == "rank 3 has ended"
+
+
+def test_who_ended_before_anybody_looked_is_named_where_the_whole_job_is_here(monkeypatch) -> None:
+    for roll, said in ((FOUR, "ranks 2 and 3 have ended"), (FOUR._replace(is_all=False), "a rank")):
+        launcher = Launcher(monkeypatch, roll)
+        launcher.start(0, 1)
+        assert launcher.after(0) == launcher.after(2.9) == ""  # others may be to come
+        assert launcher.after(0.2).startswith(said)
+
+
+def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
+    for rank in range(4):
+        launcher.start(rank)
+        assert launcher.after(2.9) == ""
+    assert launcher.after(60) == ""
+    launcher.end(1)
+    assert launcher.after(0) == ""
+    assert launcher.after(3.1) == "rank 1 has ended"
+
+
+@pytest.mark.parametrize("told", [None, ""])
+def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> None:
+    """None: it has written over its environment (setproctitle). "": it is no rank (an ssh)."""
+    launcher.start(0, 1, 2, 3)
+    launcher.told[103] = told
+    assert launcher.after(0) == ""
+    assert launcher.after(60) == ("" if told is None else "rank 3 has ended")
+    launcher.end(2)
+    launcher.after(0)
+    assert launcher.after(3.1) == ("a rank has ended" if told is None else "rank 3 has ended")
+
+
+def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
+    """As where a pod has set RANK, and functions are run whose own environment nobody sees."""
+    launcher.start(0, 1, 2, 3)
+    launcher.told = {100: "0", 101: "0", 102: "0", 103: "0"}
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.told = {100: "7", 101: "1"}
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.told = {101: "1", 102: "2"}  # not even this one
+    assert launcher.after(0) == launcher.after(60) == ""
+
+
+def test_what_a_process_says_before_it_has_become_a_rank_does_not_count(launcher) -> None:
+    launcher.start(0, 1, 2, 3)
+    launcher.told[103] = "0"  # a copy of the launcher yet
+    assert launcher.after(0) == ""
+    launcher.start(3)
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.end(3)
+    launcher.after(0)
+    assert launcher.after(3.1) == "rank 3 has ended"

@@ -1,0 +1,46 @@
+"""Hosts as horovodrun's users write them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from gtopk.runtime.launch.hosts import Host, parse_hosts, read_hostfile, refuse_too_few_slots
+
+
+def test_a_list_names_hosts_and_slots() -> None:
+    assert parse_hosts("one:4, two:2,three") == [Host("one", 4), Host("two", 2), Host("three", 1)]
+
+
+@pytest.mark.parametrize("text", ["", "one,,two", "one:0", "one:two", "one:2:3"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="hosts must look like 'one:4,two:2', got"):
+        parse_hosts(text)
+
+
+def test_a_file_names_a_host_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# mine\none slots=4\n\ntwo slots = 2  # slow\nthree\n")
+    assert read_hostfile(path) == [Host("one", 4), Host("two", 2), Host("three", 1)]
+    for line in ("one 4", "one:4"):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ValueError, match=f"must look like 'name slots=4', got '{line}'"):
+            read_hostfile(path)
+    path.write_text("# nobody\n")
+    with pytest.raises(ValueError, match="must name a host"):
+        read_hostfile(path)
+
+
+def test_there_must_be_a_slot_for_every_rank() -> None:
+    hosts = parse_hosts("one:2,two")
+    refuse_too_few_slots(hosts, 3)
+    with pytest.raises(ValueError, match=r"4 ranks need .* \(one:2, two:1\) have 3"):
+        refuse_too_few_slots(hosts, 4)
+
+
+def test_this_host_has_several_names() -> None:
+    for name in ("localhost", "127.0.0.1", socket.gethostname()):
+        assert Host(name, 1).is_this_one
+    assert not Host("elsewhere", 1).is_this_one

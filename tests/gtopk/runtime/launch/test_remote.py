@@ -1,0 +1,46 @@
+"""What Open MPI is told so that ranks run on other hosts as they would here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gtopk.runtime.launch import LaunchError, Mpi
+from gtopk.runtime.launch.hosts import Host
+from gtopk.runtime.runner.ranks import (
+    host_options,
+    interface_environment,
+    refuse_other_than_open_mpi,
+    ssh_environment,
+)
+
+
+def test_the_environment_goes_along_but_for_what_is_of_this_host() -> None:
+    environ = {
+        "PYTHONPATH": "x",
+        "MINE": "1",
+        "HOME": "/root",
+        "SSH_TTY": "",
+        "PWD": "/",
+        "a-b": "",
+    }
+    options = host_options([Host("one", 2), Host("two", 1)], environ)
+    assert options == ["--host", "one:2,two:1", "-x", "MINE", "-x", "PYTHONPATH"]
+
+
+def test_ssh_gets_its_port_and_its_key() -> None:
+    assert ssh_environment(None, None) == {}
+    told = ssh_environment(2222, "/my/key")
+    assert set(told.values()) == {"-p 2222 -i /my/key"}
+    assert set(told) == {"PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"}
+
+
+def test_every_library_keeps_to_the_interfaces() -> None:
+    assert set(interface_environment("eth0,eth1").values()) == {"eth0,eth1"}
+
+
+def test_only_open_mpis_way_to_other_hosts_is_known() -> None:
+    refuse_other_than_open_mpi(Mpi(Path("mpirun"), "Open MPI", "5.0"))
+    with pytest.raises(LaunchError, match=r"needs Open MPI's mpirun, found MPICH 4\.1"):
+        refuse_other_than_open_mpi(Mpi(Path("mpirun"), "MPICH", "4.1"))

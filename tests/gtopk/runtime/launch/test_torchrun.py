@@ -1,0 +1,20 @@
+"""The command that starts ranks by torchrun."""
+
+from __future__ import annotations
+
+from torch.distributed.run import parse_args
+
+from gtopk.runtime.launch.torchrun import torchrun_command
+
+
+def test_the_command_runs_the_program_on_so_many_ranks() -> None:
+    command = torchrun_command(3, ["python", "-c", "pass"], "/my/python")
+    assert command[:3] == ["/my/python", "-m", "torch.distributed.run"]
+    assert "--nproc-per-node=3" in command
+    assert command[-5:] == ["--no-python", "--", "python", "-c", "pass"]
+
+
+def test_torchrun_leaves_the_programs_arguments_alone() -> None:
+    program = ["train.py", "--log", "a.json", "--", "b"]
+    read = parse_args(torchrun_command(3, program)[3:])
+    assert [read.training_script, *read.training_script_args] == program

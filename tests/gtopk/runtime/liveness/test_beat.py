@@ -1,0 +1,52 @@
+"""A beat says what it said when it was signed, or nothing."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtopk.runtime.liveness.beat import BEAT_BYTES, Beat, State
+
+SECRET, OTHER = bytes(range(32)), bytes(32)
+NUMBERS = st.integers(0, 2**32 - 1)
+beats = st.builds(
+    Beat,
+    NUMBERS,
+    NUMBERS,
+    st.sampled_from(State),
+    st.integers(0, 2**64 - 1),
+    st.floats(0, 1e9),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=100),
+)
+
+
+@given(beats)
+def test_a_beat_arrives_as_it_was_sent(beat):
+    assert Beat.decode(beat.encode(SECRET), SECRET) == beat
+
+
+@given(beats)
+def test_who_lacks_the_secret_makes_no_beat(beat):
+    assert Beat.decode(beat.encode(OTHER), SECRET) is None
+
+
+@given(beats, st.data())
+def test_a_beat_with_one_bit_changed_is_none(beat, data):
+    datagram = bytearray(beat.encode(SECRET))
+    place = data.draw(st.integers(0, 8 * len(datagram) - 1))
+    datagram[place // 8] ^= 1 << place % 8
+    assert Beat.decode(bytes(datagram), SECRET) is None
+
+
+@given(st.binary(max_size=2 * BEAT_BYTES))
+def test_no_datagram_of_a_stranger_is_a_beat_or_an_error(datagram):
+    assert Beat.decode(datagram, SECRET) is None
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1000, max_size=3000))
+def test_a_long_text_is_cut(text):
+    datagram = Beat(0, 0, State.ENDED, 1, 0.0, text).encode(SECRET)
+    assert len(datagram) <= BEAT_BYTES
+    said = Beat.decode(datagram, SECRET)
+    assert said is not None
+    assert text.startswith(said.text.rstrip("�"))

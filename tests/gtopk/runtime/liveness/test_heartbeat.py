@@ -1,0 +1,199 @@
+"""Whatever befalls a rank is told to the others, by its name; what befalls nobody is not told."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gtopk.runtime.liveness.beat import Beat, State
+from gtopk.runtime.liveness.companion import look_at, segments_of
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT = 1.2
+PATIENT = 2.5  # where nobody is to be lost, however busy the machine is
+
+
+class Ranks:
+    """Ranks of beats.py, and what they and their companions say."""
+
+    def __init__(self, process: subprocess.Popen[str], size: int) -> None:
+        self.process = process
+        self.said: list[str] = []
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        self.pids, self.companions, self.ports = {}, {}, {}
+        for _ in range(size):
+            match = self.hear(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
+            self.pids[int(match[1])] = int(match[2])
+            self.companions[int(match[1])] = int(match[3])
+            self.ports[int(match[1])] = int(match[4])
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+
+    def hear(self, pattern: str) -> re.Match[str]:
+        """Return the next line that matches; fail where none comes."""
+        while True:
+            line = self._lines.get(timeout=20)
+            self.said.append(line)
+            if match := re.search(pattern, line):
+                return match
+
+    def wait(self, seconds: float) -> None:
+        """Collect what is said meanwhile."""
+        time.sleep(seconds)
+        while not self._lines.empty():
+            self.said.append(self._lines.get())
+
+    def order(self, rank: int, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{rank} {what}\n")
+        self.process.stdin.flush()
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pids[rank], number)
+
+    def losses(self) -> list[str]:
+        return [line for line in self.said if " lost " in line]
+
+
+@contextmanager
+def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tests/programs/beats.py", str(size), str(timeout)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with process:
+        started = Ranks(process, size)
+        try:
+            yield started
+        finally:
+            for rank in range(size):
+                if look_at(started.pids[rank]).parent == process.pid:
+                    started.send(rank, signal.SIGKILL)
+            process.wait(20)
+            started.reader.join(20)  # companions may have the last word
+    deadline = time.monotonic() + 10
+    while any(look_at(pid).state for pid in started.companions.values()):
+        assert time.monotonic() < deadline, "a companion outlives its rank"
+        time.sleep(0.01)
+
+
+def test_a_stopped_rank_is_lost_by_name_and_ended_by_its_companion():
+    with ranks(3) as job:
+        job.send(1, signal.SIGSTOP)
+        job.hear(
+            rf"gtopk: rank 1 \(host .*, pid {job.pids[1]}\): stopped for 0\.\d s .* the job ends"
+        )
+        for _ in range(2):
+            lost = job.hear(r"rank (\d) lost 1: stopped for 1\.\d s .*; host \S+, pid (\d+)")
+            assert lost[1] in "02"
+            assert int(lost[2]) == job.pids[1]
+        job.hear(rf"{job.pids[1]} ended with -9")
+        assert not [line for line in job.losses() if "lost 0" in line or "lost 2" in line]
+
+
+def ignores_sigterm(pid: int) -> bool:
+    """Tell whether a companion has begun: the first that it does."""
+    ignored = re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(ignored and int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
+    with ranks(3) as job:
+        companion, deadline = job.companions[1], time.monotonic() + 20
+        while not ignores_sigterm(companion):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(companion, signal.SIGSTOP)
+        job.send(1, signal.SIGSTOP)
+        job.send(1, signal.SIGKILL)  # as the launcher does
+        while look_at(companion).state:
+            assert time.monotonic() < deadline, "it is still stopped, and holds pipes"
+            time.sleep(0.01)
+
+
+def test_what_passes_in_time_costs_nothing():
+    """A stop, Python's lock held for long, a companion that is killed, a stranger's datagrams, and
+    a rank that leaves.
+    """
+    with ranks(3, PATIENT) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        forged = Beat(1, 1, State.ENDED, 1 << 62, 0.0, "says a stranger").encode(bytes(32))
+        for _ in range(2000):
+            for port in job.ports.values():
+                stranger.sendto(forged, ("127.0.0.1", port))
+                stranger.sendto(os.urandom(1000), ("127.0.0.1", port))
+        job.order(0, f"hold {1.4 * PATIENT}")
+        job.send(1, signal.SIGSTOP)
+        job.hear("rank 1 .*: stopped for")
+        job.send(1, signal.SIGCONT)
+        job.hear("rank 1 .* goes on")
+        os.kill(job.companions[2], signal.SIGKILL)
+        job.hear(r"rank 2 .*: its companion was ended \(-9\); another begins")
+        job.wait(1.2 * PATIENT)
+        job.order(1, "leave")
+        job.hear(f"{job.pids[1]} ended with 0")
+        job.wait(1.2 * PATIENT)
+        assert job.losses() == []
+
+
+def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
+    with ranks(3, timeout=60) as job:
+        job.order(1, "fail failed at step 5: RuntimeError: boom")
+        for _ in range(2):
+            job.hear(
+                r"rank [02] lost 1: failed at step 5: RuntimeError: boom; "
+                rf"host \S+, pid {job.pids[1]}"
+            )
+        job.send(2, signal.SIGKILL)
+        job.hear(r"rank 0 lost 2: ended without a word; host")
+
+
+def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
+    """As MPICH's mpirun does it: within milliseconds, and with SIGKILL."""
+    with ranks(3, timeout=60) as job:
+        job.order(0, "step 7")
+        job.hear("rank 0 is at step 7")
+        job.send(1, signal.SIGKILL)
+        job.hear("rank 0 lost 1")
+        job.send(0, signal.SIGKILL)
+        said = job.hear(r"gtopk: (rank \d .*)")[1]
+        assert re.fullmatch(
+            rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without a word at step 7, after "
+            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\); "
+            "start it again",
+            said,
+        )
+        job.order(2, "fail by itself")  # and has said why
+        job.hear(f"{job.pids[2]} ended with 1")
+    job.wait(0.2)
+    assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
+
+
+def test_the_memory_that_mpich_shares_is_known_by_its_name():
+    with tempfile.NamedTemporaryFile(prefix="mpich_shm_", dir="/dev/shm") as file:
+        file.truncate(10)
+        assert segments_of(os.getpid()) == set()
+        with mmap.mmap(file.fileno(), 10):
+            assert segments_of(os.getpid()) == {file.name}
+    assert segments_of(os.getpid()) == set()
+    assert segments_of(1 << 30) == set()

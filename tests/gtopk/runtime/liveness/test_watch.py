@@ -1,0 +1,196 @@
+"""What follows from beats: who watches whom, who is warned of, who is lost, and who is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from gtopk.runtime.liveness.beat import Beat, State
+from gtopk.runtime.liveness.watch import Peer, Watch
+
+TIMEOUT, WARNING, PAUSE = 4.0, 2.0, 0.5
+
+
+def peers(size: int) -> list[Peer]:
+    return [Peer(rank, f"host{rank}", 100 + rank, "127.0.0.1", 1000 + rank) for rank in range(size)]
+
+
+class Job:
+    """The companions of a few ranks, whose beats all arrive, on a clock of their own."""
+
+    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+        self.now = 50.0
+        self.watches = [Watch(r, peers(size), timeout, WARNING, self.now) for r in range(size)]
+        self.states = dict.fromkeys(range(size), State.ALIVE)
+        self.sequence = 0
+        self.cut: set[int] = set()  # nothing from or to them arrives
+        self.frozen: set[int] = set()  # the companion, too
+
+    def say(self, sender: int, about: int, state: State, text: str = "") -> None:
+        self.sequence += 1
+        for rank, watch in enumerate(self.watches):
+            if rank != sender and not {sender, rank} & self.cut and rank not in self.frozen:
+                watch.hear(Beat(sender, about, state, self.sequence, 0.0, text), self.now)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / PAUSE)):
+            self.now += PAUSE
+            for rank, state in self.states.items():
+                if rank not in self.frozen:
+                    self.say(rank, rank, state)
+            for rank, watch in enumerate(self.watches):
+                if rank not in self.frozen:
+                    watch.look(self.now, self.states[rank] is State.STOPPED)
+
+    def lost(self) -> list[set[int]]:
+        return [set(watch.lost) for watch in self.watches]
+
+    def news(self) -> list[str]:
+        return [text for watch in self.watches for text in watch.news]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 17])
+def test_every_rank_is_watched_by_those_it_tells_and_word_reaches_everyone(size):
+    watches = [Watch(rank, peers(size), TIMEOUT, WARNING, 0.0) for rank in range(size)]
+    for watch in watches:
+        assert watch.rank not in watch.tells
+        assert all(watch.rank in watches[other].watches for other in watch.tells)
+    reached, last = {0}, set()
+    while reached != last:
+        last = set(reached)
+        reached |= {other for rank in last for other in watches[rank].tells}
+    assert reached == set(range(size))
+
+
+def test_ranks_that_beat_are_never_lost_nor_warned_of():
+    job = Job(5)
+    job.run(100)
+    assert job.lost() == [set()] * 5
+    assert job.news() == []
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_a_stopped_rank_is_warned_of_and_then_lost_and_no_other_is(size):
+    job = Job(size)
+    job.run(3)
+    job.states[1] = State.STOPPED
+    job.run(WARNING + 2 * PAUSE)
+    assert job.lost() == [set()] * size
+    assert job.news()
+    assert all(text.startswith("rank 1 (host host1, pid 101): stopped for") for text in job.news())
+    job.run(TIMEOUT - WARNING)
+    watchers = {rank for rank, watch in enumerate(job.watches) if 1 in watch.watches}
+    assert [rank for rank, lost in enumerate(job.lost()) if lost == {1}] == sorted(watchers)
+    assert all("stopped for" in job.watches[rank].lost[1] for rank in watchers)
+    job.run(10 * TIMEOUT)
+    assert set().union(*job.lost()) == {1}
+
+
+def test_a_rank_that_goes_on_in_time_is_not_lost():
+    job = Job(3)
+    job.states[1] = State.STOPPED
+    job.run(TIMEOUT - PAUSE)
+    job.states[1] = State.ALIVE
+    job.run(10 * TIMEOUT)
+    assert job.lost() == [set()] * 3
+    assert "rank 1 (host host1, pid 101) goes on" in job.news()
+
+
+def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
+    """Each rank of it finds the others stopped or silent, when it goes on."""
+    for companions_too in (False, True):
+        job = Job(4)
+        job.run(3)
+        if companions_too:
+            job.now += 10 * TIMEOUT
+        else:
+            job.states = dict.fromkeys(job.states, State.STOPPED)
+            job.run(10 * TIMEOUT)
+            for rank in range(4):  # they go on one after the other
+                job.states[rank] = State.ALIVE
+                job.watches[rank].look(job.now, False)
+        job.run(10 * TIMEOUT)
+        assert job.lost() == [set()] * 4
+        assert job.news() == []
+
+
+def test_a_rank_that_cannot_be_reached_is_lost_and_knows_that_it_hears_nobody():
+    job = Job(4)
+    job.run(3)
+    job.cut = {2}
+    job.run(TIMEOUT + 2 * PAUSE)
+    assert 2 in job.watches[3].lost
+    assert 2 in job.watches[0].lost
+    assert "silent for" in job.watches[3].lost[2]
+    assert "hears no other rank" not in job.watches[3].lost[2]
+    assert job.watches[2].lost
+    assert all(
+        "or that of rank 2 (host host2, pid 102), which hears no other rank, is down" in why
+        for why in job.watches[2].lost.values()
+    )
+
+
+def test_who_froze_with_its_companion_is_lost_and_accuses_nobody_when_it_wakes():
+    job = Job(3)
+    job.run(3)
+    job.frozen = {2}
+    job.run(TIMEOUT + 2 * PAUSE)
+    assert [set(job.watches[rank].lost) for rank in (0, 1)] == [{2}, {2}]
+    job.frozen = set()
+    job.run(PAUSE)
+    assert job.lost()[2] == set()
+
+
+def test_word_of_a_loss_is_believed_and_the_one_given_up_knows_by_whom():
+    job = Job(3)
+    job.say(0, 2, State.LOST, "stopped for 5 s")
+    assert job.watches[1].lost == {2: "stopped for 5 s"}
+    by = "given up by rank 0 (host host0, pid 100): stopped for 5 s"
+    assert job.watches[2].lost == {2: by}
+
+
+def test_a_rank_that_ended_is_lost_at_once_and_one_that_left_never_is():
+    job = Job(3)
+    job.run(1)
+    job.say(1, 1, State.ENDED, "failed at step 5: RuntimeError: boom")
+    job.say(2, 2, State.LEFT)
+    job.frozen = {1, 2}
+    job.run(10 * TIMEOUT)
+    assert job.watches[0].lost == {1: "failed at step 5: RuntimeError: boom"}
+
+
+def test_who_was_never_heard_is_told_of_once_and_not_watched():
+    job = Job(3)
+    job.cut = {1}
+    job.run(20 * TIMEOUT)
+    assert job.lost() == [set()] * 3
+    assert len(job.watches[0].news) == 1
+    assert "receives no heartbeats from rank 1 (host host1, pid 101)" in job.watches[0].news[0]
+    assert "GTOPK_INTERFACE" in job.watches[0].news[0]
+
+
+def hear_all(watch: Watch, beats: Iterable[Beat]) -> None:
+    for beat in beats:
+        watch.hear(beat, 50.0)
+
+
+def test_copies_and_nonsense_change_nothing():
+    watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
+    left = Beat(1, 1, State.ALIVE, 7)
+    hear_all(watch, [left, left._replace(state=State.ENDED), Beat(1, 1, State.ENDED, 6)])
+    hear_all(
+        watch, [Beat(9, 9, State.ENDED, 8), Beat(1, 9, State.LOST, 8), Beat(0, 1, State.LOST, 9)]
+    )
+    assert watch.lost == {}
+
+
+def test_who_was_lost_first_is_known_whatever_came_first():
+    watch = Watch(0, peers(4), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ENDED, 1, 0.2, "killed, too"), 51.0)
+    watch.hear(Beat(3, 2, State.LOST, 1, 0.5, "killed"), 51.1)
+    watch.hear(Beat(2, 0, State.LOST, 1, 9.0, "itself"), 51.2)
+    watch.hear(Beat(2, 2, State.ENDED, 2, 0.0, "again"), 51.3)
+    assert watch.lost_before(52.0) == 2
+    assert watch.lost_before(50.7) == 2
+    assert watch.lost_before(50.6) is None

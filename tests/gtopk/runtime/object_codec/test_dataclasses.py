@@ -1,0 +1,137 @@
+"""Configurations between ranks: dataclasses by their fields, and namespaces; none executes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+
+from gtopk.runtime.object_codec import ObjectFormatError, decode, encode
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Layer:
+    width: int
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Generic[T]):
+    name: str
+    layers: list[Layer]
+    seed: torch.Tensor
+    kind: T
+    made: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        self.made.append("here")
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    one: int
+    two: int = dataclasses.field(init=False)
+
+
+class Holder:
+    @dataclasses.dataclass
+    class Inner:
+        value: Any
+
+
+@dataclasses.dataclass
+class OfDict(dict):  # type: ignore[type-arg]
+    value: int = 0
+
+
+def through(obj: Any) -> Any:
+    return decode(encode(obj, allow_pickle=False), allow_pickle=False)
+
+
+def test_a_dataclass_comes_back_field_by_field_and_nothing_of_it_is_called() -> None:
+    sent = Config("net", [Layer(3), Layer(4, 0.5)], torch.ones(2), ("a", None))
+    came = through({"config": sent})["config"]
+    assert type(came) is Config
+    assert (came.name, came.layers, came.kind) == (sent.name, sent.layers, sent.kind)
+    assert torch.equal(came.seed, sent.seed)
+    assert came.made == ["here"]  # and not twice, as another __post_init__ would have it
+
+
+def test_slots_nested_classes_and_fields_that_are_not_set_come_back() -> None:
+    came = through([Slotted(1), Holder.Inner([Holder.Inner(2)])])
+    assert came[0].one == 1
+    assert not hasattr(came[0], "two")
+    assert came[1] == Holder.Inner([Holder.Inner(2)])
+
+
+def test_namespaces_come_back() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[3, 4])
+    options = parser.parse_args([])
+    options.self = "a name that a call could not take"
+    came = through([options, types.SimpleNamespace(a=1, b=options)])
+    assert type(came[0]) is argparse.Namespace
+    assert came == [options, types.SimpleNamespace(a=1, b=options)]
+
+
+def test_what_is_more_than_its_fields_is_refused() -> None:
+    @dataclasses.dataclass
+    class Local:
+        value: int = 0
+
+    extended = Layer(3)
+    extended.more = 1  # type: ignore[attr-defined]
+    for obj, why in (
+        (Local(), "not defined at the top of a module"),
+        (extended, r"with attributes \['more'\]"),
+        (OfDict(), "a dict, too"),
+        ([Layer(print)], r"builtin_function_or_method at \[0\]\.width"),  # type: ignore[arg-type]
+        (types.SimpleNamespace(x=print), r"at \.x"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            encode(obj, allow_pickle=False)
+
+
+def test_a_class_that_the_receiver_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = encode(Layer(3), allow_pickle=False)
+    module = sys.modules[__name__]
+    monkeypatch.delattr(module, "Layer")
+    with pytest.raises(ObjectFormatError, match=rf"{__name__}.Layer, and no such dataclass is imp"):
+        decode(said)
+
+    @dataclasses.dataclass
+    class Other:
+        height: int
+
+    monkeypatch.setattr(module, "Layer", Other, raising=False)
+    with pytest.raises(ObjectFormatError, match="has no field 'scale', 'width' here"):
+        decode(said)
+    monkeypatch.setattr(module, "Layer", print, raising=False)
+    with pytest.raises(ObjectFormatError, match="no such dataclass is imported"):
+        decode(said)
+
+
+def test_a_message_imports_nothing_unless_its_sender_may_call_code_here_anyway(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "a_config.py").write_text(
+        "import dataclasses\n@dataclasses.dataclass\nclass C:\n    x: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import a_config  # type: ignore[import-not-found]
+
+    said = encode(a_config.C(2), allow_pickle=False)
+    monkeypatch.delitem(sys.modules, "a_config")
+    with pytest.raises(ObjectFormatError, match="import a_config before it is received"):
+        decode(said)
+    assert "a_config" not in sys.modules
+    assert decode(said, imports=True).x == 2
+    monkeypatch.delitem(sys.modules, "a_config")

@@ -1,0 +1,79 @@
+"""A function travels by its name; what has none travels as a pickle, where that is allowed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+
+import pytest
+
+from gtopk.runtime import object_codec as objects
+from gtopk.runtime.runner import call
+
+
+class Counter:
+    def __call__(self) -> int:
+        return 1
+
+    @staticmethod
+    def static() -> int:
+        return 2
+
+    def method(self) -> int:
+        return 3
+
+
+def test_functions_are_known_by_the_module_they_are_in() -> None:
+    for function in (os.path.join, math.sqrt, functools.reduce, dict, Counter.static):
+        where = call.reference(function, in_script=False)
+        assert where is not None
+        assert call.resolve(where) is function
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: 0,
+        Counter(),
+        Counter().method,
+        functools.partial(math.sqrt, 4),
+        len(sys.argv).bit_length,
+    ],
+)
+def test_what_no_name_leads_to_has_no_reference(function: object) -> None:
+    assert call.reference(function, in_script=True) is None  # type: ignore[arg-type]
+
+
+def test_a_function_of_main_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counter.static, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Counter", Counter, raising=False)
+    assert call.reference(Counter.static, in_script=True) == "__main__:Counter.static"
+    assert call.reference(Counter.static, in_script=False) is None
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
+    _, content = call.pack(math.ldexp, (3,), {}, allow_pickle, [])
+    assert not objects.holds_pickle(content)
+    with pytest.raises(TypeError):
+        call.make(content, allow_pickle)
+    _, content = call.pack(int, ("12",), {"base": 5}, allow_pickle, [])
+    assert call.make(content, allow_pickle) == 7
+
+
+def test_a_closure_travels_as_a_pickle() -> None:
+    pytest.importorskip("cloudpickle")
+    offset = 3
+    preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, [])
+    assert objects.holds_pickle(content)
+    assert objects.decode(preparation, allow_pickle=False)["allow_pickle"] is True
+    assert call.make(content, True) == 7
+    with pytest.raises(objects.ObjectFormatError, match="holds a pickle"):
+        call.make(content, False)
+
+
+def test_the_secret_of_this_process_stays_here() -> None:
+    preparation, _ = call.pack(os.getpid, (), {}, False, [])
+    assert "authkey" not in str(objects.decode(preparation, allow_pickle=False))

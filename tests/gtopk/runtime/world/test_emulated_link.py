@@ -1,0 +1,74 @@
+"""GTOPK_LINK: on all ranks or none, of one host, and not where messages could not be paced."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from collectives.cost import Link
+from collectives.transports import local_world, run_ranks
+from gtopk.runtime.world import world
+from gtopk.runtime.world.emulated_link import emulate_on
+from gtopk.runtime.world.gpu_messages import settled
+
+SIZE = 3
+LINK = "1gbit,0.1ms"
+
+
+def test_a_world_is_paced_as_the_variable_says_and_rank_0_tells(monkeypatch, caplog):
+    monkeypatch.setenv("GTOPK_LINK", LINK)
+
+    def program(transport):
+        with world.entered(transport):
+            return transport.link, transport.channel(5).link
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        found = run_ranks(local_world(SIZE), program)
+    assert found == [(Link.of(1e9, 1e-4),) * 2] * SIZE
+    said = [text for text in caplog.messages if "emulated link of 1000 Mbit/s, 0.1 ms" in text]
+    assert len(said) == 1
+    assert "torch.distributed is not paced" in said[0]
+
+
+def test_without_it_nothing_is_paced():
+    def program(transport):
+        emulate_on(transport, {})
+        return transport.link
+
+    assert run_ranks(local_world(SIZE), program) == [None] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([LINK, LINK, ""], "must be the same on all ranks, got '1gbit,0.1ms' on rank 0 and ''"),
+        (["fast"] * 3, "GTOPK_LINK must be a rate above 0 .* got 'fast'"),
+    ],
+)
+def test_another_text_on_a_rank_or_one_that_is_no_link_is_an_error_on_all(texts, said):
+    def program(transport):
+        with pytest.raises(ValueError, match=said):
+            emulate_on(transport, {"GTOPK_LINK": texts[transport.rank]})
+        return transport.link
+
+    assert run_ranks(local_world(SIZE), program) == [None] * SIZE
+
+
+def test_ranks_of_several_hosts_are_refused_by_the_name_of_the_variable():
+    def program(transport):
+        with pytest.raises(ValueError, match=f"GTOPK_LINK={re.escape(LINK)}: a link is emulated"):
+            emulate_on(transport, {"GTOPK_LINK": LINK})
+
+    run_ranks(local_world(4, node_size=2), program)
+
+
+def test_nccl_is_refused_and_never_chosen_by_itself():
+    nccl = SimpleNamespace(name="nccl", size=2, gather_object=lambda text: [text] * 2)
+    with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
+        emulate_on(nccl, {"GTOPK_LINK": LINK})
+    assert settled(local_world(2)[0], [1, 1], {}) is None
+    choice = settled(local_world(2)[0], [1, 1], {"GTOPK_LINK": LINK})
+    assert "GTOPK_LINK" in choice.reason

@@ -1,0 +1,374 @@
+"""What a rank failed with is found in a file, of this run and no other, and never holds it up."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import gtopk
+from collectives.errors import PeerError
+from collectives.transports.departure import DepartureNotice
+from gtopk import settings
+from gtopk.errors import HorovodInternalError
+from gtopk.runtime.liveness.heartbeat import Lost
+from gtopk.runtime.world import failure_file, guard, world
+from gtopk.runtime.world.guard import Guard
+
+KEYS = {"rank", "size", "host", "pid", "time", "gtopk", "step", "operation", "error", "text"}
+KEYS |= {"lost", "traceback"}
+
+
+def write(folder, error, lost=(), operation="", how="failed"):
+    failure_file.write(
+        str(folder), 1, 2, step=7, operation=operation, how=how, error=error, lost=lost
+    )
+
+
+class Ending(SystemExit):
+    """In place of a job's end."""
+
+
+def member(note_end=lambda how, in_order: None):
+    """Return rank 1 of 2, at step 7."""
+
+    def abort(code, how):
+        raise Ending(how)
+
+    return SimpleNamespace(
+        transport=SimpleNamespace(
+            name="mpi",
+            rank=1,
+            size=2,
+            lost=list,
+            departures=dict,
+            leave=lambda how, seconds: None,
+            abort=abort,
+        ),
+        engine=SimpleNamespace(activity="idle", failed_in="", ranks_may_leave=False),
+        step=7,
+        advice="",
+        where=lambda: "at step 7",
+        note_end=note_end,
+    )
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Wait for nobody for long."""
+    monkeypatch.setattr(guard, "_DISK_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "_LAST_WORD_SECONDS", 0.05)
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def read(folder, rank=1):
+    return json.loads((folder / f"failure_rank{rank}.json").read_text())
+
+
+def test_it_is_in_the_folder_that_is_named_else_beside_the_record_else_nowhere():
+    assert failure_file.folder_from({}) == ""
+    assert failure_file.folder_from({"GTOPK_RUN": "run"}) == "run"
+    assert failure_file.folder_from({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}) == "own"
+
+
+def test_a_ranks_own_exception_is_there_with_its_traceback(tmp_path):
+    folder = tmp_path / "new"
+    write(folder, raised(ValueError("boom")))
+    found = read(folder)
+    assert set(found) == KEYS
+    assert (found["rank"], found["size"], found["step"]) == (1, 2, 7)
+    assert (found["error"], found["text"], found["operation"]) == ("ValueError", "boom", None)
+    assert found["traceback"].endswith("ValueError: boom\n")
+    assert found["gtopk"] == gtopk.__version__
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(
+        found["time"]
+    )
+    assert abs(age.total_seconds()) < 100
+    assert [path.name for path in folder.iterdir()] == ["failure_rank1.json"]
+
+
+def test_what_another_rank_is_the_cause_of_names_operation_and_rank(tmp_path):
+    error = HorovodInternalError("rank 0 is lost; at step 7")
+    write(tmp_path, error, [Lost(0, "it was killed")], "gradients.0")
+    found = read(tmp_path)
+    assert (found["operation"], found["text"]) == ("gradients.0", "rank 0 is lost; at step 7")
+    assert found["lost"] == [{"rank": 0, "why": "it was killed"}]
+    assert found["traceback"] is None
+
+
+def test_who_is_ended_says_how_and_in_what(tmp_path):
+    write(tmp_path, None, [Lost(0, "why")], "barrier", "was stopped, in barrier")
+    found = read(tmp_path)
+    assert (found["error"], found["text"]) == (None, "was stopped, in barrier")
+    assert found["operation"] == "barrier"
+
+
+def test_those_of_an_earlier_run_are_removed_and_nothing_else(tmp_path):
+    names = [f"failure_rank{rank}.json" for rank in (0, 1, 2, 30)]
+    for name in [*names, "rank-00002.jsonl", "failure_ranks.json", "my_failure_rank2.json"]:
+        (tmp_path / name).touch()
+    # Each rank those that the run lacks, too: the folder may be its host's own.
+    failure_file.remove_earlier(str(tmp_path), 1, 2)
+    stays = ["failure_ranks.json", "my_failure_rank2.json", "rank-00002.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure_rank0.json", *stays]
+    failure_file.remove_earlier(str(tmp_path), 0, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == stays
+
+
+@pytest.mark.parametrize("folder", ["", "/proc/no/such", "/dev/null"])
+def test_where_nothing_can_be_removed_or_written_that_is_no_further_error(folder):
+    failure_file.remove_earlier(folder, 0, 2)
+    if folder:
+        write(folder, ValueError("boom"))
+
+
+def test_a_full_disk_is_no_further_error_and_keeps_no_half_of_it(tmp_path, monkeypatch):
+    (tmp_path / "failure_rank1.json").write_text("earlier")
+
+    def fill(beside, path):
+        assert Path(beside).parent == Path(path).parent
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fill)
+    write(tmp_path, ValueError("boom"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize("folder_is_named", [True, False])
+def test_a_rank_that_cannot_join_writes_one_as_its_launcher_may_be_gone(
+    tmp_path, monkeypatch, folder_is_named
+):
+    gone = PeerError("rank 1 of 2 cannot join the others: mpirun, which started it, is gone")
+
+    def join(comm):
+        raise gone
+
+    monkeypatch.setattr(world, "join", join)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(settings.FAILURE_DIR.name, str(tmp_path) if folder_is_named else "")
+    (tmp_path / "failure_rank1.json").write_text("earlier")
+    with pytest.raises(PeerError, match="is gone"):
+        world.init()
+    if not folder_is_named:
+        assert (tmp_path / "failure_rank1.json").read_text() == "earlier"
+        return
+    found = read(tmp_path)
+    assert found.keys() == KEYS
+    assert (found["rank"], found["size"], found["operation"]) == (1, 2, "init")
+    assert (found["error"], found["text"]) == ("PeerError", str(gone))
+    assert found["traceback"] is None
+
+
+@pytest.mark.parametrize(
+    ("of_error", "failed_in", "activity", "operation"),
+    [
+        ("", "", "idle", None),
+        ("", "", "barrier", "barrier"),
+        ("", "gradients.1", "idle", "gradients.1"),
+        ("gradients.0", "gradients.1", "idle", "gradients.0"),
+    ],
+)
+def test_it_names_what_failed_or_is_under_way(
+    tmp_path, brief, of_error, failed_in, activity, operation
+):
+    here, error = member(), ValueError("boom")
+    here.engine.activity, here.engine.failed_in = activity, failed_in
+    if of_error:
+        error = HorovodInternalError("boom")
+        error.operation = of_error
+    with pytest.raises(Ending):
+        Guard(here, 0, str(tmp_path))._fail(error)
+    assert read(tmp_path)["operation"] == operation
+
+
+def test_an_ending_rank_writes_it_before_it_ends(tmp_path, brief):
+    with pytest.raises(Ending, match=r"failed at step 7 \(host .*\): ValueError: boom"):
+        Guard(member(), 0, str(tmp_path))._fail(raised(ValueError("boom")))
+    assert read(tmp_path)["error"] == "ValueError"
+
+
+def fail(failing):
+    failing._fail(ValueError("boom"))
+
+
+def be_stuck(failing):
+    """Be in an operation that takes no notice of a lost rank."""
+    failing.member.engine.activity, failing.member.engine.cycles = "allreduce", 5
+    failing._end_if_stuck(Lost(0, "it is silent"))
+
+
+def be_preempted(failing):
+    failing._on_sigterm(15, None)
+
+
+@pytest.fixture
+def over():
+    """What a disk waits for that hangs."""
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+@pytest.fixture
+def lost(brief, monkeypatch):
+    """Return a guard, for a member and a folder, whose heartbeat has lost rank 0."""
+
+    def stop(pid, number):
+        raise Ending(f"signal {number}")
+
+    monkeypatch.setattr(guard, "_STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(guard.os, "kill", stop)
+
+    def make(member, folder=""):
+        made = Guard(member, 0, folder)
+        made._heartbeat = SimpleNamespace(
+            lost=lambda seconds=0.0: Lost(0, "it is silent"), explain=lambda how: None
+        )
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
+@pytest.mark.parametrize("way", ["hangs", "fails"])
+def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
+    tmp_path, lost, over, monkeypatch, way, end
+):
+    written = []
+
+    def write(*arguments, **more):
+        written.append(arguments)
+        if way == "hangs":
+            over.wait(30)
+        raise MemoryError
+
+    monkeypatch.setattr(failure_file, "write", write)
+    begun = time.monotonic()
+    with pytest.raises(Ending):
+        end(lost(member(), str(tmp_path)))
+    assert time.monotonic() - begun < 20
+    assert written
+
+
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
+def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
+    begun = time.monotonic()
+    with pytest.raises(Ending):
+        end(lost(member(lambda how, in_order: over.wait(30))))
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
+def test_the_record_has_it_as_an_end_out_of_order(lost, end):
+    noted = []
+    with pytest.raises(Ending):
+        end(lost(member(lambda how, in_order: noted.append(in_order))))
+    assert noted[0] is False
+
+
+def test_the_step_is_said_once(brief, capfd):
+    error = HorovodInternalError("the ranks disagree; 'x' cannot be done; at step 7")
+    with pytest.raises(Ending):
+        Guard(member(), 0)._fail(error)
+    said = capfd.readouterr().err
+    assert said.count("at step 7") == 1
+    assert "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot be done;" in said
+
+
+def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
+    tmp_path, brief, capfd, monkeypatch
+):
+    """mpirun ends by SIGTERM those that have failed, too, once one has ended the job."""
+    signals: list[int] = []
+    monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(guard.os, "kill", lambda pid, number: signals.append(number))
+    failed = Guard(member(), 0, str(tmp_path))
+    with pytest.raises(Ending):
+        failed._fail(ValueError("boom"))
+    failed._on_sigterm(15, None)
+    assert signals == [15]
+    assert capfd.readouterr().err.count("gtopk:") == 1
+    assert read(tmp_path)["error"] == "ValueError"
+
+
+def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_path):
+    (tmp_path / "failure_rank7.json").touch()
+    secret = "5ec2e7" * 8
+    way = "exception, once the heartbeat's secret is told"
+    job = mpirun(
+        3,
+        "ends.py",
+        way,
+        "2",
+        timeout=60,
+        GTOPK_FAILURE_DIR=str(tmp_path),
+        GTOPK_RUN_SECRET=secret,
+    )
+    assert job.returncode != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"failure_rank{rank}.json" for rank in range(3)
+    ]
+    culprit = read(tmp_path, 2)
+    assert (culprit["error"], culprit["text"], culprit["step"]) == ("RuntimeError", "boom", 5)
+    assert "in end_here" in culprit["traceback"]
+    for rank in (0, 1):
+        found = read(tmp_path, rank)
+        assert (found["rank"], found["size"], found["error"]) == (rank, 3, "HorovodInternalError")
+        assert "rank 2 left (failed at step 5" in found["text"]
+        assert found["traceback"] is None
+    (told,) = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("secret ")]
+    for path in tmp_path.iterdir():
+        content = path.read_text()
+        assert told not in content
+        assert secret not in content
+
+
+def test_who_is_killed_is_named_in_the_files_of_the_others(torchrun, tmp_path):
+    job = torchrun(3, "ends.py", "killed", "2", timeout=60, GTOPK_RUN=str(tmp_path))
+    assert job.returncode != 0
+    files = sorted(tmp_path.glob("failure_rank*"))
+    assert files
+    assert tmp_path / "failure_rank2.json" not in files
+    for path in files:
+        found = json.loads(path.read_text())
+        first, *ended_by_the_launcher = found["lost"]
+        assert first["rank"] == 2
+        assert first["why"]
+        assert all(other["rank"] in {0, 1} - {found["rank"]} for other in ended_by_the_launcher)
+
+
+def test_the_first_loss_is_named_first(monkeypatch):
+    """A launcher ends the others: by then some of those are lost, too."""
+
+    class Transport(SimpleNamespace):
+        name, rank, size = "mpi", 3, 4
+
+        def lost(self):
+            return [0, 2]
+
+        def departures(self):
+            return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
+
+    guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
+    alone = [Lost(0, "was stopped by SIGTERM"), Lost(2, "as another rank says")]
+    assert guard._lost() == alone
+    first = Lost(2, "its process has died")
+    guard._heartbeat = SimpleNamespace(lost=lambda: first)
+    assert guard._lost() == [first, alone[0]]
+    guard._heartbeat = SimpleNamespace(lost=lambda: None)
+    assert guard._lost() == alone

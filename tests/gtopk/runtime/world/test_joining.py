@@ -1,0 +1,269 @@
+"""From what the launcher says to the transport that joins its ranks.
+
+torchrun and mpirun are real; horovodrun and srun are SIMULATED: the same variables, set by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gtopk.runtime.launch import launched_by
+from gtopk.runtime.world.joining import join, left_apart, transport_for
+from tests.matrix import some_of
+
+PROGRAMS = Path(__file__).parents[2] / "programs"
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+AGENT = {"TORCHELASTIC_RUN_ID": "none"}
+OF_LAUNCHERS = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, *AGENT, "PMIX_RANK"]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch) -> None:
+    for variable in (*OF_LAUNCHERS, "GTOPK_TRANSPORT", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "transport"),
+    [
+        ({}, "local"),
+        (OPEN_MPI, "mpi"),
+        (PMI, "mpi"),
+        (SRUN | {"PMIX_RANK": "1"}, "mpi"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpi"),
+        (TORCHRUN, "torch.distributed"),
+        (TORCHRUN | AGENT | SRUN | {"PMIX_RANK": "0"}, "torch.distributed"),
+        (TORCHRUN | AGENT | SRUN | PMI, "torch.distributed"),
+        (TORCHRUN | AGENT | OPEN_MPI, "torch.distributed"),
+        (HOROVODRUN, "torch.distributed"),
+        (HOROVODRUN | {"PMIX_RANK": "0"}, "torch.distributed"),
+        (SRUN, "torch.distributed"),
+        (SRUN | {"PMIX_RANK": ""}, "torch.distributed"),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "local"),
+        (OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}, "torch.distributed"),
+        (TORCHRUN | {"GTOPK_TRANSPORT": "mpi"}, "mpi"),
+        (TORCHRUN | {"GTOPK_TRANSPORT": ""}, "torch.distributed"),
+    ],
+)
+def test_the_launcher_decides_the_transport(environ: dict[str, str], transport: str) -> None:
+    assert transport_for(launched_by(environ), environ) == transport
+
+
+@pytest.mark.parametrize("over", ["nccl", "staged"])
+def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over: str) -> None:
+    opened = []
+
+    def opens(name: str, *timeouts: float, bootstrap: Any = None) -> Any:
+        opened.append((name, bootstrap))
+        return name
+
+    monkeypatch.setattr("gtopk.runtime.world.joining.open_transport", opens)
+    monkeypatch.setenv("GTOPK_TRANSPORT", over)
+    assert join() == over
+    assert opened == [("local", None), (over, "local")]
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    opened.clear()
+    assert join() == over
+    assert opened == [("mpi", None), (over, "mpi")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "launcher"),
+    [
+        (OPEN_MPI, 1, "Open MPI's mpirun has started (OMPI_COMM_WORLD_SIZE=2)"),
+        (TORCHRUN, 1, "torchrun has started (WORLD_SIZE=2)"),
+        (OPEN_MPI, 2, None),
+        ({}, 1, None),
+    ],
+)
+def test_ranks_that_local_leaves_apart_are_warned_once(
+    environ: dict[str, str], size: int, launcher: str | None
+) -> None:
+    first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
+    said = left_apart(size, first | {"GTOPK_TRANSPORT": "local"})
+    assert (said is None) == (launcher is None)
+    if said is not None and launcher is not None:
+        assert (
+            f"GTOPK_TRANSPORT=local makes a world of 1 in each of the 2 processes that {launcher}"
+            in said
+        )
+        assert said.endswith("unset GTOPK_TRANSPORT to have them train one")
+    assert left_apart(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
+    with pytest.raises(RuntimeError, match="gtopk doctor") as caught:
+        left_apart(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
+    said = "a world of 1 in each of the 4 processes that a PMI launcher has started"
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
+    with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
+        left_apart(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
+
+
+def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setenv("GTOPK_TRANSPORT", "nccl")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"transport 'nccl' needs cupy.*cupy-cuda12x"):
+        join()
+
+
+def test_a_transport_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"GTOPK_TRANSPORT must be one of .*, got 'pigeon'"):
+        transport_for(None, {"GTOPK_TRANSPORT": "pigeon"})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        HOROVODRUN,
+        HOROVODRUN | dict.fromkeys(TORCHRUN, ""),
+        OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"},
+    ],
+)
+def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, environ) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = "started this process as rank 1 of 2 and does not say where .* set MASTER_ADDR"
+    with pytest.raises(RuntimeError, match=text):
+        join()
+
+
+def test_a_process_group_of_the_programs_own_is_joined() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        transport = join()
+        assert (transport.name, transport.size) == ("torch.distributed", 1)
+        transport.leave("done")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_without_mpi4py_mpi_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setenv("GTOPK_TRANSPORT", "mpi")
+    with pytest.raises(ImportError, match="pip install mpi4py"):
+        join()
+
+
+# ---- real ranks
+
+
+def places_and_weights(output: str) -> tuple[list[str], set[str]]:
+    """Return what the ranks of trains.py said: their places, in order, and the weights' hashes."""
+    lines = sorted(line.split() for line in output.splitlines() if "cross" in line)
+    return [" ".join(words[:-1]) for words in lines], {words[-1] for words in lines}
+
+
+@pytest.mark.parametrize("ranks", some_of([1, 3], 3))
+def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: int) -> None:
+    by_mpi = mpirun(ranks, "trains.py")
+    by_torch = torchrun(ranks, "trains.py")
+    assert (by_mpi.returncode, by_torch.returncode) == (0, 0), by_mpi.stderr + by_torch.stderr
+    _, mpi_weights = places_and_weights(by_mpi.stdout)
+    places, torch_weights = places_and_weights(by_torch.stdout)
+    assert len(mpi_weights) == 1
+    assert torch_weights == mpi_weights
+    name = "torch.distributed" if ranks > 1 else "local"
+    assert places == [f"{name} {r}/{ranks} local {r}/{ranks} cross 0/1" for r in range(ranks)]
+
+
+@pytest.mark.parametrize("over", ["torchrun", "group"])
+def test_ranks_that_are_a_world_wait_for_no_other(torchrun, over: str) -> None:
+    job = torchrun(3, "worlds_of_some.py", over, timeout=60, GTOPK_START_TIMEOUT="30")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("well") == 3
+
+
+def start(ranks: int, started: int, variables: Callable[[int], dict[str, str]]) -> list[str]:
+    """Start trains.py on the first `started` of so many ranks; return what each printed."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "trains.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), **variables(rank)},
+        )
+        for rank in range(started)
+    ]
+    try:
+        return [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def as_srun(ranks: int) -> Callable[[int], dict[str, str]]:
+    return lambda rank: {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "GTOPK_START_TIMEOUT": "60",
+    }
+
+
+def test_ranks_of_a_simulated_srun_train() -> None:
+    places, weights = places_and_weights("".join(start(2, 2, as_srun(2))))
+    assert places == [f"torch.distributed {r}/2 local {r}/2 cross 0/1" for r in range(2)]
+    assert len(weights) == 1
+
+
+@pytest.fixture
+def horovodruns_server(key_value_server) -> Iterator[Callable[[int], dict[str, str]]]:
+    host, port = key_value_server
+    return lambda rank: {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": "3",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "GTOPK_START_TIMEOUT": "60",
+    }
+
+
+def test_ranks_of_a_simulated_horovodrun_train(horovodruns_server) -> None:
+    places, weights = places_and_weights("".join(start(3, 3, horovodruns_server)))
+    assert places == [f"torch.distributed {r}/3 local {r}/3 cross 0/1" for r in range(3)]
+    assert len(weights) == 1
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
+    def variables(rank: int) -> dict[str, str]:
+        return as_srun(3)(rank) | {"SLURM_STEP_ID": "1", "GTOPK_START_TIMEOUT": "8"}
+
+    for rank, said in enumerate(start(3, 2, variables)):
+        text = (
+            rf"PeerTimeoutError: rank {rank} of 3 has waited [\d.]+ s at the start for (rank 2|the)"
+        )
+        assert re.search(text, said), said
+
+
+def test_when_rank_0_does_not_come_the_others_say_where_they_waited() -> None:
+    def variables(rank: int) -> dict[str, str]:
+        return as_srun(2)(1) | {"SLURM_STEP_ID": "2", "GTOPK_START_TIMEOUT": "3"}
+
+    (said,) = start(2, 1, variables)
+    assert re.search(
+        r"PeerTimeoutError: rank 1 could not reach localhost:\d+, .* in 3\.?\d* s: ", said
+    )

@@ -1,0 +1,123 @@
+"""What becomes of process sets when a rank, or the world, is left."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport
+from gtopk.runtime.coordinator.members import Members
+from gtopk.runtime.world import world
+
+
+@pytest.fixture(autouse=True)
+def _dynamic(monkeypatch) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_member_that_leaves_is_named_to_those_who_wait_for_it(threads, ranks: int) -> None:
+    leaver = ranks - 1
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            pair = hvd.add_process_set([0, leaver])
+            if transport.rank == 0:
+                with pytest.raises(hvd.HorovodInternalError, match=f"rank {leaver} left"):
+                    hvd.allreduce(torch.ones(1), process_set=pair)
+
+    threads(ranks, program)
+
+
+def test_a_set_goes_on_when_a_rank_that_is_not_in_it_has_left(threads) -> None:
+    def program(transport: LocalTransport) -> float:
+        with world.entered(transport):
+            pair = hvd.add_process_set([0, 1])
+            if transport.rank == 2:
+                return 0.0
+            with pytest.raises(hvd.HorovodInternalError, match="rank 2 left"):
+                hvd.barrier()
+            for _ in range(3):
+                total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair)
+            return total.item()
+
+    assert threads(3, program) == [2.0, 2.0, 0.0]
+
+
+def test_a_copy_of_a_set_is_as_good(threads) -> None:
+    """Optimizers that hold one are copied with it."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            for original in (hvd.global_process_set, hvd.add_process_set([0])):
+                twin = copy.deepcopy(original)
+                assert twin.ranks == original.ranks
+                assert twin.size() == original.size()
+                if twin.included():
+                    hvd.barrier(twin)
+
+    threads(2, program)
+
+
+def test_a_set_is_forgotten_where_its_number_has_become_anothers(threads) -> None:
+    stale = hvd.ProcessSet([1])
+
+    def first(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            mine = stale if transport.rank == 0 else hvd.ProcessSet([1])
+            hvd.add_process_set(mine)
+
+    def second(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            hvd.add_process_set([0])
+            assert stale.size() is None
+            with pytest.raises(ValueError, match="is not registered"):
+                hvd.barrier(stale)
+
+    threads(2, first)
+    assert stale.process_set_id == 1
+    threads(2, second)
+
+
+def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> None:
+    """Each rank would train by itself."""
+    never, once = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 1])
+
+    def optimizer_of(process_set: hvd.ProcessSet) -> torch.optim.Optimizer:
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        return hvd.DistributedOptimizer(sgd, process_set=process_set)
+
+    def first(transport: LocalTransport) -> torch.optim.Optimizer:
+        with world.entered(transport):
+            with pytest.raises(ValueError, match=r"is not registered: pass it to hvd\.init"):
+                optimizer_of(never)
+            hvd.add_process_set(once)
+            return optimizer_of(once)
+
+    optimizers = threads(3, first)
+
+    def second(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"is not registered.*after another init\(\)"):
+                    optimizers[transport.rank].step()
+
+    threads(3, second)
+
+
+def test_a_set_that_a_recovery_has_carried_over_may_be_added_once_more(threads) -> None:
+    """A function under elastic.run begins anew, the lines that add its sets included."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            here.reopen_sets({0: here.sets[0], 3: Members((1, 2), None)}, made=3)
+            again = hvd.add_process_set([2, 1])
+            assert again.process_set_id == 3
+            with pytest.raises(ValueError, match="process set 3 has the ranks"):
+                hvd.add_process_set([1, 2])
+            assert hvd.add_process_set([0, 2]).process_set_id > 3
+
+    threads(3, program)

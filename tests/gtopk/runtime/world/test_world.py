@@ -1,0 +1,130 @@
+"""Joining a world, or being told why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from collectives.transports import LocalTransport, local_world
+from gtopk.runtime.world import world
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for variable in RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_without_a_launcher_a_process_is_a_world_of_one():
+    world.init()
+    try:
+        alone = world.current()
+        assert (alone.rank, alone.size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
+        assert (alone.cross_rank, alone.cross_size) == (0, 1)
+        world.init()
+        assert world.current() is alone
+    finally:
+        world.shutdown()
+    assert not world.is_initialized()
+
+
+def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
+    def program(transport: LocalTransport) -> list[str]:
+        with world.entered(transport) as here:
+            some = [here.name_optimizer(["b", "a"], [0, 2]) for _ in range(2) if here.rank != 1]
+            return [*some, here.name_optimizer(["a"], range(3)), here.name_optimizer(["a"])]
+
+    assert threads(3, program) == [
+        ["a.of.0.2", "a.of.0.2.2", "a", "a.2"],
+        ["a", "a.2"],
+        ["a.of.0.2", "a.of.0.2.2", "a", "a.2"],
+    ]
+
+
+def test_before_init_there_is_no_world():
+    with pytest.raises(ValueError, match=r"gtopk has not been initialized: call hvd.init\(\)"):
+        world.current()
+
+
+def test_one_rank_of_torchrun_is_a_world_of_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    world.init()
+    assert world.current().size == 1
+    world.shutdown()
+
+
+def test_a_world_of_one_among_several_ranks_is_warned_of(monkeypatch, caplog):
+    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "GTOPK_TRANSPORT": "local"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    world.init()
+    try:
+        assert world.current().size == 1
+    finally:
+        world.shutdown()
+    (said,) = caplog.messages
+    assert "each trains a model of its own" in said
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_their_transport_leaves_alone_do_not_train_as_many_models(monkeypatch, rank):
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "GTOPK_TRANSPORT": "mpi"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "join", lambda comm: local_world(1)[0])
+    with pytest.raises(RuntimeError, match=r"each trains a model of its own; unset GTOPK_TRANS"):
+        world.init()
+    assert not world.is_initialized()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
+def test_a_timeout_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("GTOPK_TIMEOUT", text)
+    with pytest.raises(ValueError, match="GTOPK_TIMEOUT must be a number of seconds above 0"):
+        world.init()
+
+
+def test_ranks_of_one_host_know_their_places(threads):
+    def program(transport: LocalTransport) -> tuple[int, ...]:
+        with world.entered(transport) as here:
+            return here.local_rank, here.local_size, here.cross_rank, here.cross_size
+
+    assert threads(3, program) == [(rank, 3, 0, 1) for rank in range(3)]
+
+
+def test_ranks_of_several_hosts_know_their_places(threads, monkeypatch):
+    """Ranks 0, 1, 2 on one host, 3 and 4 on another."""
+
+    def neighbours(self: LocalTransport) -> list[int]:
+        return [0, 1, 2] if self.rank < 3 else [3, 4]
+
+    monkeypatch.setattr(LocalTransport, "neighbours", neighbours)
+
+    def program(transport: LocalTransport) -> tuple[int, ...]:
+        with world.entered(transport) as here:
+            return here.local_rank, here.local_size, here.cross_rank, here.cross_size
+
+    assert threads(5, program) == [
+        (0, 3, 0, 2),
+        (1, 3, 0, 2),
+        (2, 3, 0, 1),
+        (0, 2, 1, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+def test_a_file_that_shadows_collectives_is_named(tmp_path):
+    (tmp_path / "collectives.py").write_text("")
+    child = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import gtopk"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode != 0
+    assert "rename that file or run from another directory" in child.stderr

@@ -1,0 +1,268 @@
+"""A record is read as far as it came."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from gtopk.telemetry.files import LineFile
+from gtopk.telemetry.lines import as_text, path_of, step_line
+from gtopk.telemetry.reading import Reader, read_run
+from tests.gtopk.made_runs import begin, lines_of, report, write_run
+
+
+def test_what_ranks_wrote_comes_back(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=3, steps=50))
+    assert [rank.rank for rank in run.ranks] == [0, 1, 2]
+    for rank in run.ranks:
+        assert [step.report for step in rank.steps] == [report(step) for step in range(50)]
+        assert rank.steps[-1].bytes_so_far == 50 * 1200
+        assert [note.content["norm"] for note in rank.residuals] == [1.0 + rank.rank] * 3
+        assert rank.end == "called shutdown() at step 50"
+
+
+def test_ranks_are_put_together_on_rank_0s_clock(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=3, steps=5))
+    firsts = [rank.steps[0].seconds for rank in run.ranks]
+    assert firsts == pytest.approx([0.01, 1.01, 2.01])  # their calendars are 10 s apart
+
+
+def test_a_killed_ranks_last_line_is_passed_over(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=20)
+    path = path_of(tmp_path, 1)
+    text = "".join(map(as_text, lines_of(1, 2, 20)[:-1]))
+    for cut in range(1, 400, 57):
+        path.write_text(text[:-cut])
+        rank = read_run(tmp_path).ranks[1]
+        assert rank.end is None
+        assert 17 <= len(rank.steps) <= 20
+        assert [s.report for s in rank.steps] == [report(step) for step in range(len(rank.steps))]
+
+
+def test_of_recent_steps_no_more_are_kept_and_nothing_that_adds_up_is_lost(tmp_path: Path) -> None:
+    lines = lines_of(0, 1, 400)
+    for line in lines:
+        line |= {"skipped": line["step"] in (3, 120)} if line["what"] == "step" else {}
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
+    (rank,) = Reader(tmp_path, recent_steps=10).read().ranks
+    assert [step.report.step for step in rank.steps] == [3, 120, *range(390, 400)]
+    assert rank.steps[-1].bytes_so_far == 400 * 1200
+    assert [note.content for note in rank.values] == [
+        {"loss": pytest.approx(2.0 / 400), "accuracy": 0.875}
+    ]
+    assert rank.end == "called shutdown() at step 400"
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5000, 1 << 20])
+def test_read_again_a_record_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("gtopk.telemetry.rank_file._BLOCK_BYTES", block_bytes)
+    content = "".join(map(as_text, lines_of(0, 1, 60))).encode()
+    path = path_of(tmp_path, 0)
+    whole, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)
+    ends = [len(content) * n // 7 for n in range(1, 8)]  # mostly amid a line
+    for begun, ended in itertools.pairwise([0, *ends]):
+        with path.open("ab") as file:
+            file.write(content[begun:ended])
+        expected = read_run(tmp_path)
+        assert whole.read() == expected
+        (rank,) = recent.read().ranks
+        assert rank.steps == expected.first.steps[-10:]
+        assert rank.end == expected.first.end
+    with path.open("r+b") as file:
+        file.write(b" " * (len(content) - 1))  # nobody reads this again
+    assert whole.read() == expected
+
+
+def test_a_record_that_another_took_the_place_of_is_read_from_its_begin(tmp_path: Path) -> None:
+    reader = Reader(write_run(tmp_path, ranks=1, steps=50))
+    assert len(reader.read().first.steps) == 50
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 3))))
+    assert len(reader.read().first.steps) == 3
+
+
+def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=3, steps=50)
+    for rank in range(2):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2, unix_seconds=1.8e9), step_line(report(0), 0.5, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert [len(rank.steps) for rank in run.ranks] == [1, 1]
+
+
+def test_a_run_that_went_on_is_one_run_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=50)
+    file = LineFile(path_of(tmp_path, 0))
+    again = begin(0, 1, step=50, unix_seconds=1.7e9 + 60, seconds=3.0)  # on another host
+    del again["again"]
+    file.take([again, step_line(report(50), 0.5, 1200, 32)])
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert [step.report.step for step in rank.steps] == list(range(51))
+    assert rank.steps[-1].seconds == pytest.approx(60.5)
+    assert rank.steps[-1].bytes_so_far == 51 * 1200
+    assert rank.steps[-1].samples_so_far == 51 * 32
+    assert rank.end is None  # it goes on
+
+
+@pytest.mark.parametrize("recent_steps", [None, 10])
+def test_a_run_that_was_resumed_after_its_begin_is_one_run(
+    tmp_path: Path, recent_steps: int | None
+) -> None:
+    """Whoever begins knows only later that it goes on; some end before they know."""
+    write_run(tmp_path, ranks=1, steps=70)  # another run, before it
+    file = LineFile(path_of(tmp_path, 0))
+    reader = Reader(tmp_path, recent_steps)
+    message = {"what": "message", "seconds": 0.1, "step": 0, "level": "WARNING", "text": "said"}
+    resumed = {"what": "resumed", "seconds": 0.2, "step": 50}
+    kept = recent_steps or 50
+    for resume in (False, True):
+        file.take([begin(0, 1, unix_seconds=1.7e9 + 3600 * (1 + resume)), message])
+        assert reader.read().first.steps == []  # a new one, for all that is known
+        if not resume:
+            file.take([step_line(report(step), 0.5, 1200, 32) for step in range(50)])
+            assert len(reader.read().first.steps) == kept
+            file.take([begin(0, 1, unix_seconds=1.7e9 + 5400), message])  # and killed
+    file.take([resumed])
+    assert len(reader.read().first.steps) == kept
+    file.take([step_line(report(step), 0.5, 1200, 32) for step in range(50, 60)])
+    file.close()
+    for run in (reader.read(), Reader(tmp_path, recent_steps).read()):
+        steps = [step.report.step for step in run.first.steps]
+        assert steps == list(range(50 - kept, 60))
+        assert len(run.first.messages) == 3
+
+
+@pytest.mark.parametrize("recent_steps", [None, 1000])
+def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
+    tmp_path: Path, recent_steps: int | None
+) -> None:
+    """A run was killed after 50 steps, and went on from its checkpoint of step 30."""
+    write_run(tmp_path, ranks=1, steps=50)
+    file = LineFile(path_of(tmp_path, 0))
+    reader = Reader(tmp_path, recent_steps)
+    file.take([begin(0, 1, unix_seconds=1.7e9 + 60)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 30}])
+    assert [step.report.step for step in reader.read().first.steps] == list(range(50))
+    values = {"what": "values", "seconds": 0.2, "step": 30, "values": {"loss": 0.5}}
+    again = [step_line(report(s), 0.3, 1200 * (s - 29), 32 * (s - 29)) for s in range(30, 40)]
+    file.take([values, *again, {**values, "seconds": 0.4, "step": 40}])
+    file.close()
+    (rank,) = reader.read().ranks
+    assert [step.report.step for step in rank.steps] == list(range(40))
+    assert [step.seconds > 60 for step in rank.steps] == [False] * 30 + [True] * 10
+    assert rank.steps[-1].bytes_so_far == 60 * 1200
+    assert rank.steps[-1].samples_so_far == 60 * 32
+    if recent_steps is None:
+        assert [note.step for note in rank.values] == [*range(1, 31), 30, 40]
+        assert [note.step for note in rank.residuals] == [1, 21]
+        assert [note.step for note in rank.scores] == [1, 21]
+    assert len(rank.messages) == 1  # the library has said it, at step 50
+
+
+def test_ranks_that_come_and_go_are_each_put_where_they_were(tmp_path: Path) -> None:
+    """Two ranks, then one, then two, on a host whose clock began later."""
+    files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
+    for met, ranks, seconds in ((0, 2, 864_000.0), (3000, 1, 3600.0), (6000, 2, 6600.0)):
+        for rank, file in enumerate(files[:ranks]):
+            step = met // 100
+            file.take([begin(rank, ranks, unix_seconds=1.7e9 + met, seconds=seconds + rank)])
+            if met:
+                file.take([{"what": "resumed", "seconds": 0.1, "step": step}])
+            file.take([step_line(report(step + s), 1.0 + s, 1200, 32) for s in range(30)])
+    for file in files:
+        file.close()
+    run = read_run(tmp_path)
+    assert run.began_unix_seconds == 1.7e9
+    whole, partly = ([step.seconds for step in rank.steps] for rank in run.ranks)
+    assert whole == [met + 1.0 + s for met in (0, 3000, 6000) for s in range(30)]
+    assert partly == [met + 2.0 + s for met in (0, 6000) for s in range(30)]
+
+
+def test_who_sat_out_a_run_brings_none_that_was_before_it(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=50)
+    files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
+    files[0].take([begin(0, 1, unix_seconds=1.7e9 + 60), step_line(report(0), 0.5, 1200, 32)])
+    for rank, file in enumerate(files):
+        file.take([begin(rank, 2, unix_seconds=1.7e9 + 120)])
+        file.take([{"what": "resumed", "seconds": 0.1, "step": 1}])
+        file.take([step_line(report(1), 0.5, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert [[step.report.step for step in rank.steps] for rank in run.ranks] == [[0, 1], [1]]
+
+
+def test_who_has_begun_alone_so_far_is_of_the_new_run(tmp_path: Path) -> None:
+    """Each rank writes at its own moments: rank 1's begin may be there before rank 0's."""
+    write_run(tmp_path, ranks=2, steps=50)
+    file = LineFile(path_of(tmp_path, 1))
+    file.take([begin(1, 2, unix_seconds=1.7e9 + 60)])
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert (rank.rank, rank.steps, rank.end) == (1, [], None)
+
+
+def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path: Path) -> None:
+    for rank in range(2):
+        file = LineFile(path_of(tmp_path, rank))
+        for step, unix_seconds in ((0, 1.7e9), (1, 1.7e9 + 60)):
+            old = begin(rank, 2, step=step, unix_seconds=unix_seconds + 10 * rank)
+            del old["began_unix_seconds"], old["again"]
+            file.take([old, step_line(report(step), 0.5, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    seconds = [[step.seconds for step in rank.steps] for rank in run.ranks]
+    assert seconds == [[0.5, 60.5], [1.5, 61.5]]
+
+
+def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`gtopk run --record FOLDER`, or with GTOPK_RUN=FOLDER"):
+        read_run(tmp_path)
+
+
+def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+    path_of(tmp_path, 0).write_text(as_text(begin(format=99)))
+    with pytest.raises(ValueError, match="of format 99, written by gtopk 0"):
+        read_run(tmp_path)
+
+
+def test_files_without_a_whole_first_line_are_told_from_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"files named rank-\*\.jsonl, and has none"):
+        read_run(tmp_path)
+    path_of(tmp_path, 0).touch()
+    path_of(tmp_path, 1).write_bytes(as_text(begin(1, 2)).encode()[:-9] + b"\xff\n")
+    said = "only files without a whole first line, .*: rank-00000.jsonl, rank-00001.jsonl$"
+    with pytest.raises(ValueError, match=said):
+        read_run(tmp_path)
+    for rank in range(20):
+        path_of(tmp_path, rank).write_text("{")
+    with pytest.raises(ValueError, match=r"rank-00011\.jsonl and 8 more$"):
+        read_run(tmp_path)
+
+
+def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=4, steps=3))
+    assert (run.missing, run.lacks()) == ([], None)
+    path_of(tmp_path, 0).unlink()
+    path_of(tmp_path, 2).write_text("")
+    run = read_run(tmp_path)
+    assert run.missing == [0, 2]
+    assert run.lacks() == (
+        "ranks 0, 2",
+        "no record is here: the file is missing, or without a whole first line",
+    )
+
+
+def test_samples_of_an_earlier_version_are_those_of_the_steps_that_were_written(
+    tmp_path: Path,
+) -> None:
+    lines = lines_of(0, 1, 20)
+    for line in lines:
+        line.pop("samples_so_far", None)
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
+    (rank,) = read_run(tmp_path).ranks
+    assert rank.steps[-1].samples_so_far == 20 * 32

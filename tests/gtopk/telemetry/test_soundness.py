@@ -1,0 +1,156 @@
+"""Whatever a record's lines hold, its readers show what gtopk has written, and count the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gtopk.cli.report.page import page
+from gtopk.cli.top.show import as_lines, as_table
+from gtopk.cli.top.status import status_of
+from gtopk.telemetry.lines import as_text, path_of
+from gtopk.telemetry.reading import Reader, read_run
+from gtopk.telemetry.soundness import MOST_RANKS
+from tests.gtopk.made_runs import begin, lines_of, write_run
+
+FORGED = [
+    *(None, True, -1, 10**12, 10**30, 1e308, -1e308, 0.5, "", "many", "\x1b[2J", [], [1], {}),
+    {"": 1.0},
+    {"a": "b"},
+    {"loss": 1e308},
+    {"lo\udce8ss": 1.0},
+    *(0, 0.0, -0.004, "\udce8", "a\u202eb"),
+]
+
+
+def shown(folder: Path) -> str:
+    """Return all that `gtopk report` and `gtopk top` show of a record."""
+    run = read_run(folder)
+    statuses = status_of(Reader(folder, 50).read(), folder)
+    as_table(statuses, "a run", 80)
+    drawn = page(run, "a run") if any(rank.steps for rank in run.ranks) else ""
+    said = "\n".join([drawn, *as_lines(statuses)])
+    assert said.encode()
+    return said
+
+
+def write(folder: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
+    path = path_of(folder, rank)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_line_of_another_keeps_a_record_from_being_shown(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    lines = [dict(line) for line in lines_of(0, 2, 6)]
+    write_run(tmp_path, ranks=2, steps=6)
+    for _ in range(data.draw(st.integers(1, 3))):
+        line = lines[data.draw(st.integers(1, len(lines) - 1))]
+        name = data.draw(st.sampled_from(sorted(line)))
+        if data.draw(st.booleans()):
+            line.pop(name)
+        else:
+            line[name] = data.draw(st.sampled_from(FORGED))
+    write(tmp_path, [line for line in lines if line])
+    assert "\x1b" not in shown(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(begin().keys() - {"what", "format"}))
+@pytest.mark.parametrize("value", FORGED, ids=repr)
+def test_no_begin_of_another_keeps_a_record_from_being_shown(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    write_run(tmp_path, ranks=2, steps=6)
+    lines = lines_of(0, 2, 6)
+    write(tmp_path, [*lines, {**begin(0, 2), name: value}, *lines[1:]])
+    assert "\x1b" not in shown(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["transport", "library", "gtopk", "torch", "python"])
+@pytest.mark.parametrize("value", [None, 5])
+def test_a_begin_that_does_not_say_what_ran_is_none(tmp_path: Path, name: str, value: Any) -> None:
+    write_run(tmp_path, ranks=2, steps=6)
+    first, *lines = lines_of(1, 2, 6)
+    first = first | {name: value} if value else {k: v for k, v in first.items() if k != name}
+    write(tmp_path, [first, *lines], rank=1)
+    assert read_run(tmp_path).missing == [1]
+
+
+@pytest.mark.parametrize("changes", [{"covers": ""}, {"hidden_seconds": 1.0, "working_seconds": 0}])
+def test_what_no_step_of_ours_is_keeps_no_page_away(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert shown(write_run(tmp_path, **changes))
+
+
+def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=6)
+    lines = lines_of(0, 1, 6)
+    (at, *_) = (place for place, line in enumerate(lines) if line["what"] == "step")
+    deep = "[" * 100_000 + "]" * 100_000
+    forged = [{**lines[at], "seconds": 1e308}, {**lines[at], "compute_seconds": "long"}]
+    text = "".join(map(as_text, [*lines[: at + 1], *forged, *lines[at + 1 :]]))
+    path_of(tmp_path, 0).write_text(f'{text}{{"what": {deep}}}\n')
+    run = read_run(tmp_path)
+    assert run.unsound == 2  # what no parser takes is no line
+    assert len(run.first.steps) == 6
+    assert "2 lines that gtopk has not written so: passed over" in page(run, "a run")
+
+
+def test_as_many_ranks_as_no_job_has_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, [begin(0, MOST_RANKS + 1), *lines_of(0, 1, 3)[1:]])
+    with pytest.raises(ValueError, match="has only files without a whole first line"):
+        read_run(tmp_path)
+
+
+def test_the_file_of_one_rank_is_not_read_as_anothers(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=3)
+    write(tmp_path, lines_of(1, 2, 3), rank=0)
+    assert [rank.rank for rank in read_run(tmp_path).ranks] == [1]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
+def test_values_that_cannot_be_added_up_are_shown_as_not_finite(
+    tmp_path: Path, value: float
+) -> None:
+    write_run(tmp_path, ranks=1, steps=3)
+    lines = lines_of(0, 1, 3)
+    notes = [
+        {"what": "values", "seconds": 1.0, "step": step, "values": {"loss": value}}
+        for step in range(2)
+    ]
+    path_of(tmp_path, 0).write_text("".join(map(as_text, [*lines[:-1], *notes, lines[-1]])))
+    assert shown(tmp_path)
+    assert [note.content["loss"] for note in read_run(tmp_path).first.values[-2:]] == [None, None]
+
+
+def test_names_and_hosts_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    lines = lines_of(0, 1, 3)
+    lines[0]["host"] = "a\x1b]0;title\x07\x9b31mhost"
+    note = {"what": "values", "seconds": 1.0, "step": 2, "values": {"\x1b[2Jloss": 1.0}}
+    text = "right\u202eleft, an undecodable \udce8"
+    message = {"what": "message", "seconds": 1.0, "step": 2, "level": "INFO", "text": text}
+    write(tmp_path, [*lines[:-1], note, message, lines[-1]])
+    said = shown(tmp_path)
+    assert r"a\x1b]0;title\x07\x9b31mhost" in said
+    assert r"\x1b[2Jloss" in said
+    assert r"right\u202eleft, an undecodable \udce8" in said
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(said)
+    assert r"<h1>Run a\x1b[2Jrun\udce8</h1>" in page(read_run(tmp_path), "a\x1b[2Jrun\udce8")
+
+
+def test_no_end_of_a_line_in_a_text_makes_a_row_of_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=3)
+    first, *lines, end = lines_of(0, 1, 3)
+    how = "its program ended by ValueError: boom\n1  host1  ended"
+    write(tmp_path, [{**first, "host": "a\n1\tb"}, *lines, {**end, "how": how, "in_order": False}])
+    rows = as_lines(status_of(read_run(tmp_path), tmp_path))
+    assert len(rows) == 2
+    assert "a 1 b" in rows[1]

@@ -1,0 +1,81 @@
+"""Where the time of a step went."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtopk.telemetry.step_report import PARTS, Balance, StepReport, parts
+from tests.gtopk.made_runs import report
+
+SECONDS = [f.name for f in dataclasses.fields(StepReport) if f.name.endswith("_seconds")]
+
+
+@given(st.fixed_dictionaries({name: st.floats(0, 10) for name in SECONDS}))
+def test_the_parts_are_never_negative_and_add_up_to_the_step(seconds: dict[str, float]) -> None:
+    step = report(**seconds)
+    found = parts(step)
+    assert tuple(found) == PARTS
+    assert all(value >= 0 for value in found.values())
+    whole = step.compute_seconds + step.synchronize_seconds
+    assert sum(found.values()) == pytest.approx(whole, abs=1e-9)
+
+
+def test_a_step_without_overlap_is_told_as_it_was_measured() -> None:
+    assert parts(report()) == pytest.approx(
+        {
+            "compute": 0.006,
+            "select": 0.0012,
+            "pack": 0.0003,
+            "exchange": 0.0011,
+            "merge": 0.0004,
+            "wait": 0.004 - 0.0012 - 0.0003 - 0.0011 - 0.0004,
+        }
+    )
+
+
+def test_what_backward_hides_is_no_part_of_the_step() -> None:
+    half = parts(report(hidden_seconds=0.0015))
+    assert half["exchange"] == pytest.approx(0.0011 / 2)
+    assert half["select"] == pytest.approx(0.001 / 2 + 0.0002)
+    assert half["compute"] == 0.006
+
+
+@pytest.mark.parametrize(
+    ("dense_seconds", "says"),
+    [
+        (
+            1.003,
+            "compression saved up to 100 s of 101 s against dense",
+        ),
+        (0.00305, "compression neither saved nor cost time in 1 s"),
+        (0.001, "Compression.none is faster here"),
+    ],
+)
+def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
+    balance = Balance()
+    for step in range(100):
+        balance.note(report(step, dense_seconds=dense_seconds))
+    said = balance.verdict().replace("\N{NO-BREAK SPACE}", " ")
+    assert says in said
+    assert said.endswith(
+        "used gtopk, density 0.001, wire 48 bits an entry; accuracy: compare with a dense run"
+    )
+
+
+def test_steps_that_stand_for_others_count_as_many_times() -> None:
+    one, many = Balance(), Balance()
+    for balance, counts in ((one, [1] * 10), (many, [5, 5])):
+        for count in counts:
+            balance.note(report(dense_seconds=1.0), count)
+    assert one.verdict() == many.verdict() != ""
+
+
+def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
+    balance = Balance()
+    balance.note(report())
+    balance.note(report(dense_seconds=1.0, skipped=True))
+    assert balance.verdict() == ""

@@ -1,0 +1,179 @@
+"""A rank that computes for longer than the others is told of by name, soon and once."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gtopk
+from collectives.transports import LocalTransport
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.runtime.coordinator import Engine
+from gtopk.runtime.world import world
+from gtopk.telemetry import stragglers
+from gtopk.telemetry.reading import read_run
+from gtopk.telemetry.stragglers import SLOW, Stragglers, Told, crowded
+
+PROMISED_STEPS = 22
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch) -> None:
+    """Give each rank a core, whatever this machine has."""
+    monkeypatch.setattr(stragglers, "usable_cores", lambda: RANKS)
+    monkeypatch.setattr(stragglers, "allowed_cores", lambda: frozenset(map(str, range(RANKS))))
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
+def test_the_fastest_is_1_and_who_takes_four_times_as_long_a_quarter(seconds):
+    scores = Told(seconds, [], [], set()).scores()
+    assert max(scores) == 1
+    assert all(0 < score <= 1 for score in scores)
+    assert Told([1.0, 4.0], [], [], set()).scores() == [1.0, SLOW]
+    assert Told([0.0, 4.0, 0.0], [], [], set()).scores() == [None, 1.0, None]
+    assert Told([0.0], [], [], set()).scores() == [None]
+
+
+def steps(
+    transport: LocalTransport, slow_from: int, slow_until: int, times: float, seconds: float
+) -> list[Any]:
+    """Return the scores after each of 60 steps, of which rank 1 is slow in some."""
+    found = []
+    with world.entered(transport) as here:
+        told = Stragglers(here, here.engine, "test")
+        for step in range(1, 61):
+            slow = transport.rank == 1 and slow_from <= step < slow_until
+            told.note(step, seconds * (times if slow else 1))
+            # A step ends when all have exchanged something.
+            here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
+            here.step += 1
+            found.append(told.scores)
+    return found
+
+
+@pytest.mark.parametrize("slow_from", range(1, 7))
+def test_it_is_told_within_22_steps_wherever_it_begins(threads, caplog, slow_from):
+    found = threads(RANKS, lambda t: steps(t, slow_from, slow_from + 21, times=5, seconds=0.01))
+    for scores in found:  # the same on every rank
+        assert scores[slow_from + PROMISED_STEPS - 2] == pytest.approx([1, 0.2, 1])
+        assert scores[-1] == [1, 1, 1]
+    slowed, caught_up = (record.getMessage() for record in caplog.records)
+    host = re.escape(socket.gethostname())
+    assert re.match(
+        rf"rank 1 \(host {host}\) computes 50 ms per step, the fastest rank 10 ms "
+        r"\(5 times slower, at step ",
+        slowed,
+    )
+    assert int(re.search(r"at step (\d+)", slowed)[1]) < slow_from + PROMISED_STEPS
+    assert "hvd.adapt" in slowed
+    assert re.match(rf"rank 1 \(host {host}\) has caught up: it computes 10 ms ", caught_up)
+
+
+@pytest.mark.parametrize(
+    ("why", "until", "times", "seconds"),
+    [
+        ("two steps that are long, as those that save", 12, 50, 0.1),
+        ("ten steps on a core that others use, too", 20, 50, 0.1),
+        ("three times as long", 61, 3, 0.1),
+        ("four times next to nothing", 61, 5, 0.001),
+    ],
+)
+def test_what_is_no_straggler_is_not_told_of(threads, caplog, why, until, times, seconds):
+    threads(RANKS, lambda t: steps(t, 10, until, times, seconds))
+    assert not caplog.records, why
+
+
+def test_ranks_that_outnumber_their_cores_are_not_told_of(threads, caplog, monkeypatch):
+    monkeypatch.setattr(stragglers, "usable_cores", lambda: RANKS - 1)
+    threads(RANKS, lambda t: steps(t, 10, 50, times=5, seconds=0.1))
+    assert not caplog.records
+
+
+def test_a_host_is_crowded_where_its_ranks_outnumber_the_cores():
+    assert crowded([["a", "2", "0", "1"]] * 2) == set()
+    assert crowded([["a", "2", "0", "1"]] * 3) == {"a"}
+    bound = [["a", "1", "0"], ["a", "1", "1"], ["a", "1", "2"]]
+    assert crowded(bound) == set()
+    assert crowded([*bound, bound[0]]) == {"a"}
+    a_container_of_two = [["a", "2", "0", "1", "2", "3"]]
+    assert crowded(a_container_of_two * 2) == set()
+    assert crowded(a_container_of_two * 3) == {"a"}
+    assert crowded([*a_container_of_two * 3, ["b", "1", "0"], ["c", "2", "0", "1"]]) == {"a"}
+
+
+def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monkeypatch):
+    """Slow for 24 steps of every 36, each of which takes a second: 360 seconds, 10 times slow."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            told = Stragglers(here, here.engine, "test")
+            for step in range(1, 361):
+                slow = transport.rank == 1 and step % 36 < 24
+                told.note(step, 0.1 if slow else 0.02)
+                here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
+                if transport.rank == 0:
+                    clock.now += 1.0
+
+    threads(RANKS, program)
+    said = [record.getMessage() for record in caplog.records]
+    slowed = [text for text in said if "the others wait for it" in text]
+    assert len(slowed) == 5
+    assert len(said) == 2 * len(slowed)
+
+
+def test_an_optimizers_ranks_tell_without_adapt(threads, caplog, tmp_path: Path, monkeypatch):
+    """The clock of a rank that computes for five times as long goes five times as far."""
+    times = {rank: 5 if rank == 2 else 1 for rank in range(RANKS)}
+
+    def program(transport: LocalTransport) -> Any:
+        model = torch.nn.Linear(4, 2)
+        with world.entered(transport):
+            gtopk.record(str(tmp_path))
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+            )
+            noted, note = [], optimizer._reducer.stragglers.note
+
+            def note_modelled(steps: int, seconds: float | None) -> None:
+                noted.append(seconds)
+                note(steps, None if seconds is None else 0.02 * times[transport.rank])
+
+            monkeypatch.setattr(optimizer._reducer.stragglers, "note", note_modelled)
+            for _ in range(PROMISED_STEPS):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            assert noted[0] is None
+            assert all(each > 0 for each in noted[1:])
+            return optimizer.straggler_scores
+
+    assert threads(RANKS, program) == [pytest.approx([1, 1, 0.2])] * RANKS
+    (said,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
+    assert said.startswith("rank 2 (host ")
+    scores = [rank.scores[-1].content["score"] for rank in read_run(tmp_path).ranks]
+    assert scores == pytest.approx([1, 1, 0.2])
+
+
+def test_a_rank_alone_tells_nobody(threads):
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            engine: Engine = here.engine
+            before = engine.cycles
+            told = Stragglers(here, engine, "test")
+            for step in range(20):
+                told.note(step, 1.0)
+            assert told.scores is None
+            assert engine.cycles == before
+
+    threads(1, program)

@@ -1,0 +1,263 @@
+"""The timeline is JSON that Chrome shows, at every moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk.runtime.coordinator import Event
+from gtopk.runtime.world import world
+from gtopk.telemetry import timeline
+from gtopk.telemetry.timeline import Timeline
+from tests.gtopk.traces_read import records_in, rows_in
+
+PLENTY_SECONDS = 30.0
+
+
+def events(name: str, *parts: str) -> list[Event]:
+    """Return the events in a word each, as "begin negotiate" or "ready 2"."""
+    made = []
+    for part in parts:
+        first, second = part.split()
+        if first == "ready":
+            made.append(Event("mark", "ready", name, time.perf_counter(), int(second)))
+        else:
+            made.append(Event(first, second, name, time.perf_counter()))  # type: ignore[arg-type]
+    return made
+
+
+FUSED = (
+    *("begin negotiate", "ready 0", "ready 2", "ready 1", "end negotiate", "begin execute"),
+    *("begin copy-in", "end copy-in", "begin reduce", "end reduce", "begin copy-out"),
+    *("end copy-out", "end execute"),
+)
+
+
+@pytest.mark.parametrize(
+    ("transport", "library"),
+    [("mpi", "MPI"), ("torch.distributed", "GLOO"), ("nccl", "NCCL"), ("local", "LOCAL")],
+)
+def test_an_operation_has_a_row_with_horovods_words(
+    tmp_path: Path, transport: str, library: str
+) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), transport, mark_cycles=False)
+    for event in events("allreduce.weight", *FUSED):
+        recorder.note("", event)
+    recorder.close()
+    assert rows_in(tmp_path / "trace") == {
+        "allreduce.weight": [
+            *(">NEGOTIATE_ALLREDUCE", "0", "2", "1", "<", ">ALLREDUCE"),
+            *(">MEMCPY_IN_FUSION_BUFFER", "<", f">{library}_ALLREDUCE", "<"),
+            *(">MEMCPY_OUT_FUSION_BUFFER", "<", "<"),
+        ]
+    }
+    times = [record["ts"] for record in records_in(tmp_path / "trace") if "ts" in record]
+    assert times == sorted(times)
+    assert times[0] >= 0
+
+
+def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = Timeline(str(path), "mpi", mark_cycles=False)
+    assert records_in(path) == []
+    for number in range(20):
+        recorder.note("", events(f"broadcast.{number}", "begin negotiate")[0])
+        deadline = time.monotonic() + PLENTY_SECONDS
+        while len(rows_in(path)) <= number:
+            assert time.monotonic() < deadline
+    recorder.close()
+    assert rows_in(path) == {f"broadcast.{n}": [">NEGOTIATE_BROADCAST"] for n in range(20)}
+
+
+def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles=False)
+    for event in events("allgather.x", "ready 1", "end negotiate", "begin execute", "end execute"):
+        recorder.note("", event)
+    recorder.close()
+    assert rows_in(tmp_path / "trace") == {"allgather.x": ["1", ">ALLGATHER", "<"]}
+
+
+@pytest.mark.parametrize("mark_cycles", [False, True])
+def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles)
+    recorder.note("", Event("mark", "cycle", "", time.perf_counter()))
+    recorder.close()
+    names = [record["name"] for record in records_in(tmp_path / "trace")]
+    assert names == ["CYCLE_START"] * mark_cycles
+
+
+# ---- of a world
+
+
+def test_a_step_shows_what_backward_hides_of_the_exchange(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
+    path = tmp_path / "trace"
+
+    def program(transport: Any) -> tuple[float, float]:
+        with world.entered(transport) as here:
+            timeline.start(here, str(path))
+            layers = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(4)))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(layers.parameters(), lr=0.1),
+                layers.named_parameters(),
+                bucket_bytes=3000,
+            )
+            for _ in range(2):
+                layers(torch.ones(2, 30)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            timeline.stop(here)
+            step = optimizer.last_step
+            return step.hidden_seconds, step.working_seconds
+
+    (hidden, working), _ = threads(2, program)
+    assert rows_in(path)["steps of 0.bias"] == ["BACKWARD", "SYNCHRONIZE"] * 2
+    counters = [record["args"] for record in records_in(path) if record["ph"] == "C"]
+    assert len(counters) == 2
+    assert counters[1]["hidden ms"] == pytest.approx(1e3 * hidden)
+    assert sum(counters[1].values()) == pytest.approx(1e3 * working)
+    spans = [record for record in records_in(path) if record.get("name") == "BACKWARD"]
+    assert all(record["dur"] > 0 for record in spans)
+
+
+def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[..., Any]) -> None:
+    path = tmp_path / "trace"
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            hvd.allreduce(torch.ones(1), name="before")
+            timeline.start(here, str(path))
+            hvd.allreduce(torch.ones(1), name="within")
+            timeline.stop(here)
+            hvd.allreduce(torch.ones(1), name="after")
+
+    threads(3, program)
+    rows = rows_in(path)
+    assert list(rows) == ["allreduce.within"]
+    (row,) = rows.values()
+    assert row[0] == ">NEGOTIATE_ALLREDUCE"
+    assert sorted(mark for mark in row if mark.isdigit()) == ["0", "1", "2"]
+    assert ">ALLREDUCE" in row[row.index("<") :]
+    assert sum(mark[0] == ">" for mark in row) == row.count("<")
+
+
+def test_a_process_set_has_rows_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            early = hvd.add_process_set([0, 2])
+            timeline.start(here, str(tmp_path / "trace"))
+            late = hvd.add_process_set([0, 1])
+            for ranks in (early, late):
+                if ranks.included():
+                    hvd.allreduce(torch.ones(1), name="x", process_set=ranks)
+            hvd.allreduce(torch.ones(1), name="x")
+
+    threads(3, program)
+    rows = rows_in(tmp_path / "trace")
+    for number, members in (1, "02"), (2, "01"):
+        row = rows[f"allreduce.x (process set {number})"]
+        assert sorted(mark for mark in row if mark.isdigit()) == [*members]
+    assert sorted(mark for mark in rows["allreduce.x"] if mark.isdigit()) == ["0", "1", "2"]
+
+
+def test_a_second_start_ends_the_first_file(tmp_path: Path) -> None:
+    hvd.init()
+    timeline.start(world.current(), str(tmp_path / "first"))
+    hvd.allreduce(torch.ones(1), name="one")
+    timeline.start(world.current(), str(tmp_path / "second"))
+    hvd.allreduce(torch.ones(1), name="two")
+    hvd.shutdown()
+    assert list(rows_in(tmp_path / "first")) == ["allreduce.one"]
+    assert list(rows_in(tmp_path / "second")) == ["allreduce.two"]
+
+
+@pytest.mark.parametrize(("asked", "cycles"), [("", False), ("1", True), ("0", False)])
+def test_the_environment_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, cycles: bool
+) -> None:
+    path = tmp_path / "trace"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", asked)
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="x")
+    hvd.shutdown()
+    assert "allreduce.x" in rows_in(path)
+    assert any(record.get("name") == "CYCLE_START" for record in records_in(path)) == cycles
+
+
+def test_dynamic_waits_for_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("HOROVOD_TIMELINE", "HOROVOD_TIMELINE must name a file to write, got "),
+        ("GTOPK_TIMELINE", "GTOPK_TIMELINE must name a folder to write to, got "),
+    ],
+)
+def test_a_trace_that_cannot_be_written_ends_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    variable: str,
+    said: str,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "trace"))
+    hvd.init()
+    hvd.shutdown()
+    assert len([text for text in caplog.messages if text.startswith(said)]) == 1
+
+
+@pytest.mark.parametrize("fits", [0, 10, None])
+def test_a_full_disk_ends_the_trace_and_not_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    fits: int | None,
+) -> None:
+    """Of a write nothing fits, or some bytes, or the system refuses it."""
+    path = tmp_path / "trace"
+    recorder = Timeline(str(path), "mpi", mark_cycles=False)
+    recorder.note("", events("broadcast.0", "begin negotiate")[0])
+    deadline = time.monotonic() + PLENTY_SECONDS
+    while not rows_in(path):
+        assert time.monotonic() < deadline
+    pwrite, refused = os.pwrite, threading.Event()
+
+    def full(file: int, data: bytes, offset: int) -> int:
+        if len(data) < 10:
+            return pwrite(file, data, offset)
+        refused.set()
+        if fits is None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return pwrite(file, data[:fits], offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    recorder.note("", events("broadcast.1", "begin negotiate")[0])
+    assert refused.wait(PLENTY_SECONDS)
+    recorder.note("", events("broadcast.2", "begin negotiate")[0])
+    recorder.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the timeline ends here, as [Errno ")
+    assert rows_in(path) == {"broadcast.0": [">NEGOTIATE_BROADCAST"]}

@@ -1,0 +1,175 @@
+"""Weights & Biases and MLflow get what lines say, in one run, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gtopk
+from gtopk.runtime.world import world
+from gtopk.telemetry import Line, scalars_of
+from gtopk.telemetry.lines import step_line
+from gtopk.telemetry.trackers import MLflow, Wandb
+from tests.gtopk.made_runs import begin, report
+
+LINES = [
+    begin(),
+    step_line(report(4), 0.5, 6000, 160),
+    {"what": "withheld", "seconds": 0.6, "step": 5, "norm": 2.5, "age_steps": None},
+    {"what": "values", "seconds": 0.6, "step": 5, "values": {"loss": 0.25}},
+]
+
+
+class Posing:
+    """What poses as wandb, and as its run: tells what it was told."""
+
+    def __init__(self, run: Any = None) -> None:
+        self.run = run
+        self.begun: list[str] = []
+        self.axes: dict[str, str] = {}
+        self.rows: list[dict[str, float]] = []
+        self.finished = 0
+
+    def init(self, project: str) -> Posing:
+        self.begun.append(project)
+        return self
+
+    def define_metric(self, names: str, step_metric: str) -> None:
+        self.axes[names] = step_metric
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Posing()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = Wandb("p")
+    sink.take(LINES)
+    sink.close()
+    assert wandb.begun == ["p"]
+    assert wandb.axes == {"gtopk/*": "gtopk/optim", "gtopk seconds/*": "gtopk/optim"}
+    step, residual, values = wandb.rows
+    assert step == {**dict(scalars_of(LINES[1])), "gtopk/optim": 4}
+    assert {"gtopk/sent bytes", "gtopk seconds/wait"} <= set(step)
+    assert residual == {"gtopk/residual norm": 2.5, "gtopk/optim": 5}
+    assert values == {"loss": 0.25, "gtopk/optim": 5}
+    assert wandb.finished == 1
+
+
+def test_a_run_that_the_script_has_begun_is_used_and_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Posing()
+    wandb = Posing(run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = Wandb("p")
+    sink.take(LINES)
+    sink.close()
+    assert wandb.begun == []
+    assert len(run.rows) == 3
+    assert run.finished == 0
+
+
+@pytest.mark.parametrize("sink", [Wandb, MLflow])
+def test_where_it_is_not_installed_the_way_out_is_said(
+    sink: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, sink.__name__.lower(), None)
+    with pytest.raises(ImportError, match=f"pip install {sink.__name__.lower()}"):
+        sink("p")
+
+
+def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
+    monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    wandb = Posing()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    class Mine:
+        name = "mine"
+
+        def __init__(self) -> None:
+            self.lines: list[Line] = []
+            self.closed = False
+
+        def take(self, lines: Any) -> None:
+            self.lines += lines
+
+        def close(self) -> None:
+            self.closed = True
+
+    def program(transport: Any) -> Mine:
+        mine = Mine()
+        with world.entered(transport) as here:
+            gtopk.record(wandb="p", sinks=[mine])
+            here.step = 3
+            gtopk.log(loss=0.5 + transport.rank)
+        return mine
+
+    sinks = threads(2, program)
+    assert wandb.begun == ["p"]
+    assert wandb.rows == [{"loss": 0.5, "gtopk/optim": 3}]
+    for rank, mine in enumerate(sinks):
+        assert [line["what"] for line in mine.lines][:2] == ["begin", "values"]
+        assert mine.lines[1]["values"] == {"loss": 0.5 + rank}
+        assert mine.closed
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_mlflow_has_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: make test-adapters")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    sink = MLflow("e")
+    sink.take(LINES)
+    sink.close()
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.info.status == "FINISHED"
+    found = dict(scalars_of(LINES[1])) | {"gtopk/residual norm": 2.5, "loss": 0.25}
+    assert run.data.metrics == {name.replace(",", ""): value for name, value in found.items()}
+    (point,) = client.get_metric_history(run.info.run_id, "gtopk/sent bytes")
+    assert (point.value, point.step) == (1200, 4)
+
+
+def test_two_ranks_have_one_run_at_wandb_offline(torchrun: Any, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: make test-adapters")
+    job = torchrun(2, "trackers.py", str(tmp_path))
+    assert job.returncode == 0, job.stdout + job.stderr
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    rows = list(history(next(run.glob("run-*.wandb")).read_bytes()))
+    names = {name for row in rows for name in row}
+    assert {"gtopk/sent bytes", "gtopk seconds/wait", "gtopk/residual norm"} <= names
+    steps = [json.loads(row["gtopk/optim"]) for row in rows if "gtopk/sent bytes" in row]
+    assert steps == [0, 1, 2, 3]
+
+
+def history(content: bytes) -> Iterator[dict[str, str]]:
+    """Yield the rows of a run's file: records of LevelDB's log format, behind 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    place, block, whole = 7, 1 << 15, b""
+    while place + 7 <= len(content):
+        if block - place % block < 7:  # no header fits
+            place += block - place % block
+            continue
+        size, part = struct.unpack_from("<HB", content, place + 4)
+        whole += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if part in (1, 4):  # the whole of a record, or its end
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.HasField("history"):
+                items = record.history.item
+                yield {i.key or ".".join(i.nested_key): i.value_json for i in items}
