@@ -1,6 +1,7 @@
 """Parts that `gtopk.ddp`, `gtopk.fsdp` and what builds on them share: PyTorch hands over buckets.
 
 one_step.py           all buckets of a step count, or none does
+ddp_passes.py         what DDP hands to a hook in a backward pass
 bucket_exchanges.py   an exchange for each bucket, kept when PyTorch rebuilds its buckets
 adam.py               Adam's steps, which the hook makes in the optimizer's place
 hook_skips.py         backward passes that do not count
