@@ -33,7 +33,8 @@ def test_who_started_this_process_is_its_launcher(environ, launchers, agents) ->
 
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI])
 def test_a_launcher_in_whose_place_is_another_parent_is_gone(monkeypatch, environ) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    another = os.getpid()
+    monkeypatch.setattr(os, "getppid", lambda: another)
     assert is_gone(environ)
     assert not is_gone({})
 
