@@ -169,7 +169,7 @@ class HookedAdam:
         ]
         for parameter, _ in stepped:
             self._require_agreed(parameter)
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves it to a fused optimizer to unscale.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         step(optimizer, agreed=None)
