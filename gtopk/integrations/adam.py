@@ -96,6 +96,8 @@ class HookedAdam:
     def let_go(self) -> None:
         """Leave the optimizer to itself, or to another state."""
         self.forget()
+        if self._local is not None:
+            self._local.eval()  # nobody sends its residual any more
         for handle in (self._before, *self._others, *self._watched.values()):
             handle.remove()
 

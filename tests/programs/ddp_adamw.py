@@ -422,6 +422,16 @@ def test_what_cannot_be_is_refused() -> None:
             GTopKState(0.1, optimizer=no_optimizer)
 
 
+def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -> None:
+    model, optimizer, old = hooked(0.02)
+    train(model, optimizer, range(3))
+    centre = weights(model)
+    GTopKState(0.02, optimizer=optimizer)  # of a model that is wrapped anew, say
+    model.module(batch(0))
+    assert torch.equal(weights(model), centre)
+    assert old.makes_adam_steps
+
+
 def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:
     model = DistributedDataParallel(Net(), **IN_ORDER)
     inner = adamw(model)
