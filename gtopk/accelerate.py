@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .ddp import GTopKState, gtopk_hook
+from .optim.wrapped.adam_step import plain
 
 __all__ = ["compress"]
 
@@ -45,7 +46,8 @@ def compress(
         alone is given to the state: AdamW's steps are then made before the selection, and
         global_clip_norm= takes the place of accelerator.clip_grad_norm_.
     density, options: as `gtopk.ddp.GTopKState` takes them.
-    Raises ValueError where the model is not wrapped in DistributedDataParallel.
+    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
+    is no optimizer.
     """
     model = getattr(model, "_orig_mod", model)  # compiled last, with a dynamo_backend
     if not isinstance(model, DistributedDataParallel):
@@ -55,11 +57,11 @@ def compress(
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
     prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    plain = [each.optimizer for each in prepared]  # that it wraps
-    given = {"optimizer": plain[0] if len(plain) == 1 else None, **options}
+    own = [*map(plain, prepared)]
+    given = {"optimizer": own[0] if len(own) == 1 else None, **options}
     state = GTopKState(density, scaler=accelerator.scaler, **given)
     model.register_comm_hook(state, gtopk_hook)
-    for each in plain if len(plain) > 1 else []:
+    for each in own if len(own) > 1 else []:
         each.register_step_pre_hook(state.drop_skipped)
     accelerator.register_for_checkpointing(_Held(state, model))
     return state

@@ -52,7 +52,7 @@ from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.skipped_steps import MAX_SKIPPED_STEPS
 from .optim.weights import LocalClip
-from .optim.wrapped.adam_step import options_of_adam
+from .optim.wrapped.adam_step import options_of_adam, plain
 from .optim.wrapped.checkpoint import FORMAT, share_of
 from .optim.wrapped.wrapping import Wrapping
 from .reduce_ops import Average
@@ -126,6 +126,7 @@ class GTopKState:
     ) -> None:
         if isinstance(optimizer, Wrapping):
             raise ValueError("the optimizer is distributed already: give the state the plain one")
+        optimizer = None if optimizer is None else plain(optimizer)
         self.compression = GTopK(density, **options)
         of_adam = options_of_adam(optimizer, self.compression, adam_steps, local_residual, Average)
         check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)

@@ -61,8 +61,8 @@ class GTopK(Callback):
         only = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         options: dict[str, Any] = {"optimizer": only, **self._options}
         self.state = GTopKState(self._density, scaler=scaler, **options)
-        if self.state.makes_adam_steps and trainer.gradient_clip_val:
-            self._take_over_clipping(self.state, trainer)
+        if trainer.gradient_clip_val:
+            self._take_over_clipping(self.state, trainer, float(trainer.gradient_clip_val))
         if self._loaded:
             self.state.load_state_dict(self._loaded, model)
         self._loaded, self._module = None, pl_module
@@ -71,8 +71,21 @@ class GTopK(Callback):
             for optimizer in trainer.optimizers:
                 optimizer.register_step_pre_hook(self.state.drop_skipped)
 
-    def _take_over_clipping(self, state: GTopKState, trainer: Trainer) -> None:
-        """Have the state clip the mean gradient: what the Trainer would clip are AdamW's steps."""
+    def _take_over_clipping(self, state: GTopKState, trainer: Trainer, norm: float) -> None:
+        """Have the state clip the mean gradient where the Trainer would clip AdamW's steps.
+
+        Raises ValueError where what it would clip is no gradient, and the state cannot.
+        """
+        if state.compression.corrects:
+            correction = "adam" if state.compression.adam_correction else "momentum"
+            raise ValueError(
+                f"with {correction}_correction gradients are steps with momentum by the time that "
+                f"the Trainer would clip them to gradient_clip_val={norm:g}, and far longer: leave "
+                "gradient_clip_val out, or leave the correction out and use AdamW, whose gradients "
+                "are clipped before its moments"
+            )
+        if not state.makes_adam_steps:
+            return
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         if algorithm != "norm":
             raise ValueError(
@@ -80,14 +93,19 @@ class GTopK(Callback):
                 "are when the Trainer clips them: use 'norm', which clips the mean gradient before "
                 "the moments, or GTopK(adam_steps='after')"
             )
-        self._clip_val = float(trainer.gradient_clip_val or 0.0)
-        state.global_clip_norm = self._clip_val
+        state.global_clip_norm = self._clip_val = norm
         trainer.gradient_clip_val = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the Trainer back what it clips by."""
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give it back where an error ends the fit: Lightning does not call `on_fit_end` then."""
+        self.on_fit_end(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

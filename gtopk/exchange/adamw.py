@@ -177,6 +177,8 @@ class AdamSteps:
                     self._begin_with(number, state, shared, own)
                 state[STEP] = torch.tensor(float(state.get(STEP, 0)), device="cpu")
                 state[SHARED], state[SHARED_ROWS] = shared, rows
+                if not int(own.ages[number]):
+                    self._begin_late(number, int(state[STEP]), own)
             self._steps[number] = int(state[STEP])
 
     def is_as_read(self) -> bool:
@@ -195,6 +197,19 @@ class AdamSteps:
             self._split(moments)[number].zero_()
         own.rows.split(self.rows)[number].zero_()
         own.ages[number] = 0
+
+    def _begin_late(self, number: int, steps: int, own: OwnMoments) -> None:
+        """Begin where others, whose moments are not here, have taken steps.
+
+        A first moment without its bias would weigh as much as all that they have gathered.
+        """
+        shared, rows = self._in_state[number]
+        if not steps or bool((shared < 0).any()):
+            return  # others are hardly older, and little is known
+        seen = 1.0 - (self._hypers[number] or GONE).beta2 ** steps
+        self._split(own.second)[number].copy_(shared).mul_(self.share * seen)
+        own.rows.split(self.rows)[number].copy_(rows).mul_(self.share)
+        own.ages[number] = steps
 
     def _begin_with(
         self, number: int, state: dict[str, Any], shared: torch.Tensor, own: OwnMoments
@@ -222,14 +237,13 @@ class AdamSteps:
         Returns how many seconds the sample took to travel.
         """
         self._add_decay(gradient, share)
-        ratios, seconds = None, 0.0
-        if self._ranks > 1:
-            began = time.perf_counter()
-            ratios = self._learn(gradient, share, transport, own.rows)
-            seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        ratios = self._learn(gradient, share, transport, own.rows)
+        seconds = time.perf_counter() - began
         if share:
             own.ages.add_(1)
-            self._step(gradient, share, own, ratios)
+            # Alone, a rank learns for others, which may go on from its state.
+            self._step(gradient, share, own, ratios if self._ranks > 1 else None)
         return seconds
 
     def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
@@ -253,7 +267,8 @@ class AdamSteps:
         sent = gradient[places].to(torch.bfloat16)
         on_wire = to_array(sent)
         mine = from_array(on_wire, sent).to("cpu", self._shared_rows.dtype)
-        transport.allreduce(on_wire)
+        if self._ranks > 1:
+            transport.allreduce(on_wire)
         mean = from_array(on_wire, sent).to(self._shared.dtype)
         squares = mean.square()
         before = self._shared[places]

@@ -61,6 +61,7 @@ def share_to_send(held_square: float, gradient_square: float, steps: int) -> flo
 
 # Of a parameter's moments, a number, and row sums of its squares; all else has its shape.
 AGE: Final = "age"
+SECOND_MOMENT: Final = "second_moment"
 ROWS: Final = "row_squares"
 # What rounding took of sums that this rank owns (`ShardExchange`).
 OWNER_ERROR: Final = "owner_error"
@@ -162,7 +163,7 @@ class Residual:
         )
         self._steps = steps
         others = [*zip(self._names, self._memory, strict=True)][1:]
-        self._names = "residual", "first_moment", "second_moment", AGE, ROWS
+        self._names = "residual", "first_moment", SECOND_MOMENT, AGE, ROWS
         more = (own.first, own.second, own.ages, own.rows)
         self._memory = [self._memory[0], *map(Memory.of, more)]
         for name, memory in others:  # behind them: owner errors
@@ -491,5 +492,5 @@ def _squares(*tensors: torch.Tensor) -> list[float]:
 def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:
     """Return what there is, by name."""
     if betas:
-        return "residual", "first_moment", "second_moment", AGE
+        return "residual", "first_moment", SECOND_MOMENT, AGE
     return ("residual", "velocity") if momentum else ("residual",)

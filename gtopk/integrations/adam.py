@@ -96,6 +96,8 @@ class HookedAdam:
     def let_go(self) -> None:
         """Leave the optimizer to itself, or to another state."""
         self.forget()
+        if self._local is not None:
+            self._local.eval()  # nobody sends its residual any more
         for handle in (self._before, *self._others, *self._watched.values()):
             handle.remove()
 
@@ -169,7 +171,7 @@ class HookedAdam:
         ]
         for parameter, _ in stepped:
             self._require_agreed(parameter)
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves it to a fused optimizer to unscale.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         step(optimizer, agreed=None)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 import time
 from collections.abc import Sequence
+from typing import Final
 
-from .lines import Line
+from .lines import Line, left_in_order
 from .scalars import scalars_of
+
+# MLflow raises for the names of others, and takes nothing of what came with them.
+_NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
 
 
 class Wandb:
@@ -27,19 +33,21 @@ class Wandb:
             ) from error
         self._is_ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
+        self._has_failed = False
         for names in ("gtopk/*", "gtopk seconds/*"):
-            self._run.define_metric(names, step_metric="gtopk/optim")
+            self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
         """Log lines."""
+        self._has_failed |= _tell_of_failure(lines)
         for line in lines:
             if values := dict(scalars_of(line)):
-                self._run.log({**values, "gtopk/optim": line["step"]})
+                self._run.log({**values, "gtopk/step": line["step"]})
 
     def close(self) -> None:
         """End the run, if it was begun here."""
         if self._is_ours:
-            self._run.finish()
+            self._run.finish(exit_code=int(self._has_failed))
 
 
 class MLflow:
@@ -66,12 +74,14 @@ class MLflow:
             of = mlflow.set_experiment(experiment).experiment_id
             active = self._client.create_run(of)
         self._run = active.info.run_id
+        self._has_failed = False
 
     def take(self, lines: Sequence[Line]) -> None:
         """Log lines."""
+        self._has_failed |= _tell_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [
-            self._metric(name.replace(",", ""), value, now, line["step"])  # it refuses commas
+            self._metric(_metric_name(name), value, now, line["step"])
             for line in lines
             for name, value in scalars_of(line)
         ]
@@ -81,4 +91,15 @@ class MLflow:
     def close(self) -> None:
         """End the run, if it was begun here."""
         if self._is_ours:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
+
+
+def _tell_of_failure(lines: Sequence[Line]) -> bool:
+    """Tell whether this rank has left otherwise than in order."""
+    return any(line["what"] == "end" and not left_in_order(line) for line in lines)
+
+
+def _metric_name(name: str) -> str:
+    """Return a name as MLflow takes it, by which "acc@1" is "acc_1"."""
+    plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
+    return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

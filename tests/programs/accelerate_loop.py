@@ -123,5 +123,11 @@ assert torch.equal(weights(model), mine)
 
 with pytest.raises(ValueError, match="needs a model that"):
     compress(accelerator, network(), optimizer)
+
+# The script's own optimizer will do, too, and a scheduler is none.
+model, optimizer, loader = prepared(torch.optim.AdamW)
+with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer"):
+    compress(accelerator, model, torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
+assert compress(accelerator, model, optimizer.optimizer, density=0.1).makes_adam_steps
 print("Accelerate goes by gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()

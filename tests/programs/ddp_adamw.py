@@ -1,8 +1,10 @@
 """Run under torchrun on 2 ranks or more: AdamW whose steps DDP's hook makes."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,9 +263,9 @@ def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
 
 
 def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
-    for has_scaler in (False, True):
+    for kind, has_scaler in itertools.product((torch.optim.AdamW, FusedAdamW), (False, True)):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler, growth_interval=99)
-        ours, optimizer, state = hooked(buckets=SMALL_BUCKETS, scaler=scaler)
+        ours, optimizer, state = hooked(buckets=SMALL_BUCKETS, kind=kind, scaler=scaler)
         for step in range(8):
             before = saved(ours, optimizer, state)
             optimizer.zero_grad()
@@ -415,6 +417,32 @@ def test_what_cannot_be_is_refused() -> None:
         GTopKState(0.1, optimizer=distributed()[1])
     with pytest.raises(ValueError, match="local_residual=True is for"):
         GTopKState(0.1, local_residual=True)
+    for no_optimizer in ([some], ramp(some, 9), model.parameters()):
+        with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, .* got"):
+            GTopKState(0.1, optimizer=no_optimizer)
+
+
+def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -> None:
+    model, optimizer, old = hooked(0.02)
+    train(model, optimizer, range(3))
+    centre = weights(model)
+    GTopKState(0.02, optimizer=optimizer)  # of a model that is wrapped anew, say
+    model.module(batch(0))
+    assert torch.equal(weights(model), centre)
+    assert old.makes_adam_steps
+
+
+def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:
+    model = DistributedDataParallel(Net(), **IN_ORDER)
+    inner = adamw(model)
+    prepared = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+    state = GTopKState(0.1, optimizer=prepared)  # as Accelerate prepares one
+    model.register_comm_hook(state, gtopk_hook)
+    assert state.makes_adam_steps
+    train(model, inner, range(3))
+    other, optimizer, _ = hooked()
+    train(other, optimizer, range(3))
+    assert torch.equal(weights(model), weights(other))
 
 
 def test_a_rank_without_the_optimizer_is_told_so() -> None:

@@ -193,4 +193,23 @@ ended = fit([GTopK(density=0.1)], epochs=3, model=ByAdamW(), path=FOLDER / "1-2.
 assert all(torch.equal(weights(ended), other) for other in hvd.allgather(weights(ended)[None]))
 with pytest.raises(ValueError, match="use 'norm'"):
     fit([GTopK()], model=ByAdamW(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+# With a correction the Trainer would clip steps, to the norm of gradients.
+with pytest.raises(ValueError, match=r"with momentum_correction .* to gradient_clip_val=0\.5"):
+    fit([GTopK(0.1, momentum_correction=0.9)], gradient_clip_val=0.5)
+
+
+class Failing(Callback):
+    """Ends the fit by an error, and knows the Trainer."""
+
+    def on_train_batch_start(self, trainer: Any, *call: Any) -> None:
+        self.trainer = trainer
+        raise LookupError("of the script's own")
+
+
+# The Trainer has its clipping back, for another fit.
+failing = Failing()
+with pytest.raises(LookupError, match="of the script's own"):
+    fit([GTopK(0.1), failing], model=ByAdamW(), gradient_clip_val=0.5)
+assert failing.trainer.gradient_clip_val == 0.5
 print("Lightning goes by gTop-k\n", end="", flush=True)

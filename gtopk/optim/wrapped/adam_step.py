@@ -128,6 +128,21 @@ class AgreedSteps:
             )
 
 
+def require_optimizer(optimizer: object) -> None:
+    """Raise TypeError for what is no optimizer: a list of them, parameters, a scheduler."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"
+        )
+
+
+def plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return an optimizer, or the one that Accelerate or Lightning has wrapped in it."""
+    require_optimizer(optimizer)
+    within = getattr(optimizer, "optimizer", None)
+    return within if isinstance(within, torch.optim.Optimizer) else optimizer
+
+
 def options_of_adam(
     optimizer: torch.optim.Optimizer | None,
     compression: object,
@@ -136,6 +151,8 @@ def options_of_adam(
     op: int,
 ) -> dict[str, Any]:
     """Return what `Options` has of Adam; raise ValueError for what does not go together."""
+    if optimizer is not None:
+        require_optimizer(optimizer)
     check_choice("adam_steps", adam_steps, ("before", "after"))
     before = adam_steps == "before" and op != Adasum
     adam = adam_before(optimizer, compression) if before and optimizer is not None else None

@@ -30,7 +30,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...exchange.residual import AGE
+from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_names import translate, under_known_names
 from ...exchange.residual_state import ResidualState, unsent
 from ...runtime.object_codec import decode, encode
@@ -216,7 +216,8 @@ def summed(
     parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
         gather_state returned on the first has the others' besides, which they saved themselves.
     """
-    residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
+    held = [part["held"][min(part["held"])] for part in parts.values()]
+    residuals = _taken_over(held, frame["ranks"], ranks)
     of = [list(parts), frame["ranks"]]
     return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
 
@@ -233,7 +234,8 @@ def _share(
         return {}, ""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
-        return _sum([parts[source] for source in mine]), _said(mine, saved, rank, ranks)
+        residuals = _taken_over([parts[source] for source in mine], saved, ranks)
+        return residuals, _said(mine, saved, rank, ranks)
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -254,6 +256,23 @@ def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     if not others:
         return f"takes over the residual of old rank {last}"
     return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
+
+
+def _taken_over(
+    parts: list[Mapping[str, ResidualState]], saved: int, ranks: int
+) -> dict[str, ResidualState]:
+    """Return the sum of these residuals of so many ranks, for one of so many now.
+
+    Squares of gradients are means, times the share of a rank: they become those of the new share.
+    """
+    total = _sum(parts)
+    if saved == ranks * len(parts):
+        return total
+    for tensors in total.values():
+        for what in (SECOND_MOMENT, ROWS):
+            if what in tensors:
+                tensors[what] = tensors[what] * (saved / (ranks * len(parts)))
+    return total
 
 
 def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:

@@ -108,3 +108,12 @@ def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
             DistributedOptimizer(
                 optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
             )
+
+
+@pytest.mark.parametrize("make", [lambda p: [torch.optim.SGD(p, lr=0.1)], list, lambda p: p])
+def test_what_is_no_optimizer_is_refused_by_name(make):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, .* got"),
+    ):
+        DistributedOptimizer(make(layers().parameters()), compression=Compression.gtopk(0.1))

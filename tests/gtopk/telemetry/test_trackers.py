@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ class Posing:
         self.begun: list[str] = []
         self.axes: dict[str, str] = {}
         self.rows: list[dict[str, float]] = []
-        self.finished = 0
+        self.finished: list[int] = []  # by which exit codes
 
     def init(self, project: str) -> Posing:
         self.begun.append(project)
@@ -46,8 +47,32 @@ class Posing:
     def log(self, row: dict[str, float]) -> None:
         self.rows.append(row)
 
-    def finish(self) -> None:
-        self.finished += 1
+    def finish(self, exit_code: int) -> None:
+        self.finished.append(exit_code)
+
+
+class PosingMLflow:
+    """What poses as mlflow and as its client: tells what it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.metrics: list[Any] = []
+        self.ended: list[str] = []
+        mlflow: Any = ModuleType("mlflow")
+        mlflow.MlflowClient, mlflow.active_run = lambda: self, lambda: None
+        mlflow.set_experiment = lambda name: SimpleNamespace(experiment_id="e")
+        entities: Any = ModuleType("mlflow.entities")
+        entities.Metric = lambda *fields: fields
+        monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+        monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+
+    def create_run(self, experiment: str) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_batch(self, run: str, metrics: list[Any]) -> None:
+        self.metrics += metrics
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self.ended.append(status)
 
 
 def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +82,13 @@ def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None
     sink.take(LINES)
     sink.close()
     assert wandb.begun == ["p"]
-    assert wandb.axes == {"gtopk/*": "gtopk/optim", "gtopk seconds/*": "gtopk/optim"}
+    assert wandb.axes == {"gtopk/*": "gtopk/step", "gtopk seconds/*": "gtopk/step"}
     step, residual, values = wandb.rows
-    assert step == {**dict(scalars_of(LINES[1])), "gtopk/optim": 4}
+    assert step == {**dict(scalars_of(LINES[1])), "gtopk/step": 4}
     assert {"gtopk/sent bytes", "gtopk seconds/wait"} <= set(step)
-    assert residual == {"gtopk/residual norm": 2.5, "gtopk/optim": 5}
-    assert values == {"loss": 0.25, "gtopk/optim": 5}
-    assert wandb.finished == 1
+    assert residual == {"gtopk/residual norm": 2.5, "gtopk/step": 5}
+    assert values == {"loss": 0.25, "gtopk/step": 5}
+    assert wandb.finished == [0]
 
 
 def test_a_run_that_the_script_has_begun_is_used_and_stays(
@@ -77,7 +102,7 @@ def test_a_run_that_the_script_has_begun_is_used_and_stays(
     sink.close()
     assert wandb.begun == []
     assert len(run.rows) == 3
-    assert run.finished == 0
+    assert run.finished == []
 
 
 @pytest.mark.parametrize("sink", [Wandb, MLflow])
@@ -118,11 +143,50 @@ def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
 
     sinks = threads(2, program)
     assert wandb.begun == ["p"]
-    assert wandb.rows == [{"loss": 0.5, "gtopk/optim": 3}]
+    assert wandb.rows == [{"loss": 0.5, "gtopk/step": 3}]
     for rank, mine in enumerate(sinks):
         assert [line["what"] for line in mine.lines][:2] == ["begin", "values"]
         assert mine.lines[1]["values"] == {"loss": 0.5 + rank}
         assert mine.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("loss", "loss"),
+        ("val/top-1 acc.", "val/top-1 acc."),
+        ("gtopk/exchange, measured seconds", "gtopk/exchange measured seconds"),
+        ("acc@1 (%)", "acc_1 ___"),
+        ("/a//b/", "a/b"),
+        ("../..", "_"),
+    ],
+)
+def test_mlflow_gets_a_name_that_it_takes(
+    name: str, metric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = PosingMLflow(monkeypatch)
+    MLflow("e").take([{"what": "values", "seconds": 0.6, "step": 5, "values": {name: 0.5}}])
+    ((told, value, _, step),) = client.metrics
+    assert (told, value, step) == (metric, 0.5, 5)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        ({"how": "the program ended", "in_order": True}, 0, "FINISHED"),
+        ({"how": "ValueError: no such file", "in_order": False}, 1, "FAILED"),
+    ],
+)
+def test_the_run_ends_as_its_rank_does(
+    end: Any, code: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for sink in (Wandb("p"), MLflow("e")):
+        sink.take([*LINES, {"what": "end", "seconds": 0.7, "step": 5, **end}])
+        sink.close()
+    assert wandb.finished == [code]
+    assert client.ended == [status]
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
@@ -131,13 +195,15 @@ def test_mlflow_has_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(tmp_path.as_uri())
     sink = MLflow("e")
-    sink.take(LINES)
+    odd = {"what": "values", "seconds": 0.6, "step": 5, "values": {"acc@1 (%)": 0.5, "/a//b": 1.0}}
+    sink.take([*LINES, odd])
     sink.close()
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.info.status == "FINISHED"
     found = dict(scalars_of(LINES[1])) | {"gtopk/residual norm": 2.5, "loss": 0.25}
-    assert run.data.metrics == {name.replace(",", ""): value for name, value in found.items()}
+    expected = {name.replace(",", ""): value for name, value in found.items()}
+    assert run.data.metrics == {**expected, "acc_1 ___": 0.5, "a/b": 1.0}
     (point,) = client.get_metric_history(run.info.run_id, "gtopk/sent bytes")
     assert (point.value, point.step) == (1200, 4)
 
@@ -150,7 +216,7 @@ def test_two_ranks_have_one_run_at_wandb_offline(torchrun: Any, tmp_path: Path) 
     rows = list(history(next(run.glob("run-*.wandb")).read_bytes()))
     names = {name for row in rows for name in row}
     assert {"gtopk/sent bytes", "gtopk seconds/wait", "gtopk/residual norm"} <= names
-    steps = [json.loads(row["gtopk/optim"]) for row in rows if "gtopk/sent bytes" in row]
+    steps = [json.loads(row["gtopk/step"]) for row in rows if "gtopk/sent bytes" in row]
     assert steps == [0, 1, 2, 3]
 
 
