@@ -305,7 +305,7 @@ class GTopKState:
         raise TypeError(
             "a GTopKState can be neither copied nor pickled: it belongs to the ranks of a running "
             "job. Save model.module.state_dict() and state.state_dict(model), and give that to "
-            "load_state_dict of a new GTopKState"
+            "load_state_dict of a new GTopKState; average or copy model.module, not the DDP model"
         )
 
     def _open_bucket_exchange(

@@ -26,13 +26,19 @@ def ramp(
     steps: of the whole training. schedule: a factor by step, a cosine's say; None: 1 throughout.
     start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
         1, at which the ramp ends.
-    Raises ValueError or TypeError for a number out of its range.
+    Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.
     """
     check_count("steps", steps)
     for name, value in (("start", start), ("until", until)):
         check_number(name, value)
         if not 0.0 < value <= 1.0:
             raise ValueError(f"{name} must lie in (0, 1], got {value}")
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            "schedule must be a function that returns a factor for a step, got "
+            f"{type(schedule).__name__}: write a scheduler's rule as one, for instance "
+            "lambda t: 0.5 + 0.5 * math.cos(math.pi * t / steps) for a cosine"
+        )
     if steps == 0:
         raise ValueError("steps must be at least 1, got 0")
 

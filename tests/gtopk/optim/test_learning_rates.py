@@ -37,6 +37,7 @@ def test_it_is_a_factor_of_another_schedule():
     [
         ({"start": 0.0}, ValueError, "start must lie in (0, 1], got 0.0"),
         ({"until": 1.5}, ValueError, "until must lie in (0, 1], got 1.5"),
+        ({"schedule": 0.5}, TypeError, "schedule must be a function that returns a factor"),
         ({"start": "half"}, TypeError, "start must be a number, got 'half'"),
     ],
 )
