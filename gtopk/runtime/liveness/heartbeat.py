@@ -139,7 +139,7 @@ class Heartbeat:
     def _begin(self) -> None:
         assert self._setting is not None
         companion = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[1])],
+            [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._setting.socket, self._setting.note],

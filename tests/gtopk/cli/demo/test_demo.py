@@ -14,7 +14,7 @@ from gtopk.cli.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_den
 from gtopk.cli.demo.record import METHODS, OVER_LINK
 from gtopk.cli.main import main
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

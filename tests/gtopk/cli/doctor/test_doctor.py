@@ -24,7 +24,7 @@ from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_setting
 from gtopk.runtime.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
 
 needs_mpirun = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from gtopk.cli.doctor.finding import State
 from gtopk.cli.doctor.links import Links, Swapped, name_slow, rounds, try_links
 from gtopk.runtime.launch import Launched, find_mpirun, run
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "programs" / "outlives.py"
+PROGRAM = Path(__file__).parents[3] / "programs" / "outlives.py"
 
 
 @pytest.mark.parametrize(

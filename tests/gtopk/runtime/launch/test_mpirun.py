@@ -25,7 +25,7 @@ from gtopk.runtime.launch import (
     run,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
 
 needs_mpirun = pytest.mark.skipif(

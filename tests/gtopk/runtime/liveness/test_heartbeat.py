@@ -20,7 +20,7 @@ from pathlib import Path
 from gtopk.runtime.liveness.beat import Beat, State
 from gtopk.runtime.liveness.companion import look_at, segments_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TIMEOUT = 1.2
 PATIENT = 2.5  # where nobody is to be lost, however busy the machine is
 

@@ -17,7 +17,7 @@ import gtopk
 from gtopk.runtime.launch import LaunchError, find_mpirun
 from tests.launchers import VENDOR
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROGRAM = ROOT / "tests/programs/calls_run.py"
 
 pytestmark = pytest.mark.timeout(400)  # the first to ask waits for four jobs, one by one

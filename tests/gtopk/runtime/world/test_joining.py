@@ -20,7 +20,7 @@ from gtopk.runtime.launch import launched_by
 from gtopk.runtime.world.joining import join, left_apart, transport_for
 from tests.matrix import some_of
 
-PROGRAMS = Path(__file__).parents[2] / "programs"
+PROGRAMS = Path(__file__).parents[3] / "programs"
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
