@@ -11,11 +11,14 @@ from ...vector import Array, SparseVector
 from .. import reference
 from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
 
-_merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, POINTER)
+_merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, COUNT, POINTER)
 _sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTER)
 _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
 _add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
 _clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
+
+# Entries are written a vector at a time: room behind each list of them (scan.hpp says the same).
+SLACK = 16
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -23,20 +26,20 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     suffix = _suffix([a, b])
     a_indices, a_values, b_indices, b_values = map(packed, (*a[:2], *b[:2]))
     room = a_indices.size + b_indices.size
-    indices, values = np.empty(room, a_indices.dtype), np.empty(room, a_values.dtype)
+    dropped_at = min(k, room) + SLACK
+    indices = np.empty(room + 2 * SLACK, a_indices.dtype)
+    values = np.empty(room + 2 * SLACK, a_values.dtype)
     kept = ctypes.c_int64()
     count = enough_memory(
         _merge[suffix](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
-            *(k, address(indices), address(values), ctypes.addressof(kept)),
+            *(k, address(indices), address(values), dropped_at, ctypes.addressof(kept)),
         )
     )
-    split = kept.value
-    return (
-        SparseVector(indices[:split], values[:split], a.length),
-        SparseVector(indices[split:count], values[split:count], a.length),
-    )
+    parts = slice(kept.value), slice(dropped_at, dropped_at + count - kept.value)
+    selected, dropped = (SparseVector(indices[part], values[part], a.length) for part in parts)
+    return selected, dropped
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -45,7 +48,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     lists = [(packed(vector.indices), packed(vector.values)) for vector in vectors]
     counts = [indices.size for indices, _ in lists]
     first = vectors[0]
-    indices = np.empty(sum(counts), first.indices.dtype)
+    indices = np.empty(sum(counts) + 2 * SLACK, first.indices.dtype)
     values = np.empty(indices.size, first.values.dtype)
     number = len(lists)
     found = enough_memory(

@@ -1,9 +1,15 @@
 // Merge: lists sorted by index become one; then the k largest, and the rest.
 //
-//   a  (1: 4.0) (5: 1.0) (7: -2.0)                 k = 2
+//   a  (1: 4.0) (5: 1.0) (7: -2.0)                            k = 2
 //   b  (5: 2.5) (7:  2.0) (9: 0.5)
-//      walks along both; the exact zero at 7 is dropped
-//   =  (1: 4.0) (5: 3.5) | (9: 0.5)                kept | dropped
+//      side by side by index          interleave
+//   =  (1: 4.0) (5: 1.0) (5: 2.5) (7: -2.0) (7: 2.0) (9: 0.5)
+//      the first of two becomes the sum, the second zero      add_neighbours
+//   =  (1: 4.0) (5: 3.5) (5: 0.0) (7: 0.0) (7: 0.0) (9: 0.5)
+//      zeros are left out             split
+//   =  (1: 4.0) (5: 3.5) | (9: 0.5)   kept | dropped
+//
+// Each pass is free of branches on what it reads: of sparse lists every guess would be a coin's.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -11,6 +17,11 @@
 
 #include "abi.hpp"
 #include "candidates.hpp"
+#include "scan.hpp"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace gtopk {
 namespace {
@@ -20,7 +31,136 @@ struct List {
   const I* indices;
   const T* values;
   std::int64_t count;
+
+  List from(std::int64_t first) const { return {indices + first, values + first, count - first}; }
 };
+
+// Without a branch, which a compiler makes of `second ? b : a` where it is then loaded from.
+template <class Element>
+const Element* either(const Element* a, const Element* b, bool second) {
+  const auto mask = -static_cast<std::uintptr_t>(second);
+  return reinterpret_cast<const Element*>((reinterpret_cast<std::uintptr_t>(a) & ~mask) |
+                                          (reinterpret_cast<std::uintptr_t>(b) & mask));
+}
+
+// Merge lists that are sorted by index, equal indices side by side: those of `a` before those of `b`.
+//
+//   a  [ front ->        <- back ]     Two walks, one from either end, wait for memory at the same
+//   b  [ front ->        <- back ]     time; each takes so few entries that they do not meet.
+template <class T, class I>
+void interleave_in_order(List<T, I> a, List<T, I> b, I* indices, T* values) {
+  std::int64_t front = 0, back = a.count + b.count;
+  while (const std::int64_t steps = std::min(a.count, b.count) / 2) {
+    std::int64_t i = 0, j = 0, a_end = a.count, b_end = b.count;
+    for (std::int64_t step = 0; step < steps; step++) {
+      const bool take_b = b.indices[j] < a.indices[i];
+      indices[front] = std::min(a.indices[i], b.indices[j]);
+      values[front++] = *either(a.values + i, b.values + j, take_b);
+      j += take_b;
+      i += !take_b;
+      const bool take_a = b.indices[b_end - 1] < a.indices[a_end - 1];
+      indices[--back] = std::max(a.indices[a_end - 1], b.indices[b_end - 1]);
+      values[back] = *either(b.values + b_end - 1, a.values + a_end - 1, take_a);
+      a_end -= take_a;
+      b_end -= !take_a;
+    }
+    a = List<T, I>{a.indices, a.values, a_end}.from(i);
+    b = List<T, I>{b.indices, b.values, b_end}.from(j);
+  }
+  while (a.count > 0 && b.count > 0) {
+    List<T, I>& next = *b.indices < *a.indices ? b : a;
+    indices[front] = *next.indices;
+    values[front++] = *next.values;
+    next = next.from(1);
+  }
+  const List<T, I>& rest = a.count > 0 ? a : b;
+  std::copy_n(rest.indices, rest.count, indices + front);
+  std::copy_n(rest.values, rest.count, values + front);
+}
+
+// The same where equal indices may come in any order, as those of two addends may.
+template <class T, class I>
+void interleave(List<T, I> a, List<T, I> b, I* indices, T* values) {
+  interleave_in_order(a, b, indices, values);
+}
+
+#if defined(__SSE2__)
+// Four entries sorted by index, each as a double: the index is its upper half, the value its lower.
+//
+// Of doubles there is a minimum and a maximum in one instruction, of 64-bit integers not before
+// AVX-512. Positive ones are ordered like their bits, as long as none is a NaN; nor may one be
+// denormal, which a thread can have asked to be zero. The bias sees to that.
+struct Four {
+  __m128d low, high;
+
+  static constexpr std::int32_t BIAS = 1 << 20;
+  static constexpr std::int32_t NAN_FROM = 0x7ff00000 - BIAS;
+
+  static Four load(const std::int32_t* indices, const float* values) {
+    const __m128i upper = _mm_add_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(indices)),
+                                        _mm_set1_epi32(BIAS));
+    const __m128i lower = _mm_castps_si128(_mm_loadu_ps(values));
+    return {_mm_castsi128_pd(_mm_unpacklo_epi32(lower, upper)),
+            _mm_castsi128_pd(_mm_unpackhi_epi32(lower, upper))};
+  }
+
+  void store(std::int32_t* indices, float* values) const {
+    const __m128 a = _mm_castpd_ps(low), b = _mm_castpd_ps(high);
+    const __m128i upper = _mm_castps_si128(_mm_shuffle_ps(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(indices),
+                     _mm_sub_epi32(upper, _mm_set1_epi32(BIAS)));
+    _mm_storeu_ps(values, _mm_shuffle_ps(a, b, _MM_SHUFFLE(2, 0, 2, 0)));
+  }
+
+  // Of entries that rise and fall, or fall and rise: compare those two apart, then neighbours.
+  static Four sorted(__m128d a, __m128d b) {
+    const __m128d lower = _mm_min_pd(a, b), upper = _mm_max_pd(a, b);
+    const __m128d even = _mm_unpacklo_pd(lower, upper), odd = _mm_unpackhi_pd(lower, upper);
+    const __m128d first = _mm_min_pd(even, odd), second = _mm_max_pd(even, odd);
+    return {_mm_unpacklo_pd(first, second), _mm_unpackhi_pd(first, second)};
+  }
+
+  // Leave the four lowest of both here, and the others in `other`.
+  void sort_with(Four& other) {
+    const __m128d falling_low = _mm_shuffle_pd(other.high, other.high, 1);
+    const __m128d falling_high = _mm_shuffle_pd(other.low, other.low, 1);
+    other = sorted(_mm_max_pd(low, falling_low), _mm_max_pd(high, falling_high));
+    *this = sorted(_mm_min_pd(low, falling_low), _mm_min_pd(high, falling_high));
+  }
+};
+
+//   a  [....|....|    ...     ]     The four highest so far are held back. The list with the lower
+//   b  [....|....|....| ...   ]     head gives four more, and the four lowest of the eight go out.
+template <>
+void interleave(List<float, std::int32_t> a, List<float, std::int32_t> b,
+                std::int32_t* indices, float* values) {
+  if (std::min(a.count, b.count) < 4 ||
+      std::max(a.indices[a.count - 1], b.indices[b.count - 1]) >= Four::NAN_FROM) {
+    return interleave_in_order(a, b, indices, values);
+  }
+  Four held = Four::load(a.indices, a.values);
+  std::int64_t i = 4, j = 0, out = 0;
+  while (const std::int64_t steps = std::min(a.count - i, b.count - j) / 4) {
+    for (std::int64_t step = 0; step < steps; step++, out += 4) {
+      const bool take_b = b.indices[j] < a.indices[i];
+      Four next = Four::load(either(a.indices + i, b.indices + j, take_b),
+                             either(a.values + i, b.values + j, take_b));
+      j += 4 * take_b;
+      i += 4 * !take_b;
+      held.sort_with(next);
+      held.store(indices + out, values + out);
+      held = next;
+    }
+  }
+  std::int32_t last_indices[4], few_indices[8];
+  float last_values[4], few_values[8];
+  held.store(last_indices, last_values);
+  List<float, std::int32_t> less = a.from(i), more = b.from(j);
+  if (less.count > more.count) std::swap(less, more);
+  interleave_in_order({last_indices, last_values, 4}, less, few_indices, few_values);
+  interleave_in_order({few_indices, few_values, 4 + less.count}, more, indices + out, values + out);
+}
+#endif
 
 // The value, or 0.
 template <class T>
@@ -32,190 +172,115 @@ T masked(T value, bool taken) {
   return value;
 }
 
-// How far two walks have come, in either list.
-struct Place {
-  std::int64_t a, b;
-};
-
-// A walk along two lists from one place to another, which writes the sum's nonzero entries.
-//
-// No branch depends on the indices: of two sparse lists every guess would be a coin's.
+// Where two neighbours have one index, make the first value their sum and the second zero; return
+// how many are not zero. There are indices before the first entry and behind the last: other ones.
 template <class T, class I>
-class Walk {
- public:
-  Walk(const List<T, I>& a, const List<T, I>& b, Place from, Place to, I* indices, T* values)
-      : a_(a), b_(b), at_(from), to_(to), indices_(indices), values_(values) {}
-
-  // How many steps can be made before either list may be at its end.
-  std::int64_t steps() const { return std::min(to_.a - at_.a, to_.b - at_.b); }
-
-  void step() {
-    const I of_a = a_.indices[at_.a], of_b = b_.indices[at_.b];
-    const bool take_a = of_a <= of_b, take_b = of_b <= of_a;
-    put(take_a ? of_a : of_b, masked(a_.values[at_.a], take_a) + masked(b_.values[at_.b], take_b));
-    at_.a += take_a;
-    at_.b += take_b;
-  }
-
-  // Walk to the end, and return how many entries there are.
-  std::int64_t end() {
-    while (steps() > 0) step();
-    for (; at_.a < to_.a; at_.a++) put(a_.indices[at_.a], a_.values[at_.a]);
-    for (; at_.b < to_.b; at_.b++) put(b_.indices[at_.b], b_.values[at_.b]);
-    return count_;
-  }
-
- private:
-  void put(I index, T value) {
-    indices_[count_] = index;
-    values_[count_] = value;
-    count_ += value != T(0);
-  }
-
-  const List<T, I> a_, b_;
-  Place at_;
-  const Place to_;
-  I* const indices_;
-  T* const values_;
-  std::int64_t count_ = 0;
-};
-
-// Where a walk along both is after half of all entries, equal indices taken together.
-template <class T, class I>
-Place half_way(const List<T, I>& a, const List<T, I>& b) {
-  const std::int64_t half = (a.count + b.count) / 2;
-  std::int64_t least = std::max(half - b.count, std::int64_t{0}), most = std::min(half, a.count);
-  while (least < most) {
-    const std::int64_t middle = (least + most) / 2;
-    const bool is_before = a.indices[middle] <= b.indices[half - middle - 1];
-    (is_before ? least : most) = middle + is_before;
-  }
-  Place place{least, half - least};
-  place.b += place.a > 0 && place.b < b.count && a.indices[place.a - 1] == b.indices[place.b];
-  return place;
-}
-
-// Write the sum's nonzero entries, and return how many; room for a.count + b.count.
-//
-//   a  [ first ->  | second ->  ]     Two walks in turn: a walk's next step waits for the last
-//   b  [ first -> | second ->   ]     one's, and not for the other walk's.
-template <class T, class I>
-std::int64_t add(const List<T, I>& a, const List<T, I>& b, I* indices, T* values) {
-  const Place middle = half_way(a, b);
-  const std::int64_t room = middle.a + middle.b;
-  Walk<T, I> first(a, b, {0, 0}, middle, indices, values);
-  Walk<T, I> second(a, b, middle, {a.count, b.count}, indices + room, values + room);
-  while (const std::int64_t steps = std::min(first.steps(), second.steps())) {
-    for (std::int64_t step = 0; step < steps; step++) {
-      first.step();
-      second.step();
+std::int64_t add_neighbours(const I* indices, T* values, std::int64_t count) {
+  std::int64_t found = 0;
+  for (std::int64_t begin = 0; begin < count; begin += 4096) {
+    const std::int64_t end = std::min(begin + 4096, count);
+    Key<T> nonzeros = 0;  // of the width of the values: compilers make vectors of such a loop
+    for (std::int64_t i = begin; i < end; i++) {
+      const T sum = values[i] + masked(values[i + 1], indices[i] == indices[i + 1]);
+      values[i] = masked(sum, indices[i] != indices[i - 1]);
+      nonzeros += key(values[i]) != 0;
     }
+    found += nonzeros;
   }
-  const std::int64_t found = first.end(), more = second.end();
-  if (found < room) {
-    std::copy_n(indices + room, more, indices + found);
-    std::copy_n(values + room, more, values + found);
-  }
-  return found + more;
+  return found;
 }
 
-// Write kept entries, then dropped ones, and return the number of both; *kept: of the first.
+// Return the sums of two lists, with zeros among them, in memory that the next call takes again.
+template <class T, class I>
+List<T, I> add(const List<T, I>& a, const List<T, I>& b, std::int64_t* nonzeros) {
+  static thread_local Scratch<I> index_memory;
+  static thread_local Scratch<T> value_memory;
+  const std::int64_t count = a.count + b.count;
+  I* const indices = index_memory.reserve(count + 2) + 1;
+  T* const values = value_memory.reserve(count + 1);
+  interleave(a, b, indices, values);
+  indices[-1] = indices[count] = -1;
+  values[count] = 0;
+  *nonzeros = add_neighbours(indices, values, count);
+  return {indices, values, count};
+}
+
+template <class T, class I>
+void split(const List<T, I>& all, Key<T> floor, Parts<T, I>& parts) {
+  split_one_by_one(all.indices, all.values, all.count, floor, parts);
+}
+
+template <>
+void split(const List<float, std::int32_t>& all, std::int32_t floor,
+           Parts<float, std::int32_t>& parts) {
+  instructions().split(all.indices, all.values, all.count, floor, parts);
+}
+
+// Write the k largest entries, and the other nonzero ones from `dropped_at` on, which is at least
+// SLACK behind the last kept one; return the number of both. *kept: how many of the first.
 template <class T, class I>
 std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* indices,
-                   T* values, std::int64_t* kept) {
+                   T* values, std::int64_t dropped_at, std::int64_t* kept) {
   return guarded([&]() -> std::int64_t {
-    static thread_local Scratch<I> index_memory;
-    static thread_local Scratch<T> value_memory;
-    if (a.count + b.count <= k) return *kept = add(a, b, indices, values);
-    I* const all_indices = index_memory.reserve(a.count + b.count);
-    T* const all_values = value_memory.reserve(a.count + b.count);
-    const std::int64_t count = add(a, b, all_indices, all_values);
-    *kept = std::min(count, k);
-    if (count <= k) {
-      std::copy_n(all_indices, count, indices);
-      std::copy_n(all_values, count, values);
-      return count;
+    std::int64_t nonzeros;
+    const List<T, I> all = add(a, b, &nonzeros);
+    Parts<T, I> parts{indices, values, 0, dropped_at};
+    *kept = std::min(k, nonzeros);
+    if (nonzeros <= k) {
+      split(all, 0, parts);
+      return nonzeros;
     }
-    Cut<T> cut(k, Ranking<T>(all_values, count).at(k));
-    std::int64_t place[2] = {k, 0};  // of the next one dropped, and kept
-    for (std::int64_t i = 0; i < count; i++) {
-      std::int64_t& at = place[cut.keeps(all_values[i])];
-      indices[at] = all_indices[i];
-      values[at] = all_values[i];
-      at++;
+    const auto at_k = place_among(all.values, all.count, k, values);
+    // Of those equal to the k-th only the first few are kept: the ones in front of `cut`.
+    std::int64_t cut = all.count, ties = k - at_k.larger;
+    if (ties < static_cast<std::int64_t>(at_k.equal)) {
+      for (cut = 0; ties > 0; cut++) ties -= key(all.values[cut]) == at_k.key;
     }
-    return count;
+    split({all.indices, all.values, cut}, at_k.key - 1, parts);
+    split(all.from(cut), at_k.key, parts);
+    return nonzeros;
   });
-}
-
-template <class T, class I>
-struct Entry {
-  I index;
-  T value;
-};
-
-// Merge runs that are sorted by index, equal indices side by side: those of `a` before those of `b`.
-//
-//   a  [ front ->        <- back ]     Two walks, one from either end, wait for memory at the same
-//   b  [ front ->        <- back ]     time; each takes so few entries that they do not meet.
-template <class T, class I>
-void merge_runs(const Entry<T, I>* a, const Entry<T, I>* a_end, const Entry<T, I>* b,
-                const Entry<T, I>* b_end, Entry<T, I>* out) {
-  Entry<T, I>* out_end = out + (a_end - a) + (b_end - b);
-  while (const std::ptrdiff_t steps = std::min(a_end - a, b_end - b) / 2) {
-    for (std::ptrdiff_t step = 0; step < steps; step++) {
-      const bool take_b = b->index < a->index;
-      *out++ = *(take_b ? b : a);
-      b += take_b;
-      a += !take_b;
-      const bool take_a = b_end[-1].index < a_end[-1].index;
-      *--out_end = (take_a ? a_end : b_end)[-1];
-      a_end -= take_a;
-      b_end -= !take_a;
-    }
-  }
-  std::merge(a, a_end, b, b_end, out,
-             [](const Entry<T, I>& x, const Entry<T, I>& y) { return x.index < y.index; });
 }
 
 // Write the sum of all lists, each index summed in the order of the lists; return how many entries
 // are not zero. Lists are merged in pairs, equal indices side by side, and summed at the end.
+// Room for 2 * SLACK entries more than there are in all lists.
 template <class T, class I>
 std::int64_t sum(const I* const* indices, const T* const* values, const std::int64_t* counts,
                  std::int64_t lists, I* out_indices, T* out_values) {
   return guarded([&]() -> std::int64_t {
+    std::vector<List<T, I>> runs, fewer;
+    for (std::int64_t i = 0; i < lists; i++) runs.push_back({indices[i], values[i], counts[i]});
     if (lists == 2) {
-      return add<T, I>({indices[0], values[0], counts[0]}, {indices[1], values[1], counts[1]},
-                       out_indices, out_values);
+      Parts<T, I> parts{out_indices, out_values, 0, counts[0] + counts[1] + SLACK};
+      std::int64_t nonzeros;
+      split(add(runs[0], runs[1], &nonzeros), 0, parts);
+      return nonzeros;
     }
-    static thread_local Scratch<Entry<T, I>> memory[2];
+    static thread_local Scratch<I> index_memory[2];
+    static thread_local Scratch<T> value_memory[2];
     const std::int64_t total = std::accumulate(counts, counts + lists, std::int64_t{0});
-    Entry<T, I>*runs = memory[0].reserve(total), *merged = memory[1].reserve(total);
-    std::vector<std::int64_t> ends(1, 0);
-    for (std::int64_t list = 0, at = 0; list < lists; list++) {
-      for (std::int64_t i = 0; i < counts[list]; i++, at++) {
-        runs[at] = {indices[list][i], values[list][i]};
+    for (int which = 0; runs.size() > 1; which = 1 - which) {
+      I* to_indices = index_memory[which].reserve(total);
+      T* to_values = value_memory[which].reserve(total);
+      fewer.clear();
+      for (std::size_t pair = 0; pair < runs.size(); pair += 2) {
+        const List<T, I> a = runs[pair], b = pair + 1 < runs.size() ? runs[pair + 1] : a.from(a.count);
+        interleave_in_order(a, b, to_indices, to_values);
+        fewer.push_back({to_indices, to_values, a.count + b.count});
+        to_indices += a.count + b.count;
+        to_values += a.count + b.count;
       }
-      ends.push_back(at);
+      runs.swap(fewer);
     }
-    while (ends.size() > 2) {
-      std::vector<std::int64_t> fewer(1, 0);
-      for (std::size_t pair = 0; pair + 1 < ends.size(); pair += 2) {
-        const std::int64_t begin = ends[pair], middle = ends[pair + 1];
-        const std::int64_t end = pair + 2 < ends.size() ? ends[pair + 2] : middle;
-        merge_runs(runs + begin, runs + middle, runs + middle, runs + end, merged + begin);
-        fewer.push_back(end);
-      }
-      std::swap(runs, merged);
-      ends.swap(fewer);
-    }
+    const List<T, I> all = runs[0];
     std::int64_t count = 0;
     T sum = 0;
     for (std::int64_t i = 0; i < total; i++) {
-      const bool goes_on = i > 0 && runs[i].index == runs[i - 1].index;
+      const bool goes_on = i > 0 && all.indices[i] == all.indices[i - 1];
       count += !goes_on && sum != T(0);
-      sum = masked(sum, goes_on) + runs[i].value;
-      out_indices[count] = runs[i].index;
+      sum = masked(sum, goes_on) + all.values[i];
+      out_indices[count] = all.indices[i];
       out_values[count] = sum;
     }
     return count + (sum != T(0));
@@ -229,9 +294,10 @@ std::int64_t sum(const I* const* indices, const T* const* values, const std::int
   GTOPK_API std::int64_t merge_##SUFFIX(const I* a_indices, const T* a_values,                    \
                                         std::int64_t a_count, const I* b_indices,                 \
                                         const T* b_values, std::int64_t b_count, std::int64_t k,  \
-                                        I* indices, T* values, std::int64_t* kept) {              \
+                                        I* indices, T* values, std::int64_t dropped_at,           \
+                                        std::int64_t* kept) {                                     \
     return gtopk::merge<T, I>({a_indices, a_values, a_count}, {b_indices, b_values, b_count}, k,  \
-                              indices, values, kept);                                             \
+                              indices, values, dropped_at, kept);                                 \
   }                                                                                               \
   GTOPK_API std::int64_t sum_by_index_##SUFFIX(const I* const* indices, const T* const* values,   \
                                                const std::int64_t* counts, std::int64_t lists,    \

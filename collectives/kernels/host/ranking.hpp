@@ -35,10 +35,10 @@ class Ranking {
     for (int b = 0; b < BINS; b++) counts_[b] = std::size_t{counts[0][b]} + counts[1][b];
   }
 
-  // The key at a rank, and how many are larger.
+  // The key at a rank, and how many are larger, and equal.
   struct Place {
     Key<T> key;
-    std::size_t larger;
+    std::size_t larger, equal;
   };
 
   // Rank 1 is the largest.
@@ -53,7 +53,7 @@ class Ranking {
     std::size_t above = 0;
     while (rank > above + counts_[wanted]) above += counts_[wanted--];
     const Key<T> first = lowest_ + (static_cast<Key<T>>(wanted) << shift_);
-    if (shift_ == 0) return {first, above};
+    if (shift_ == 0) return {first, above, counts_[wanted]};
     inside.resize(counts_[wanted] + 1);
     std::size_t found = 0;
     for (std::size_t i = 0; i < count_; i++) {
@@ -75,7 +75,8 @@ class Ranking {
     const auto place = keys.begin() + (rank - 1);
     std::nth_element(keys.begin(), place, keys.begin() + count, std::greater<Key<T>>());
     const auto larger = std::count_if(keys.begin(), place, [&](Key<T> k) { return k > *place; });
-    return {*place, above + static_cast<std::size_t>(larger)};
+    const auto equal = std::count(keys.begin(), keys.begin() + count, *place);
+    return {*place, above + static_cast<std::size_t>(larger), static_cast<std::size_t>(equal)};
   }
 
   int bin(Key<T> candidate) const { return static_cast<int>((candidate - lowest_) >> shift_); }
@@ -86,5 +87,42 @@ class Ranking {
   int shift_ = 0;
   std::array<std::size_t, BINS> counts_{};
 };
+
+// The place of a rank among many values, for the half of the time; `memory` has room for count + 1.
+//
+//   keys      lowest |....:...[:::|:]|.|.| highest       A sample tells a band that the rank is
+//   rank r                       ^                       likely in: only that is ranked.
+template <class T>
+typename Ranking<T>::Place place_among(const T* values, std::size_t count, std::size_t rank,
+                                       T* memory) {
+  constexpr std::size_t SAMPLE = 512;
+  // Three times the deviation of the number of samples above the middle of all.
+  constexpr std::size_t MARGIN = 34;
+  if (count >= 8 * SAMPLE) {
+    std::array<Key<T>, SAMPLE> sample;
+    const std::size_t stride = (count / SAMPLE - 1) | 1;  // odd: even ones meet columns of layers
+    for (std::size_t i = 0; i < SAMPLE; i++) sample[i] = key(values[i * stride]);
+    const std::size_t below = (count - rank) * SAMPLE / count;
+    const auto at_low = sample.begin() + (below < MARGIN ? 0 : below - MARGIN);
+    const auto at_high = sample.begin() + std::min(below + MARGIN, SAMPLE - 1);
+    std::nth_element(sample.begin(), at_low, sample.end());
+    std::nth_element(at_low + 1, at_high, sample.end());
+    const Key<T> low = below < MARGIN ? 0 : *at_low;
+    const Key<T> high = below + MARGIN < SAMPLE ? *at_high : LARGEST<T>;
+    std::size_t above = 0, inside = 0;
+    for (std::size_t i = 0; i < count; i++) {
+      const Key<T> candidate = key(values[i]);
+      memory[inside] = values[i];  // overwritten by the next one when it is not in the band
+      inside += static_cast<std::size_t>(candidate >= low) - (candidate > high);
+      above += candidate > high;
+    }
+    if (rank > above && rank <= above + inside) {
+      typename Ranking<T>::Place place = Ranking<T>(memory, inside).at(rank - above);
+      place.larger += above;
+      return place;
+    }
+  }
+  return Ranking<T>(values, count).at(rank);
+}
 
 }  // namespace gtopk

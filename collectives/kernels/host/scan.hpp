@@ -15,7 +15,21 @@ using Scan = std::size_t (*)(T* dense, const T* before, const T* addend, std::si
 
 constexpr std::size_t MANY = 256;  // one hit in so many elements
 
-constexpr std::size_t SLACK = 16;  // a vector of offsets is stored whole
+constexpr std::int64_t SLACK = 16;  // a vector of what is found is stored whole
+
+// Two lists that are written into the same arrays, each with room for SLACK more behind its last.
+template <class T, class I>
+struct Parts {
+  I* indices;
+  T* values;
+  std::int64_t kept, dropped;  // where the next one is written
+};
+
+// Append the entries whose keys are above the floor to those kept, the others, but for zeros, to
+// those dropped.
+template <class T, class I>
+using Split = void (*)(const I* indices, const T* values, std::int64_t count, Key<T> floor,
+                       Parts<T, I>& parts);
 
 // float16 to float32.
 using Widen = void (*)(const std::uint16_t* halves, std::size_t count, float* into);
@@ -41,11 +55,14 @@ struct Instructions {
   Scan<float> scan_float;
   Scan<double> scan_double;
   Widen widen;
+  Split<float, std::int32_t> split;
 };
 extern const Instructions portable;
 #if defined(__x86_64__)
 extern const Instructions avx2, avx512;
 void widen_f16c(const std::uint16_t* halves, std::size_t count, float* into);
+void split_avx2(const std::int32_t* indices, const float* values, std::int64_t count,
+                std::int32_t floor, Parts<float, std::int32_t>& parts);
 #endif
 
 const Instructions& instructions();
@@ -72,6 +89,22 @@ inline std::size_t scan_one_by_one(T* dense, const T* before, const T* addend, s
     found += key(dense[i]) > floor;
   }
   return found;
+}
+
+// The tail of every split, and the whole of one without vectors.
+template <class T, class I>
+void split_one_by_one(const I* indices, const T* values, std::int64_t count, Key<T> floor,
+                      Parts<T, I>& parts) {
+  Parts<T, I> to = parts;  // in registers
+  for (std::int64_t i = 0; i < count; i++) {
+    const std::int64_t keeps = key(values[i]) > floor, nonzero = key(values[i]) > 0;
+    const std::int64_t at = to.dropped ^ ((to.dropped ^ to.kept) & -keeps);  // without a branch
+    to.indices[at] = indices[i];
+    to.values[at] = values[i];
+    to.kept += keeps;
+    to.dropped += nonzero - keeps;
+  }
+  parts = to;
 }
 
 }  // namespace gtopk

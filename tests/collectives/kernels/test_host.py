@@ -228,7 +228,7 @@ def test_64_bit_indices_select_the_same(
         assert found.indices.tolist() == expected[name].indices.tolist()
 
 
-def test_wherever_two_walks_part_the_sum_is_that_of_one() -> None:
+def test_short_lists_that_overlap_in_every_way_add_up_as_in_the_reference() -> None:
     """Of all lists with indices below 6, those that cancel out among them."""
     lists = []
     for chosen in range(2**6):
@@ -241,8 +241,9 @@ def test_wherever_two_walks_part_the_sum_is_that_of_one() -> None:
                 assert_same(host.sum_by_index([a, other]), reference.sum_by_index([a, other]))
 
 
+@pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("length", [2**20, 2**40])
+@pytest.mark.parametrize("length", [2**20, 2**31 - 1, 2**40])
 def test_long_lists_merge_and_add_up_as_in_the_reference(
     dtype: type, length: int, random: np.random.Generator
 ) -> None:
@@ -260,6 +261,25 @@ def test_long_lists_merge_and_add_up_as_in_the_reference(
                     assert_same(check(one), other)
             found = host.contains(a.indices, b.indices)
             assert found.tolist() == reference.contains(a.indices, b.indices).tolist()
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_merges_of_strange_values_are_those_of_the_reference(
+    dtype: type, random: np.random.Generator
+) -> None:
+    for name, dense in vectors(random, 9001, dtype).items():
+        whole = SparseVector.from_dense(dense)
+        for begin, end in ((0, 9001), (1, 6), (4500, 9001), (8990, 9001)):
+            a, b = whole.at(slice(0, -1, 2)), whole.at(slice(begin, end))
+            with np.errstate(invalid="ignore"):
+                for k in (1, 40, 4000, 9001):
+                    merged = zip(host.merge(a, b, k), reference.merge(a, b, k), strict=True)
+                    for one, other in merged:
+                        assert_same(one, other)
+                        assert (
+                            name == "not finite" or one.values.tobytes() == other.values.tobytes()
+                        )
 
 
 def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
