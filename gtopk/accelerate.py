@@ -36,7 +36,7 @@ def compress(
     accelerator: Any,
     model: torch.nn.Module,
     optimizer: Any,
-    density: float = 0.001,
+    density: float | None = None,
     **options: Any,
 ) -> GTopKState:
     """Let a prepared model's gradients go by gTop-k, and return the state of its hook.
@@ -44,7 +44,7 @@ def compress(
     model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers. One
         alone is given to the state: AdamW's steps are then made before the selection, and
         global_clip_norm= takes the place of accelerator.clip_grad_norm_.
-    density, options: as `gtopk.ddp.GTopKState` takes them.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
     Raises ValueError where the model is not wrapped in DistributedDataParallel.
     """
     model = getattr(model, "_orig_mod", model)  # compiled last, with a dynamo_backend

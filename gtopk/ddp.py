@@ -30,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
-from .compression import GTopK
+from .compression import GTopK, Shards
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_names import plain_name, under_known_names, unmatched
 from .exchange.residual_state import ResidualState, fits, mean_square_ratio
 from .integrations.adam import HookedAdam, check_clip_norm
-from .integrations.bucket_exchanges import BucketExchanges
+from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
     after_ddp,
     process_set_of,
@@ -80,9 +80,10 @@ class GTopKState:
 
     Of one model: each needs a state of its own, and a step is one backward pass of that model.
 
-    density: of every bucket; `options` are the others of Compression.gtopk. With
-        momentum_correction the optimizer's own momentum must be 0: its first step is else an error,
-        as it is of Adam and its kin with adam_correction.
+    density: of every bucket, 0.001 if not given; `options` are the others of Compression.gtopk.
+        With momentum_correction the optimizer's own momentum must be 0: its first step is else an
+        error, as it is of Adam and its kin with adam_correction.
+    compression: a Compression.gtopk or Compression.shards, in place of density and options.
     optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW the hook makes
         the steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`):
         from the end of backward on gradients are the agreed steps, and `step` applies them. Others
@@ -113,9 +114,10 @@ class GTopKState:
 
     def __init__(
         self,
-        density: float = 0.001,
+        density: float | None = None,
         process_group: ProcessGroup | None = None,
         *,
+        compression: GTopK | Shards | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
@@ -126,15 +128,10 @@ class GTopKState:
     ) -> None:
         if isinstance(optimizer, Wrapping):
             raise ValueError("the optimizer is distributed already: give the state the plain one")
-        self.compression = GTopK(density, **options)
+        self.compression = compression_of("DDP's hook", compression, density, options)
         of_adam = options_of_adam(optimizer, self.compression, adam_steps, local_residual, Average)
         check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)
         self._global_clip_norm = global_clip_norm
-        if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
-            raise ValueError(
-                "DDP reduces whole buckets, so per-parameter dense rules are not supported; leave "
-                "out dense, dense_vectors and dense_under"
-            )
         if not world.is_initialized():
             world.init()
         self._members = process_set_of(process_group).members

@@ -29,16 +29,16 @@ __all__ = ["GTopK"]
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them. A module with one optimizer has it given
-        to the state: AdamW's steps are then made before the selection, and the Trainer's
-        gradient_clip_val becomes the state's global_clip_norm, for which "norm" must be the
-        algorithm.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them. A module with
+        one optimizer has it given to the state: AdamW's steps are then made before the selection,
+        and the Trainer's gradient_clip_val becomes the state's global_clip_norm, for which "norm"
+        must be the algorithm.
     state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
         passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
         with the residual, unless it begins from a checkpoint.
     """
 
-    def __init__(self, density: float = 0.001, **options: Any) -> None:
+    def __init__(self, density: float | None = None, **options: Any) -> None:
         self._density = density
         self._options = options
         self._loaded: dict[str, Any] | None = None  # empty: of a checkpoint without gTop-k

@@ -33,7 +33,7 @@ def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any)
 
 
 def hooked(
-    density: float = 0.1,
+    density: float | None = 0.1,
     buckets: dict[str, Any] = IN_ORDER,
     kind: Any = torch.optim.AdamW,
     **options: Any,
@@ -46,14 +46,14 @@ def hooked(
     return model, optimizer, state
 
 
-def distributed(density: float = 0.1, **options: Any) -> tuple[Any, Any]:
+def distributed(density: float = 0.1, compression: Any = None, **options: Any) -> tuple[Any, Any]:
     """Return a model, and the same as DistributedOptimizer has it, in the same bucket."""
     model = Net()
     own = {name: options.pop(name) for name in ("wire", "values") if name in options}
     optimizer = DistributedOptimizer(
         adamw(model),
         model.named_parameters(),
-        Compression.gtopk(density, **own),
+        compression or Compression.gtopk(density, **own),
         groups=[list(model.parameters())],
         **options,
     )
