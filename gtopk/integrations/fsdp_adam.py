@@ -26,11 +26,22 @@ from .fsdp_units import Unit
 
 
 class ShardGroups(HookGroups):
-    """The groups of an optimizer of sharded parameters, asked for them by `Unit.padded`."""
+    """The groups of an optimizer of sharded parameters, asked for them by `Unit.padded`.
+
+    Raises ValueError for an optimizer of other parameters: their gradients are no agreed steps.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
         super().__init__(optimizer)
         self._of = {shape: (unit, name) for unit in units for name, shape in unit.padded.items()}
+        sharded = set(map(self._parameter, self._of))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad and parameter not in sharded:
+                raise ValueError(
+                    f"the optimizer steps a parameter of shape {list(parameter.shape)} that "
+                    "fully_shard has not sharded: make the optimizer after fully_shard, of what is "
+                    "sharded, or give adam_steps='after'"
+                )
         self._views: dict[torch.Tensor, dict[str, tuple[DTensor, torch.Tensor]]] = {}
 
     def _parameter(self, padded: torch.Tensor) -> DTensor:
@@ -155,8 +166,10 @@ def _part_of(
     `from_local` would copy row sums, which are on the host, to a GPU; and a DTensor whose part does
     not begin where its memory does could not be copied (copy.deepcopy).
     """
-    same = {"run_check": False, "shape": shape, "stride": stride}
-    like = DTensor.from_local(local.new_empty(local.shape, device="meta"), mesh, placements, **same)
+    nothing = local.new_empty(local.shape, device="meta")
+    like = DTensor.from_local(
+        nothing, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     found = DTensor(torch.empty_like(local), like._spec, requires_grad=False)
     found._local_tensor = local
     return found

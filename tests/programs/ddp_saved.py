@@ -1,6 +1,7 @@
 """For ranks of ddp_checks.py: what DDP's hook holds back, saved and loaded."""
 
 import copy
+import gc
 import io
 import itertools
 import re
@@ -75,11 +76,16 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_goes_on_as_it_was_sav
     broken.remove()
     state.load_state_dict(saved, model)
     alone.load_state_dict(saved, undisturbed)
-    for each, one in ((model, state), (undisturbed, alone)):
-        again = DistributedDataParallel(each.module, **SMALL_BUCKETS)
+    nets = [model.module, undisturbed.module]
+    del model, undisturbed, each  # and the hooks that DDP has on parameters
+    gc.collect()
+    for net, one in zip(nets, (state, alone), strict=True):
+        again = DistributedDataParallel(net, **SMALL_BUCKETS)
         again.register_comm_hook(one, gtopk_hook)
         train(again, range(3, 6))
-    assert torch.equal(weights(model), weights(undisturbed))
+        del again
+        gc.collect()
+    assert torch.equal(*map(weights, nets))
     assert state.progress.steps == 6
 
 
