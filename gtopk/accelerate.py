@@ -36,7 +36,7 @@ def compress(
     accelerator: Any,
     model: torch.nn.Module,
     optimizer: Any,
-    density: float | None = None,
+    density: float = 0.001,
     **options: Any,
 ) -> GTopKState:
     """Let a prepared model's gradients go by gTop-k, and return the state of its hook.

@@ -80,7 +80,7 @@ class GTopKState:
 
     Of one model: each needs a state of its own, and a step is one backward pass of that model.
 
-    density: of every bucket, 0.001 if not given; `options` are the others of Compression.gtopk.
+    density: of every bucket; `options` are the others of Compression.gtopk.
         With momentum_correction the optimizer's own momentum must be 0: its first step is else an
         error, as it is of Adam and its kin with adam_correction.
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
@@ -114,7 +114,7 @@ class GTopKState:
 
     def __init__(
         self,
-        density: float | None = None,
+        density: float = 0.001,
         process_group: ProcessGroup | None = None,
         *,
         compression: GTopK | Shards | None = None,

@@ -84,7 +84,7 @@ _NO_CLIPPING: Final = (
 def replicate(
     model: torch.nn.Module,
     replicas: DeviceMesh,
-    density: float | None = None,
+    density: float = 0.001,
     *,
     compression: GTopK | Shards | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -99,7 +99,7 @@ def replicate(
     model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
         of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
-    density: of every sharded module's gradients, 0.001 if not given; `options` are the others of
+    density: of every sharded module's gradients; `options` are the others of
         Compression.gtopk. With momentum_correction the optimizer's own momentum must be 0: its
         first step is else an error, as it is of Adam and its kin with adam_correction.
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
@@ -185,8 +185,8 @@ class ReplicaState:
         compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
-        optimizer: torch.optim.Optimizer | None,
-        of_adam: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        of_adam: Mapping[str, Any] | None = None,
     ) -> None:
         self.compression = compression
         self.scaler = scaler
@@ -208,7 +208,7 @@ class ReplicaState:
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
         self._adam: HookedAdam | None = None
-        if optimizer is not None and of_adam["adam"] is not None:
+        if optimizer is not None and of_adam is not None and of_adam["adam"] is not None:
             self._adam = HookedAdam(
                 optimizer,
                 self._skips,

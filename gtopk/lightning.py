@@ -38,7 +38,7 @@ class GTopK(Callback):
         with the residual, unless it begins from a checkpoint.
     """
 
-    def __init__(self, density: float | None = None, **options: Any) -> None:
+    def __init__(self, density: float = 0.001, **options: Any) -> None:
         self._density = density
         self._options = options
         self._loaded: dict[str, Any] | None = None  # empty: of a checkpoint without gTop-k

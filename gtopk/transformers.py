@@ -63,7 +63,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     is saved beside it: in its folder in `output_dir`, or in `args.resume_from_checkpoint`.
     """
 
-    def __init__(self, density: float | None = None, **options: Any) -> None:
+    def __init__(self, density: float = 0.001, **options: Any) -> None:
         self._density = density
         self._options = options
         self.state: GTopKState | None = None

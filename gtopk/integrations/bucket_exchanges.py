@@ -165,7 +165,7 @@ class BucketExchanges:
 
 
 def compression_of(
-    hook: str, compression: object, density: float | None, options: Mapping[str, Any]
+    hook: str, compression: object, density: float, options: Mapping[str, Any]
 ) -> SparseCompression:
     """Return what a hook exchanges by: the compression that was given, else gTop-k.
 
@@ -174,8 +174,10 @@ def compression_of(
     for parameters that are to travel whole; errors of Compression.gtopk besides.
     """
     if compression is None:
-        compression = GTopK(**options) if density is None else GTopK(density, **options)
-    elif given := [*options] + ["density"] * (density is not None):
+        compression = GTopK(density, **options)
+    elif given := [*options] + ["density"] * (
+        density != GTopK.density
+    ):  # the default of hooks, too
         raise ValueError(
             f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
             f"beside {compression!r}"

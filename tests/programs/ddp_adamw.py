@@ -37,7 +37,7 @@ def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any)
 
 
 def hooked(
-    density: float | None = 0.1,
+    density: float = 0.1,
     buckets: dict[str, Any] = IN_ORDER,
     kind: Any = torch.optim.AdamW,
     **options: Any,

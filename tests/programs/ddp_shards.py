@@ -32,7 +32,7 @@ SHARDS = Compression.shards(3, 3)
 
 
 def sharded(buckets: dict[str, Any] = IN_ORDER, **options: Any) -> tuple[Any, Any, GTopKState]:
-    return hooked(None, buckets, compression=SHARDS, **options)
+    return hooked(0.001, buckets, compression=SHARDS, **options)
 
 
 def owner_errors(state: GTopKState, model: Any) -> torch.Tensor:

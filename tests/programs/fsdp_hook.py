@@ -351,7 +351,7 @@ def test_shards_of_replicas_are_exchanged_in_shards_and_a_run_resumes_to_the_bit
         own = [held[name]["residual"] + held[name]["owner_error"] for name in sorted(held)]
         return hvd.allreduce(torch.cat(own), op=hvd.Sum, process_set=state.process_set)
 
-    (model, state), (again, resumed) = (sharded(None, compression=shards) for _ in range(2))
+    (model, state), (again, resumed) = (sharded(0.001, compression=shards) for _ in range(2))
     train(model, range(3))
     before = kept(state)
     assert bool(before.any())
