@@ -45,7 +45,7 @@ def compress(
     model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers. One
         alone is given to the state: AdamW's steps are then made before the selection, and
         global_clip_norm= takes the place of accelerator.clip_grad_norm_.
-    density, options: as `gtopk.ddp.GTopKState` takes them.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
     Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
     is no optimizer.
     """

@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 
-from collectives.algorithms import Regions, find_nodes
+from collectives.algorithms import Regions
 from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.planning import Candidate
-from collectives.transports import Transport
 from collectives.wire import WHOLE, Format
 from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
-from collectives.wire.values import CHOSEN_FROM, VALUE_CODES
+from collectives.wire.values import CHOSEN_FROM, CODES_OF_BITS, VALUE_CODES
 
 
 class Compressor:
@@ -200,10 +199,6 @@ class SparseCompression(ErrorFeedback):
         return f"{self.algorithm} {super().signature()}"
 
 
-# Of a value on the wire: the code with so many; "bf16" is float32's range.
-CODES_OF_BITS: Final = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "bf16", 32: "exact"}
-
-
 @dataclass(frozen=True)
 class TopK(SparseCompression):
     """Every rank's k entries to every rank; updates up to k times world size coordinates."""
@@ -328,13 +323,6 @@ class Hierarchical(SparseCompression):
             return {"across": self.across, "regions": Regions()}
         return {"across": self.across, "growth": self.growth}
 
-    def nodes(self, transport: Transport) -> list[list[int]]:
-        """Return the ranks of every node; all ranks call it together."""
-        if self.node_size is None:
-            return find_nodes(transport)
-        everyone = list(range(transport.size))
-        return [everyone[first : first + self.node_size] for first in everyone[:: self.node_size]]
-
 
 @dataclass(frozen=True)
 class Shards(SparseCompression):
@@ -443,11 +431,6 @@ class Automatic(ErrorFeedback):
 def usual_density(elements: float) -> float:
     """Return the share to begin with for a model of so many values: a thousand entries a step."""
     return min(1.0, max(0.001, 1000.0 / elements))
-
-
-def hides_behind_backward(compression: object) -> bool:
-    """Tell whether the backward pass is the budget."""
-    return isinstance(compression, Automatic) and compression.hide_behind_backward
 
 
 def selected(density: float, length: int) -> int:

@@ -26,20 +26,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
-from .compression import GTopK
+from .compression import GTopK, Shards
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import plain_name, under_known_names, unmatched
+from .exchange.residual_names import under_known_names, unmatched
 from .exchange.residual_state import ResidualState, fits, mean_square_ratio
 from .integrations.adam import HookedAdam, check_clip_norm
-from .integrations.bucket_exchanges import BucketExchanges
+from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
     after_ddp,
+    named_parameters,
     process_set_of,
     refuse_sparse,
     write_what_ddp_does_not,
@@ -80,9 +80,10 @@ class GTopKState:
 
     Of one model: each needs a state of its own, and a step is one backward pass of that model.
 
-    density: of every bucket; `options` are the others of Compression.gtopk. With
-        momentum_correction the optimizer's own momentum must be 0: its first step is else an error,
-        as it is of Adam and its kin with adam_correction.
+    density: of every bucket; `options` are the others of Compression.gtopk.
+        With momentum_correction the optimizer's own momentum must be 0: its first step is else an
+        error, as it is of Adam and its kin with adam_correction.
+    compression: a Compression.gtopk or Compression.shards, in place of density and options.
     optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW the hook makes
         the steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`):
         from the end of backward on gradients are the agreed steps, and `step` applies them. Others
@@ -116,6 +117,7 @@ class GTopKState:
         density: float = 0.001,
         process_group: ProcessGroup | None = None,
         *,
+        compression: GTopK | Shards | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         max_skipped_steps: int = MAX_SKIPPED_STEPS,
@@ -127,15 +129,10 @@ class GTopKState:
         if isinstance(optimizer, Wrapping):
             raise ValueError("the optimizer is distributed already: give the state the plain one")
         optimizer = None if optimizer is None else plain(optimizer)
-        self.compression = GTopK(density, **options)
+        self.compression = compression_of("DDP's hook", compression, density, options)
         of_adam = options_of_adam(optimizer, self.compression, adam_steps, local_residual, Average)
         check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)
         self._global_clip_norm = global_clip_norm
-        if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
-            raise ValueError(
-                "DDP reduces whole buckets, so per-parameter dense rules are not supported; leave "
-                "out dense, dense_vectors and dense_under"
-            )
         if not world.is_initialized():
             world.init()
         self._members = process_set_of(process_group).members
@@ -406,7 +403,8 @@ class GTopKState:
         of ranks can load.
         """
         parts = {
-            name: self._bucket_exchanges.residual_of(parameter) for name, parameter in _named(model)
+            name: self._bucket_exchanges.residual_of(parameter)
+            for name, parameter in named_parameters(model)
         }
         residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
         return {
@@ -446,6 +444,15 @@ class GTopKState:
         """
         self._skips.drop(optimizer)
 
+    def _break_off(self) -> None:
+        """Make a pass void that an error has ended, whose first buckets are on their way."""
+        self._finisher.submit(int).result()  # behind what waits for them
+        if self._step.buckets:
+            self._step.drop()
+            self._step.close()
+            self._steps.drop()
+            self._buckets, self._failures, self._not_finite = 0, [], {}
+
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Hold back this from the next step on; between steps only.
 
@@ -454,7 +461,7 @@ class GTopKState:
         find_unused_parameters or where there is but one. Nothing is lost in any case.
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
-        named = _named(model)
+        named = named_parameters(model)
         known = {name for name, _ in named}
         residuals = share_of(state, self._rank, len(self._members.ranks))
         residuals = under_known_names(residuals, known)
@@ -473,6 +480,7 @@ class GTopKState:
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
+        self._break_off()
         if self._adam is not None:
             self._adam.forget()
         self._bucket_exchanges.put_residuals(found)
@@ -488,11 +496,3 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
     return state.exchange(bucket)
-
-
-def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters by their names, with or without DDP and torch.compile around them."""
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]

@@ -10,22 +10,21 @@
 
     flags        0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
-The residual is sharded as the gradients are. A module's shard is exchanged as soon as FSDP has
-reduced it, while backward goes on; the pass ends when all of them are. FSDP itself reads some of
-them at once, and backward then waits: those that it converts (reduce_dtype), divides (float16,
-float64), adds to gradients of an earlier pass, or copies to the CPU, and those of parameters with
-post-accumulate hooks. Only parameters that have a gradient take part; the residual of the others is
-kept. Needs torch 2.7 or newer.
+The residual is sharded as the gradients are, and so are AdamW's steps where they are made here. A
+module's shard is exchanged as soon as FSDP has reduced it, while backward goes on; the pass ends
+when all of them are. FSDP itself reads some of them at once, and backward then waits: those that it
+converts (reduce_dtype), divides (float16, float64), adds to gradients of an earlier pass, or copies
+to the CPU, and those of parameters with post-accumulate hooks. Only parameters that have a gradient
+take part; the residual of the others is kept. Needs torch 2.7 or newer.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -41,35 +40,45 @@ except (ImportError, AttributeError) as missing:
 
 from collectives.transports import Transport
 
-from .compression import GTopK
-from .exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from .compression import GTopK, Shards, SparseCompression
+from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import plain_name, unmatched
+from .exchange.residual_names import unmatched
 from .exchange.residual_state import ResidualState
-from .integrations.bucket_exchanges import BucketExchanges
-from .integrations.fsdp_units import Unit, require_shape, stand_in
+from .integrations.adam import HookedAdam
+from .integrations.bucket_exchanges import BucketExchanges, compression_of
+from .integrations.fsdp_adam import ShardGroups, residuals_of
+from .integrations.fsdp_units import (
+    Place,
+    Unit,
+    place_in,
+    require_outermost,
+    require_shape,
+    reshard,
+    stand_in,
+    units_of,
+)
 from .integrations.hook_skips import HookSkips
 from .integrations.hook_steps import HookSteps
-from .integrations.one_step import OneStep, flags_of
+from .integrations.one_step import CLEARED, NOT_FINITE, SPOILT, VOID, OneStep, flags_of, is_void
 from .integrations.optimizer_checks import look_at_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.skipped_steps import MAX_SKIPPED_STEPS
+from .optim.wrapped.adam_step import options_of_adam
 from .optim.wrapped.checkpoint import FORMAT, share_of
+from .optim.wrapped.wrapping import Wrapping
+from .reduce_ops import Average
 from .runtime.coordinator import Operation
 from .runtime.world import world
-from .runtime.world.process_sets import ProcessSet, find_or_register
 from .telemetry.step_report import StepReport
 
 __all__ = ["ReplicaState", "replicate"]
 
-# What a rank says at the end of a pass: it does not count; of the gradients that the last one made
-# NaN, some are so yet; some are not; its own were not finite.
-_VOID: Final = 1
-_SPOILT: Final = 2
-_CLEARED: Final = 4
-_NOT_FINITE: Final = 8
+_NO_CLIPPING: Final = (
+    "FSDP hands over each module's gradients before the norm of all is known, so leave clipping out"
+)
 
 
 def replicate(
@@ -77,6 +86,10 @@ def replicate(
     replicas: DeviceMesh,
     density: float = 0.001,
     *,
+    compression: GTopK | Shards | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    adam_steps: Literal["before", "after"] = "before",
+    local_residual: bool | None = None,
     scaler: Any = None,
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
     **options: Any,
@@ -86,9 +99,18 @@ def replicate(
     model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
         of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
-    density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
-        With momentum_correction the optimizer's own momentum must be 0: its first step is else an
-        error, as it is of Adam and its kin with adam_correction.
+    density: of every sharded module's gradients; `options` are the others of
+        Compression.gtopk. With momentum_correction the optimizer's own momentum must be 0: its
+        first step is else an error, as it is of Adam and its kin with adam_correction.
+    compression: a Compression.gtopk or Compression.shards, in place of density and options.
+    optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW each rank makes
+        the steps of its shard before it selects from them, as DDP's hook does (`GTopKState`): from
+        the end of backward on gradients are the agreed steps, and `step` applies them. A step that
+        does not count is dropped by itself. Gradients cannot be clipped then.
+    adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
+    local_residual: whether forward passes in training see Adam's steps that this rank has not sent
+        yet; None: yes. Parameters are the same in all replicas again from `step` on, and in a model
+        in eval mode.
     scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
@@ -96,19 +118,13 @@ def replicate(
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a model or a mesh that is none of these, and for complex parameters.
     """
-    if options.pop("optimizer", None) is not None:
-        raise ValueError(
-            "replicas of a sharded model do not make AdamW's steps before the selection: leave out "
-            "optimizer, and give adam_correction=(0.9, 0.999), with torch.optim.SGD in AdamW's "
-            "place. Where the model fits one GPU, gtopk.ddp makes AdamW's steps"
-        )
+    if options.pop("global_clip_norm", None) is not None:
+        raise ValueError(f"global_clip_norm is not for replicas of a sharded model: {_NO_CLIPPING}")
+    if isinstance(optimizer, Wrapping):
+        raise ValueError("the optimizer is distributed already: give replicate the plain one")
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
-    compression = GTopK(density, **options)
-    if compression.dense or compression.dense_vectors or compression.dense_under:
-        raise ValueError(
-            "FSDP's replicas reduce whole shards, so per-parameter dense rules are not supported; "
-            "leave out dense, dense_vectors and dense_under"
-        )
+    how = compression_of("replicate", compression, density, options)
+    adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
     if replicas.ndim != 1:
@@ -122,79 +138,16 @@ def replicate(
             f"rank {torch.distributed.get_rank()} of torch.distributed is rank "
             f"{world.current().rank} of gtopk: start the ranks with one launcher"
         )
-    units = _units_of(model)
+    units = units_of(model)
     for unit in units.values():
         unit.require_sharded_only()
-    place = _place_in(replicas, [p for unit in units.values() for p in unit.parameters])
-    state = ReplicaState(model, list(units.values()), place, compression, scaler, max_skipped_steps)
+    place = place_in(replicas, [p for unit in units.values() for p in unit.parameters])
+    state = ReplicaState(
+        model, list(units.values()), place, how, scaler, max_skipped_steps, optimizer, adam
+    )
     for module, unit in units.items():
         _set_hook(module, partial(state.exchange, unit))
     return state
-
-
-def _units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
-    """Return the units by their modules: of several that are sharded as one, by the last."""
-    names = {module: plain_name(name) for name, module in model.named_modules()}
-    modules = {}
-    for module in names:
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # Several of one module, which later torches have, take no hook: `replicate` raises.
-            several = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if several is None else several:
-                modules[group] = module
-    return {
-        module: Unit(names[module], group, names)
-        for group, module in modules.items()
-        if group is not None
-    }
-
-
-class _Place(NamedTuple):
-    """Where this rank is among those that train the model.
-
-    replicas: the ranks that hold its shard; everyone: all ranks, of all shards.
-    shard: which one it holds; shards: how many there are.
-    """
-
-    replicas: ProcessSet
-    everyone: ProcessSet
-    shard: int
-    shards: int
-
-
-def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Place:
-    """Return this rank's place; all ranks register the process sets of all together."""
-    here = world.current()
-    alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
-    meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
-    replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
-    said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
-
-    def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
-        return transport.gather_object(said)
-
-    if both := set(alike) & set(replica) - {here.rank}:
-        raise ValueError(
-            f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
-            f"{list(alike)}, but rank {here.rank} shares a replica with {sorted(both)}: give the "
-            "dimension of the mesh that fully_shard was not given"
-        )
-    told = here.engine.submit("fsdp.replicas", [], gather).wait()
-    groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
-    together = [_reached_from(rank, groups) for rank in range(here.size)]
-    wanted = {each[0] for each in groups} | set(together)
-    found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
-    everyone = found[together[here.rank]]
-    return _Place(found[alike], everyone, replica.index(here.rank), len(replica))
-
-
-def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the ranks that share a group with this one, or with one that does, and so on."""
-    found = {rank}
-    while more := {r for of in found for group in groups[of] for r in group} - found:
-        found |= more
-    return tuple(sorted(found))
 
 
 class _Unfinished(NamedTuple):
@@ -228,10 +181,12 @@ class ReplicaState:
         self,
         model: torch.nn.Module,
         units: Sequence[Unit],
-        place: _Place,
-        compression: GTopK,
+        place: Place,
+        compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        of_adam: Mapping[str, Any] | None = None,
     ) -> None:
         self.compression = compression
         self.scaler = scaler
@@ -252,8 +207,30 @@ class ReplicaState:
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
+        self._adam: HookedAdam | None = None
+        if optimizer is not None and of_adam is not None and of_adam["adam"] is not None:
+            self._adam = HookedAdam(
+                optimizer,
+                self._skips,
+                peers,
+                partial(residuals_of, self._bucket_exchanges),
+                local_residual=of_adam["local_residual"],
+                groups=ShardGroups(optimizer, units),
+                swapped=partial(reshard, units),
+                accumulating="behind model.set_requires_gradient_sync(False)",
+                clipping=_NO_CLIPPING,
+            )
+        elif optimizer is not None:
+            optimizer.register_step_pre_hook(self.drop_skipped)
         look_at_optimizers(
-            self._skips, compression, self._world.rank, says=self._world.rank == 0, way=""
+            self._skips,
+            compression,
+            self._world.rank,
+            says=self._world.rank == 0,
+            way="give replicate the optimizer, replicate(..., optimizer=optimizer)"
+            if optimizer is None
+            else "",
+            stepped=None if self._adam is None else optimizer,
         )
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._finite = True  # the gradients of this rank in the pass
@@ -267,6 +244,8 @@ class ReplicaState:
             unit.accumulate(gradients)
             return
         unit.add_accumulated(gradients)
+        if self._adam is not None:
+            self._adam.require_cleared(map(unit.parameter, unit.with_gradient))
         self._await_end_of_pass()
         if any(each.unit is unit for each in self._unfinished):  # a module that is used twice
             self._finish()
@@ -291,6 +270,7 @@ class ReplicaState:
                 f"{gradients.dtype} {list(gradients.shape)}",
                 f"gradients of {', '.join(names)}",
                 bucket_exchange.signature,
+                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
             ],
             work,
             flags=flags,
@@ -311,6 +291,19 @@ class ReplicaState:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
                 self._steps.arrived()
+
+    @property
+    def makes_adam_steps(self) -> bool:
+        """Whether the optimizer's steps are made here, so that gradients are agreed steps."""
+        return self._adam is not None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Let the parameters be the model that is the same in all replicas, within the context.
+
+        They are that by themselves from `step` to the next forward pass, and in a model in eval
+        mode: this is for what else looks at them in the middle of a step.
+        """
+        return nullcontext() if self._adam is None else self._adam.evaluating()
 
     @property
     def last_step(self) -> StepReport | None:
@@ -346,7 +339,7 @@ class ReplicaState:
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            self._finish()  # of a pass that an error ended
+            self._break_off()  # a pass that an error ended
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -357,9 +350,18 @@ class ReplicaState:
     ) -> BucketExchange:
         sizes = [parameter.numel() for parameter in parameters]
         vector = stand_in(whole.detach().new_empty(1), whole.numel())
-        return open_bucket_exchange(
+        bucket_exchange = open_bucket_exchange(
             unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes
         )
+        if self._adam is not None:
+            make_adam_steps(
+                bucket_exchange,
+                self.compression,
+                self._adam.groups,
+                self.process_set.size() or 1,
+                parameters=[unit.padded[unit.name_of(each)] for each in parameters],
+            )
+        return bucket_exchange
 
     def _parameters(self) -> set[torch.Tensor]:
         """Return those that have gradients: what is not resharded has whole ones in their place."""
@@ -368,10 +370,24 @@ class ReplicaState:
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
         }
 
+    def _break_off(self) -> None:
+        """Make a pass void that an error has ended, if one did, so that another one may begin.
+
+        Its exchanges are waited for: they write into what a new pass, or a state, is to have.
+        """
+        while self._unfinished:
+            with suppress(Exception):  # which backward has told of, or another of the same pass
+                self._finish()
+        if self._step.buckets:
+            self._step.drop()
+            self._step.close()
+            self._steps.drop()
+        self._finite, self._has_waited = True, False
+
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
-        self._require_outermost()
+        require_outermost(self._model, self._world.rank)
         self._finish()
         everyone = self._place.everyone
         all_flags = everyone.engine.submit(
@@ -381,7 +397,7 @@ class ReplicaState:
             flags=self._flags_of_pass(),
         ).wait()
         self._spoilt, self._finite = [], True
-        if _is_void(all_flags):
+        if is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
@@ -391,30 +407,21 @@ class ReplicaState:
         self._steps.close(counted, overlapped=not self._has_waited)
         self._has_waited = False
         self.progress.steps += counted
+        if self._adam is not None:
+            (self._adam.note if counted else self._adam.forget)()
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
-        where = [f"rank {rank}" for rank, flags in ranks if flags & _NOT_FINITE]
+        where = [f"rank {rank}" for rank, flags in ranks if flags & NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
 
     def _flags_of_pass(self) -> int:
         """Return what this rank says of the pass that ends."""
-        flags = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
+        flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
         for parameter in self._spoilt:
             if not isinstance(parameter.grad, DTensor):
-                flags |= _CLEARED
+                flags |= CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                flags |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
+                flags |= SPOILT if bool(gradient.isnan().any()) else CLEARED
         return flags
-
-    def _require_outermost(self) -> None:
-        """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
-        context = next(m for m in self._model.modules() if isinstance(m, FSDPModule))
-        state = context._get_fsdp_state()._state_ctx
-        if getattr(state, "post_backward_final_callback_queued", False):
-            raise RuntimeError(
-                f"rank {self._world.rank}: a backward pass within the backward pass: replicas do "
-                "not know which of them ends a step; checkpoint activations with "
-                "use_reentrant=False"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residual; save it on every rank."""
@@ -459,8 +466,11 @@ class ReplicaState:
         for unit in self._bucket_exchanges:
             residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
-                require_shape(name, residuals.get(name, {}), shard.shape)
-        self._step.close()  # of a pass that was broken off
+                rows = unit.padded[name].shape
+                require_shape(name, residuals.get(name, {}), shard.shape, rows)
+        self._break_off()
+        if self._adam is not None:
+            self._adam.forget()
         for unit in self._bucket_exchanges:
             unit.accumulated.clear()
         self._unmatched = unmatched(
@@ -474,6 +484,8 @@ class ReplicaState:
                 {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
             )
         self.progress.steps = int(state["steps"])
+        if self._adam is not None:
+            self._adam.loaded()
 
     @property
     def _ranks(self) -> int:
@@ -483,12 +495,3 @@ class ReplicaState:
     def _rank(self) -> int:
         """Its number where those of a replica follow each other."""
         return (self.process_set.rank() or 0) * self._place.shards + self._place.shard
-
-
-def _is_void(all_flags: Sequence[int]) -> bool:
-    """Tell whether a pass does not count, as one does not that was added to NaN.
-
-    What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
-    """
-    said = functools.reduce(operator.or_, all_flags)
-    return bool(said & _VOID) or said & (_SPOILT | _CLEARED) == _SPOILT

@@ -29,10 +29,10 @@ __all__ = ["GTopK"]
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them. A module with one optimizer has it given
-        to the state: AdamW's steps are then made before the selection, and the Trainer's
-        gradient_clip_val becomes the state's global_clip_norm, for which "norm" must be the
-        algorithm.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them. A module with
+        one optimizer has it given to the state: AdamW's steps are then made before the selection,
+        and the Trainer's gradient_clip_val becomes the state's global_clip_norm, for which "norm"
+        must be the algorithm.
     state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
         passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
         with the residual, unless it begins from a checkpoint.

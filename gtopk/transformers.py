@@ -50,7 +50,7 @@ _KEY: Final = "gtopk"  # in the state of a Trainer that is saved
 class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Registers gTop-k with a Trainer on two ranks or more, which wraps its model in DDP.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
     state: of the hook, once training has begun: `state.skipped_steps` counts the steps that all
         ranks passed over, as a gradient or a sum was not finite.
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader
 
-from ..compression import hides_behind_backward
+from ..exchange.automatic import hides_behind_backward
 from ..optim.adasum import _AdasumOptimizer
 from ..optim.distributed import _DistributedOptimizer
 from ..optim.wrapped.adam_step import require_plain

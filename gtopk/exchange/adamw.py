@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -83,10 +83,14 @@ class AdamGroups:
             of.update(dict.fromkeys(group["params"], one))
         return [of.get(parameter, GONE) for parameter in parameters]
 
-    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def state_of(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
         """Return the optimizer's own state of a parameter, to be changed in place."""
         state: dict[str, Any] = self._optimizer.state[parameter]
         return state
+
+    def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what a parameter is now, for weight decay that is added to the gradient."""
+        return parameter.detach()
 
 
 def refuse_amsgrad(group: dict[str, Any]) -> None:
@@ -147,8 +151,7 @@ class AdamSteps:
         self._groups, self._ranks = groups, ranks
         self._parameters = bucket.parameters if parameters is None else list(parameters)
         self._strides, self._sizes = strides_of(self._parameters), bucket.sizes
-        named = zip(self._parameters, self._strides, strict=True)
-        self.rows = [_rows(*each) for each in named]
+        self.rows = [rows_of(parameter) for parameter in self._parameters]
         self._sampling = Sampling(self._sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
         self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
@@ -212,7 +215,7 @@ class AdamSteps:
         own.ages[number] = steps
 
     def _begin_with(
-        self, number: int, state: dict[str, Any], shared: torch.Tensor, own: OwnMoments
+        self, number: int, state: MutableMapping[str, Any], shared: torch.Tensor, own: OwnMoments
     ) -> None:
         """Go on from moments of a plain AdamW, of the mean gradient."""
         steps, share = int(state[STEP]), self.share
@@ -256,7 +259,8 @@ class AdamSteps:
             if hyper.maximize:
                 part.neg_()
             if hyper.l2 and share:
-                part.add_(parameter.detach().to(part.device, part.dtype), alpha=share * hyper.l2)
+                values = self._groups.values_of(parameter).to(part.device, part.dtype)
+                part.add_(values, alpha=share * hyper.l2)
 
     def _learn(
         self, gradient: torch.Tensor, share: float, transport: Transport, own_rows: torch.Tensor
@@ -407,8 +411,9 @@ class AdamSteps:
         self._before = None
 
 
-def _rows(parameter: torch.Tensor, stride: tuple[int, ...]) -> int:
+def rows_of(parameter: torch.Tensor) -> int:
     """Return how many rows a parameter has in memory: one where they do not lie one by one."""
+    (stride,) = strides_of([parameter])
     if parameter.dim() < 2 or not parameter.numel() or stride[0] != max(stride):
         return 1
     return parameter.shape[0]

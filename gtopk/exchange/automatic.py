@@ -199,6 +199,11 @@ class AutomaticExchange:
         self._exchange = SparseExchange(bucket, compression, self._progress, self.residual)
 
 
+def hides_behind_backward(compression: object) -> bool:
+    """Tell whether the backward pass is the budget."""
+    return isinstance(compression, Automatic) and compression.hide_behind_backward
+
+
 def agreed(candidate: Candidate, transport: Transport) -> Candidate:
     """Return rank 0's candidate, on every rank."""
     record = transport.broadcast_object(dataclasses.asdict(candidate))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, Regions, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.planning import predict
 from collectives.ranges import profiled
@@ -232,7 +232,7 @@ class SparseExchange:
         self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
         if isinstance(self.compression, Hierarchical) and "nodes" not in self.options:
-            self.options["nodes"] = self.compression.nodes(transport)
+            self.options["nodes"] = find_nodes(transport, self.compression.node_size)
         reduction = partial(
             ALGORITHMS[self.compression.algorithm],
             k=self.k,

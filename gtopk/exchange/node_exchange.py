@@ -11,7 +11,7 @@ the first step that counts, the velocity with it.
 
 from __future__ import annotations
 
-from collectives.algorithms import Hierarchy
+from collectives.algorithms import Hierarchy, find_nodes
 from collectives.transports import Transport
 from collectives.vector import SparseVector
 from collectives.wire import Format
@@ -35,13 +35,13 @@ class NodeExchange(SparseExchange):
         super().__init__(bucket, compression, progress)
         self._length = bucket.length
         self._across = compression.across
-        self._nodes = compression.nodes
+        self._node_size = compression.node_size
         self._hierarchy: Hierarchy | None = None
 
     def _place(self, transport: Transport) -> tuple[Hierarchy, slice]:
         """Return the hierarchy, and this rank's shard of the vector."""
         if self._hierarchy is None:
-            self._hierarchy = Hierarchy(transport, self._nodes(transport))
+            self._hierarchy = Hierarchy(transport, find_nodes(transport, self._node_size))
         return self._hierarchy, self._hierarchy.shard(self._length)
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:

@@ -7,5 +7,6 @@ adam.py               Adam's steps, which the hook makes in the optimizer's plac
 hook_skips.py         backward passes that do not count
 optimizer_checks.py   checks of an optimizer at its first step
 hook_steps.py         the times and bytes of a step
-fsdp_units.py         which parameters are in FSDP's flat vectors
+fsdp_units.py         which parameters are in FSDP's flat vectors, and which ranks hold them
+fsdp_adam.py          Adam's steps of shards, whose state an optimizer has as DTensors
 """

@@ -16,10 +16,10 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ..compression import check_number
-from ..exchange.adamw import GONE, AdamGroups, Hyper
+from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
-from ..optim.wrapped.local_residual import LocalResidual
+from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
 from .hook_skips import HookSkips
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
@@ -48,6 +48,30 @@ class HookGroups(AdamGroups):
             found.append(hyper if parameter.requires_grad else None)
         return found
 
+    def begin_states(self) -> bool:
+        """Make the state before the first step where that is what a step is for; tell whether.
+
+        torch.distributed.checkpoint loads into what is there already: it steps with rates and
+        gradients of zero before, to have a state of every parameter.
+        """
+        groups = self._optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        if self._optimizer.state or any(float(group["lr"]) for group in groups):
+            return False
+        if not parameters or any(bool(on_this_rank(p.grad).any()) for p in parameters):
+            return False
+        for parameter in parameters:
+            shared, rows = self.first_state(parameter)
+            step = torch.tensor(0.0, device="cpu")
+            self._optimizer.state[parameter] = {STEP: step, SHARED: shared, SHARED_ROWS: rows}
+        return True
+
+    def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ranks share of a parameter before the first step, and its row sums."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        rows = torch.zeros(rows_of(parameter), dtype=dtype, device="cpu")
+        return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
+
 
 class HookedAdam:
     """Has an optimizer step by what a hook has agreed on, from now on.
@@ -55,6 +79,8 @@ class HookedAdam:
     groups: what the hook makes the steps by.
     skips: of the model's passes. residuals: returns those of its parameters after the last pass.
     local_residual: whether forward passes in training see what this rank has not sent yet.
+    swapped: called when parameters have become that, or the centre.
+    accumulating, clipping: how, in words, passes are to add up, and gradients to be clipped.
     Whoever exchanges calls `watch` when a pass begins, and `note` or `forget` when it has ended.
     """
 
@@ -66,11 +92,16 @@ class HookedAdam:
         residuals: Residuals,
         *,
         local_residual: bool,
+        groups: HookGroups | None = None,
+        swapped: Callable[[], None] = lambda: None,
+        accumulating: str = "within `with model.no_sync():`",
+        clipping: str = "give the state global_clip_norm=, which clips before the moments",
     ) -> None:
-        self.groups = HookGroups(optimizer)
+        self.groups = HookGroups(optimizer) if groups is None else groups
+        self._accumulating, self._clipping = accumulating, clipping
         self.peers, self.residuals = peers, residuals
         self._optimizer, self._skips = optimizer, skips
-        self._local = LocalResidual(self, "state") if local_residual else None
+        self._local = LocalResidual(self, "state", swapped) if local_residual else None
         self._agreed: AgreedSteps | None = None  # of the last pass
         self._is_due = False  # nobody has stepped with them yet
         self._in_closure = False
@@ -110,17 +141,31 @@ class HookedAdam:
         parameters = list(parameters)
         if not self._added.isdisjoint(parameters):  # others are looked at later in this pass
             self._added.clear()
-            raise RuntimeError(
-                f"rank {self.peers.world.rank}: a backward pass has added its gradients to the "
-                "agreed steps of AdamW, which the pass before has left in their place: have all "
-                "passes of a step but the last within `with model.no_sync():`, and clear gradients "
-                "(optimizer.zero_grad()) after step()"
-            )
+            raise self._added_to_steps()
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
                     _CallWith(self._look_at, parameter)
                 )
+
+    def _added_to_steps(self) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.peers.world.rank}: a backward pass has added its gradients to the agreed "
+            "steps of AdamW, which the pass before has left in their place: have all passes of a "
+            f"step but the last {self._accumulating}, and clear gradients (optimizer.zero_grad()) "
+            "after step()"
+        )
+
+    def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError where a pass is about to add the gradients of these to agreed steps.
+
+        For who is asked before that, in place of `watch`.
+        """
+        agreed = self._agreed
+        if agreed is None:
+            return
+        if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
+            raise self._added_to_steps()
 
     def _look_at(self, parameter: torch.nn.Parameter) -> None:
         """Note, before a pass adds to a gradient, whether that is an agreed step yet."""
@@ -169,19 +214,27 @@ class HookedAdam:
             for p in group["params"]
             if p.grad is not None
         ]
+        if self._agreed is None and self.groups.begin_states():
+            self._hide(stepped)
+            return None
         for parameter, _ in stepped:
             self._require_agreed(parameter)
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves it to a fused optimizer to unscale.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         step(optimizer, agreed=None)
-        self._is_due, self._hidden = False, stepped
-        for parameter, _ in stepped:
-            parameter.grad = None  # the optimizer itself passes over it
+        self._is_due = False
+        self._hide(stepped)
         if self._local is not None:
             self._local.restore()
             self._local.end_step()
         return None if closure is None else ((optimizer, lambda: loss), {})
+
+    def _hide(self, stepped: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Keep the gradients until `_after_step`: the optimizer itself passes over them."""
+        self._hidden = stepped
+        for parameter, _ in stepped:
+            parameter.grad = None
 
     def _after_step(self, *call: Any) -> None:
         hidden, self._hidden = self._hidden, []
@@ -197,8 +250,8 @@ class HookedAdam:
             raise ValueError(
                 f"rank {self.peers.world.rank}: gradients were changed between backward() and "
                 "step(), where they are the agreed steps of AdamW, and no gradients: instead of "
-                "clip_grad_norm_ (or a trainer's option for it) give the state global_clip_norm=, "
-                "which clips before the moments; adam_steps='after' steps with agreed gradients"
+                f"clip_grad_norm_ (or a trainer's option for it) {self._clipping}; "
+                "adam_steps='after' steps with agreed gradients"
             )
         raise ValueError(
             f"rank {self.peers.world.rank}: step() takes the agreed steps of AdamW, and a "

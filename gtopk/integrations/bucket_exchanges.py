@@ -8,10 +8,12 @@ The residual of one that is frozen, or in no bucket now, waits outside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ..compression import GTopK, Shards, SparseCompression
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS
 from ..exchange.residual_state import ResidualState, without_owner_errors
@@ -98,7 +100,10 @@ class BucketExchanges:
             residuals = without_owner_errors(residuals)
         for what, part in views.items():
             part.copy_(residuals[what]) if what in residuals else part.zero_()
-        self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
+        residual = self._homes[parameter][0].exchange.residual
+        assert residual is not None
+        residual.holds_nothing = False
+        residual.astray |= OWNER_ERROR in residuals  # of other buckets, or of other ranks
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
@@ -157,6 +162,37 @@ class BucketExchanges:
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
                 as_shaped(part, parameter).copy_(tensor)
                 self._residuals.setdefault(parameter, {})[what] = part
+
+
+def compression_of(
+    hook: str, compression: object, density: float, options: Mapping[str, Any]
+) -> SparseCompression:
+    """Return what a hook exchanges by: the compression that was given, else gTop-k.
+
+    hook: its name in errors. options: of Compression.gtopk, besides the density.
+    Raises ValueError for a compression beside other options, for one that hooks do not take, and
+    for parameters that are to travel whole; errors of Compression.gtopk besides.
+    """
+    if compression is None:
+        compression = GTopK(density, **options)
+    elif given := [*options] + ["density"] * (
+        density != GTopK.density
+    ):  # the default of hooks, too
+        raise ValueError(
+            f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
+            f"beside {compression!r}"
+        )
+    if not isinstance(compression, GTopK | Shards):
+        raise ValueError(
+            f"{hook} takes Compression.gtopk(...) or Compression.shards(...), got "
+            f"{compression!r}; DistributedOptimizer takes all of them"
+        )
+    if compression.dense or compression.dense_vectors or compression.dense_under:
+        raise ValueError(
+            f"{hook} exchanges whole buckets, so per-parameter dense rules are not supported; "
+            "leave out dense, dense_vectors and dense_under"
+        )
+    return compression
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
+from ..exchange.residual_names import plain_name
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .bucket_exchanges import as_shaped, split
@@ -78,3 +80,11 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
         f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
         f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
     )
+
+
+def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters by their names, with or without DDP and torch.compile around them."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]

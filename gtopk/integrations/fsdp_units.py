@@ -1,5 +1,7 @@
 """Unit: a module that FSDP shards, and which of its parameters have a gradient in a pass.
 
+Place: where a rank is among those that hold the same shard, and those of the same replica.
+
 FSDP hands its hook one vector, and does not say which parameters it is of:
 
     parameters    a     b     c         b has no gradient in this pass
@@ -8,12 +10,21 @@ FSDP hands its hook one vector, and does not say which parameters it is of:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from collectives.transports import Transport
+
+from ..exchange.residual import ROWS
+from ..exchange.residual_names import plain_name
 from ..exchange.residual_state import ResidualState, fits
+from ..runtime.world import world
+from ..runtime.world.process_sets import ProcessSet, find_or_register
 
 
 class Unit:
@@ -22,6 +33,7 @@ class Unit:
     group: FSDP's own, of the module's parameters; its `post_backward` is what calls the hook.
     modules: the names of the model's modules.
     stand_ins: by name, a tensor for each parameter: as long as its shard, without memory.
+    padded: by name, the shard's shape in the vector, that of the first rank: a tensor of no memory.
     with_gradient: the names of those that the vector is of that the hook has now.
     accumulated: by name, the sum of the gradients, as long as its shard, of passes that were not to
         be exchanged: model.set_requires_all_reduce(False).
@@ -30,6 +42,7 @@ class Unit:
     def __init__(self, name: str, group: Any, modules: Mapping[torch.nn.Module, str]) -> None:
         self.name = name
         self.stand_ins: dict[str, torch.nn.Parameter] = {}
+        self.padded: dict[str, torch.Tensor] = {}
         self.with_gradient: list[str] = []
         self.accumulated: dict[str, torch.Tensor] = {}
         self._group = group
@@ -37,8 +50,9 @@ class Unit:
         for each in group.fsdp_params:
             info = each._module_info
             called = ".".join(filter(None, (modules[info.module], info.param_name)))
-            length = each.padded_sharded_param_size.numel()
-            self.stand_ins[called] = stand_in(torch.empty(1, device=group.device), length)
+            shape = each.padded_sharded_param_size
+            self.stand_ins[called] = stand_in(torch.empty(1, device=group.device), shape.numel())
+            self.padded[called] = torch.empty(shape, device="meta")
             self._of[called] = each
         self._reduce = group.post_backward
         group.post_backward = self._post_backward  # FSDP looks it up at each call
@@ -57,6 +71,19 @@ class Unit:
     def parameters(self) -> list[torch.Tensor]:
         """The sharded parameters; the module itself may have whole ones in their place."""
         return [each.sharded_param for each in self._of.values()]
+
+    def parameter(self, name: str) -> DTensor:
+        """Return the sharded parameter of a name."""
+        sharded: DTensor = self._of[name].sharded_param
+        return sharded
+
+    def name_of(self, stand_in: torch.Tensor) -> str:
+        """Return the name of the parameter that one stands for."""
+        return next(name for name, each in self.stand_ins.items() if each is stand_in)
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, so that FSDP brings the shards together anew."""
+        self._group.reshard()
 
     @property
     def is_to_accumulate(self) -> bool:
@@ -143,15 +170,100 @@ class Unit:
         return whole.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
+def units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
+    """Return the units by their modules: of several that are sharded as one, by the last."""
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    modules = {}
+    for module in names:
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # Several of one module, which later torches have, take no hook: `replicate` raises.
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if several is None else several:
+                modules[group] = module
+    return {
+        module: Unit(names[module], group, names)
+        for group, module in modules.items()
+        if group is not None
+    }
+
+
+def require_outermost(model: torch.nn.Module, rank: int) -> None:
+    """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
+    context = next(m for m in model.modules() if isinstance(m, FSDPModule))
+    state = context._get_fsdp_state()._state_ctx
+    if getattr(state, "post_backward_final_callback_queued", False):
+        raise RuntimeError(
+            f"rank {rank}: a backward pass within the backward pass, or after one that an error "
+            "has ended: replicas do not know which of them ends a step. Checkpoint activations "
+            "with use_reentrant=False; after an error make the model anew, by fully_shard"
+        )
+
+
+class Place(NamedTuple):
+    """Where this rank is among those that train the model.
+
+    replicas: the ranks that hold its shard; everyone: all ranks, of all shards.
+    shard: which one it holds; shards: how many there are.
+    """
+
+    replicas: ProcessSet
+    everyone: ProcessSet
+    shard: int
+    shards: int
+
+
+def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
+    """Return this rank's place; all ranks register the process sets of all together."""
+    here = world.current()
+    alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
+    meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
+    replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
+    said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
+
+    def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
+        return transport.gather_object(said)
+
+    if both := set(alike) & set(replica) - {here.rank}:
+        raise ValueError(
+            f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
+            f"{list(alike)}, but rank {here.rank} shares a replica with {sorted(both)}: give the "
+            "dimension of the mesh that fully_shard was not given"
+        )
+    told = here.engine.submit("fsdp.replicas", [], gather).wait()
+    groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
+    together = [_reached_from(rank, groups) for rank in range(here.size)]
+    wanted = {each[0] for each in groups} | set(together)
+    found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
+    everyone = found[together[here.rank]]
+    return Place(found[alike], everyone, replica.index(here.rank), len(replica))
+
+
+def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """Return the ranks that share a group with this one, or with one that does, and so on."""
+    found = {rank}
+    while more := {r for of in found for group in groups[of] for r in group} - found:
+        found |= more
+    return tuple(sorted(found))
+
+
+def reshard(units: Iterable[Unit]) -> None:
+    """Do so for all of these."""
+    for unit in units:
+        unit.reshard()
+
+
 def stand_in(one: torch.Tensor, length: int) -> torch.nn.Parameter:
     """Return a parameter of this length, with no more memory than that of one element."""
     return torch.nn.Parameter(one.expand(length))
 
 
-def require_shape(name: str, residuals: ResidualState, shape: Sequence[int]) -> None:
-    """Raise ValueError where the residual has another."""
+def require_shape(
+    name: str, residuals: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
+) -> None:
+    """Raise ValueError where the residual has another; rows: the shape that rows are of."""
     for what, tensor in residuals.items():
-        if not fits(what, tensor, shape):
+        if not fits(what, tensor, rows if what == ROWS else shape):
             raise ValueError(
                 f"the {what} of the shard of '{name}' has the shape {list(tensor.shape)}, but here "
                 f"it is {list(shape)}"

@@ -60,6 +60,10 @@ class HookSteps:
             self._seen.exchanged[number] = exchanged
         self._seen.spans.append((began, time.perf_counter()))
 
+    def drop(self) -> None:
+        """Forget a step that an error has ended."""
+        self._seen = Seen()
+
     def arrived(self) -> None:
         """Note that what the program has waited for is there."""
         self._ended = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +17,11 @@ from ..exchange.exchange import Exchanged
 
 NOT_FINITE: Final = 1  # flags: this rank's gradients of the bucket are not
 PREEMPTED: Final = 2  # this rank had SIGTERM
+# At the end of a pass: it does not count; of the gradients that the last one made NaN, some are so
+# yet; some are not.
+VOID: Final = 2
+SPOILT: Final = 4
+CLEARED: Final = 8
 
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
@@ -95,3 +102,12 @@ class OneStep:
             bucket_exchange.let_go()
         self._ran, self._void = [], False
         return counted
+
+
+def is_void(all_flags: Sequence[int]) -> bool:
+    """Tell whether a pass does not count, as one does not that was added to NaN.
+
+    What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
+    """
+    said = functools.reduce(operator.or_, all_flags)
+    return bool(said & VOID) or said & (SPOILT | CLEARED) == SPOILT

@@ -28,7 +28,8 @@ import torch
 
 from collectives.wire import NOTHING_CODED
 
-from ..compression import Compression, ErrorFeedback, check_count, hides_behind_backward
+from ..compression import Compression, ErrorFeedback, check_count
+from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum

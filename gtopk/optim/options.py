@@ -17,10 +17,10 @@ from ..compression import (
     SparseCompression,
     check_count,
     check_number,
-    hides_behind_backward,
     selected,
 )
 from ..exchange.adamw import AdamGroups
+from ..exchange.automatic import hides_behind_backward
 from ..exchange.exchanges import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..compression import hides_behind_backward
+from ..exchange.automatic import hides_behind_backward
 from ..runtime.logs import EVERYWHERE
 from .peers import Peers
 from .step_transaction import AnyBucketExchange

@@ -101,7 +101,7 @@ def _in_short(
         return f"{takes}; {beyond} as it runs here is beyond the model"
     candidate = runs.candidate if _is_compressed(runs) else found.candidate
     seconds = runs.seconds if _is_compressed(runs) else found.seconds
-    name = f"{LABELS[candidate.algorithm]} at density {candidate.density:g}"
+    name = f"{LABELS[candidate.algorithm]} at {_amount(candidate)}"
     if seconds * _CLOSE < dense:
         verb = "saves" if compressed else "would save"
         return (
@@ -148,9 +148,16 @@ def _verdict(
     return f"{said}: it makes no difference here"
 
 
+def _amount(way: Candidate) -> str:
+    """Return how much a way sends in a step, as its options say it."""
+    if way.algorithm == "shards":
+        return f"period {1.0 / way.density:.0f}"
+    return f"density {way.density:g}"
+
+
 def _options(way: Candidate, runs: Prediction | None) -> str:
     """Return a way's options in words, with what tells it from the same algorithm as it runs."""
-    options = [f"density {way.density:g}", way.wider.strip()]
+    options = [_amount(way), way.wider.strip()]
     if runs is not None and runs.candidate.algorithm == way.algorithm:
         is_other = runs.candidate.format.indices != way.format.indices
         options += [f"wire={way.format.indices}"] * is_other

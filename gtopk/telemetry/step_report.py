@@ -141,9 +141,11 @@ class Balance:
     coded_entries: int = 0
     coded_bytes: int = 0
     algorithm: str = ""
+    compresses: bool = False  # whether any step did, with a prediction or without
 
     def note(self, step: StepReport, count: int = 1) -> None:
         """Count a step, or as many like it, if it is known what a dense one would have taken."""
+        self.compresses |= step.algorithm not in ("", "dense")
         if step.dense_seconds is None or step.skipped:
             return
         self.steps += count

@@ -21,6 +21,11 @@ def test_ddp_exchanges_its_buckets_by_gtopk(checked):
 def test_what_the_hook_holds_back_is_saved_and_loaded(checked):
     ranks, job = checked
     assert job.stdout.count("the hook saves as it says") == ranks, job.stdout + job.stderr
+
+
+def test_the_hook_exchanges_shards(checked):
+    ranks, job = checked
+    assert job.stdout.count("the hook exchanges shards") == ranks, job.stdout + job.stderr
     assert job.returncode == 0, job.stdout + job.stderr
 
 

@@ -15,7 +15,7 @@ from torch.distributed import fsdp
 def checked(torchrun, tmp_path_factory):
     """Return what one job of 4 ranks says of all checks, and the folder that it has saved into."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return torchrun(4, "fsdp_checks.py", str(folder)), folder
+    return torchrun(4, "fsdp_checks.py", str(folder), timeout=300), folder
 
 
 def test_replicas_of_shards_exchange_by_gtopk(checked):
@@ -26,6 +26,11 @@ def test_replicas_of_shards_exchange_by_gtopk(checked):
 def test_backward_goes_on_while_shards_are_exchanged(checked):
     job, _ = checked
     assert job.stdout.count("backward goes on") == 4, job.stdout + job.stderr
+
+
+def test_replicas_make_the_steps_of_adamw(checked):
+    job, _ = checked
+    assert job.stdout.count("replicas make AdamW's steps") == 4, job.stdout + job.stderr
 
 
 def test_a_unit_may_be_used_in_part(checked):

@@ -11,6 +11,10 @@ import pytest
 import torch
 from checks import logged, raises, run_tests
 from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, assert_alike, batch, weights
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk.torch as hvd
@@ -48,14 +52,14 @@ def hooked(
     return model, optimizer, state
 
 
-def distributed(density: float = 0.1, **options: Any) -> tuple[Any, Any]:
+def distributed(density: float = 0.1, compression: Any = None, **options: Any) -> tuple[Any, Any]:
     """Return a model, and the same as DistributedOptimizer has it, in the same bucket."""
     model = Net()
     own = {name: options.pop(name) for name in ("wire", "values") if name in options}
     optimizer = DistributedOptimizer(
         adamw(model),
         model.named_parameters(),
-        Compression.gtopk(density, **own),
+        compression or Compression.gtopk(density, **own),
         groups=[list(model.parameters())],
         **options,
     )
@@ -317,6 +321,20 @@ def test_a_run_resumes_to_the_bit() -> None:
     train(resumed, again, range(4, 8))
     assert torch.equal(weights(resumed), weights(model))
     assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
+
+
+def test_torchs_functions_load_a_state_into_an_optimizer_that_has_none_yet() -> None:
+    model, optimizer, state = hooked()
+    train(model, optimizer, range(4))
+    before = saved(model, optimizer, state)
+    found = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    train(model, optimizer, range(4, 7))
+    resumed, again, fresh = hooked()
+    resumed.module.load_state_dict(before["model"])
+    set_optimizer_state_dict(resumed, again, found)
+    fresh.load_state_dict(before["state"], resumed)
+    train(resumed, again, range(4, 7))
+    assert torch.equal(weights(resumed), weights(model))
 
 
 def test_what_all_ranks_have_is_gathered_and_gone_on_from() -> None:

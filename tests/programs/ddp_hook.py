@@ -67,7 +67,11 @@ class Recorder:
         """Since it began, the model was trained by `train`."""
         (held,) = self.state.state_dict(model)["held"].values()
         names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
-        residuals = torch.cat([held[name]["residual"].reshape(-1) for name in names])
+        kept = [
+            sum(held[name][what] for what in ("residual", "owner_error") if what in held[name])
+            for name in names
+        ]
+        residuals = torch.cat([each.reshape(-1) for each in kept])
         handed = torch.cat([self.handed[p].reshape(-1) for p in model.parameters()])
         updates = (begun - weights(model)) / 0.1
         assert (updates != 0).sum() < len(updates)

@@ -1,6 +1,7 @@
 """For ranks of ddp_checks.py: what DDP's hook holds back, saved and loaded."""
 
 import copy
+import gc
 import io
 import itertools
 import re
@@ -9,7 +10,7 @@ import tempfile
 import pytest
 import torch
 from checks import logged
-from ddp_hook import RANK, SIZE, Net, summed, train, weights, wrapped
+from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, batch, summed, train, weights, wrapped
 from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +57,36 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
     with pytest.raises(ValueError, match=said):
         again.load_state_dict(wrong, resumed)
+
+
+def test_a_state_that_is_loaded_after_an_error_in_backward_goes_on_as_it_was_saved() -> None:
+    """In another DDP around the model: the one that the error broke does not go on."""
+    state, alone = GTopKState(0.05), GTopKState(0.05)
+    model, undisturbed = wrapped(state), wrapped(alone)
+    for each in (model, undisturbed):
+        train(each, range(3))
+    saved = state.state_dict(model)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("broken off")
+
+    broken = model.module.layers[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="broken off"):
+        model(batch(3)).square().mean().backward()  # the other layers' buckets are on their way
+    broken.remove()
+    state.load_state_dict(saved, model)
+    alone.load_state_dict(saved, undisturbed)
+    nets = [model.module, undisturbed.module]
+    del model, undisturbed, each  # and the hooks that DDP has on parameters
+    gc.collect()
+    for net, one in zip(nets, (state, alone), strict=True):
+        again = DistributedDataParallel(net, **SMALL_BUCKETS)
+        again.register_comm_hook(one, gtopk_hook)
+        train(again, range(3, 6))
+        del again
+        gc.collect()
+    assert torch.equal(*map(weights, nets))
+    assert state.progress.steps == 6
 
 
 def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:

@@ -5,6 +5,7 @@ What is saved into the folder, fsdp_resume.py goes on with on fewer ranks.
 
 import sys
 
+import fsdp_adamw
 import fsdp_hook
 import fsdp_overlap
 import fsdp_resume
@@ -18,6 +19,7 @@ if __name__ == "__main__":
     for checks, said in (
         (fsdp_hook, "shards are replicated"),
         (fsdp_overlap, "backward goes on"),
+        (fsdp_adamw, "replicas make AdamW's steps"),
         (fsdp_used_in_part, "nothing is lost"),
     ):
         run_tests(vars(checks))

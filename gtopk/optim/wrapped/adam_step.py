@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 from ...compression import ErrorFeedback, Hierarchical, check_choice
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ...reduce_ops import Adasum
-from .local_residual import take_centre
+from .local_residual import on_this_rank, take_centre, versions_of
 
 
 def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
@@ -57,15 +57,16 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
             update = parameter.grad
             if update is None:
                 if centre is not None:
-                    parameter.copy_(centre)
+                    on_this_rank(parameter).copy_(centre)
                 continue
             if update.is_sparse:
                 raise RuntimeError(
                     "Adam does not support sparse gradients: make them dense by sparse=False in "
                     "the embedding"
                 )
-            torch.mul(parameter if centre is None else centre, keep, out=parameter)
-            parameter.sub_(update)
+            here = on_this_rank(parameter)
+            torch.mul(here if centre is None else centre, keep, out=here)
+            here.sub_(on_this_rank(update))
 
 
 def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -102,20 +103,20 @@ class AgreedSteps:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._versions = {  # and the gradients, which `zero_grad` is to free
-            parameter: (TensorWeakRef(parameter.grad), parameter.grad._version)
+            parameter: (TensorWeakRef(parameter.grad), versions_of(parameter.grad))
             for parameter in parameters
             if parameter.grad is not None
         }
 
     def is_changed(self, parameter: torch.Tensor) -> bool:
         """Tell whether somebody has changed a parameter's in place since."""
-        gradient, version = self._versions.get(parameter, (lambda: None, 0))
+        gradient, versions = self._versions.get(parameter, (lambda: None, (0, 0)))
         here = gradient()
-        return here is not None and here._version != version
+        return here is not None and versions_of(here) != versions
 
     def is_in(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter has its own yet."""
-        gradient, _ = self._versions.get(parameter, (lambda: None, 0))
+        gradient, _ = self._versions.get(parameter, (lambda: None, (0, 0)))
         return parameter.grad is not None and parameter.grad is gradient()
 
     def require_unchanged(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,17 @@ def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return None if holder is None else holder._take_centre(parameter)
 
 
+def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements on this rank, in its memory: of a DTensor its own shard."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often a tensor was changed in place; a DTensor's shard counts by itself."""
+    return tensor._version, on_this_rank(tensor)._version
+
+
 class Holder(Protocol):
     """Who has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
 
@@ -67,12 +78,19 @@ class LocalResidual:
     the caller's.
 
     owner: what scripts call that has `evaluating` and the option local_residual.
+    swapped: called when parameters have become c - a, or the centre.
     """
 
-    def __init__(self, holder: Holder, owner: str = "optimizer") -> None:
-        self._holder, self._owner = holder, owner
+    def __init__(
+        self,
+        holder: Holder,
+        owner: str = "optimizer",
+        swapped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._holder, self._owner, self._swapped = holder, owner, swapped
         self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
+        # Of those that are c - a now.
+        self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._looked_at = weakref.WeakSet[torch.nn.Module]()
         self._finding: Any = None  # the hook that all modules call
@@ -110,7 +128,8 @@ class LocalResidual:
             self._roots.add(module)
             self._looked_at.update(module.modules())
             hook = _Hook(self)
-            module.register_forward_pre_hook(hook.before_forward)
+            # Before FSDP's own, which brings the parameters of all ranks together.
+            module.register_forward_pre_hook(hook.before_forward, prepend=True)
             for each in _layers(module):
                 each.register_state_dict_pre_hook(hook.before_state_dict)
                 each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
@@ -142,36 +161,41 @@ class LocalResidual:
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
-            centre = self._centre.get(parameter)
+            here, centre = on_this_rank(parameter), self._centre.get(parameter)
             if centre is None or (centre.shape, centre.dtype, centre.device) != (
-                parameter.shape,
-                parameter.dtype,
-                parameter.device,
+                here.shape,
+                here.dtype,
+                here.device,
             ):
-                centre = self._centre[parameter] = torch.empty_like(parameter)
-            centre.copy_(parameter)
+                centre = self._centre[parameter] = torch.empty_like(here)
+            centre.copy_(here)
             # A residual has the weight of a rank in the sum; by itself it would move all of it.
-            parameter.sub_(residual.to(parameter.device), alpha=ranks)
-            self._versions[parameter] = parameter._version
+            here.sub_(residual.to(here.device), alpha=ranks)
+            self._versions[parameter] = versions_of(parameter)
             _holders[parameter] = self
+        if self._versions:
+            self._swapped()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make the parameters the centre; raise RuntimeError where one was changed meanwhile."""
-        for parameter in [*self._versions]:
+        applied = [*self._versions]
+        for parameter in applied:
             self._restore(parameter)
+        if applied:
+            self._swapped()
 
     @torch.no_grad()
     def _restore(self, parameter: torch.nn.Parameter) -> None:
         if (centre := self._take_centre(parameter)) is not None:
-            parameter.copy_(centre)
+            on_this_rank(parameter).copy_(centre)
 
     def _take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         version = self._versions.pop(parameter, None)
         if version is None:
             return None
         _holders.pop(parameter, None)
-        if version != parameter._version and not self._is_as_applied(parameter):
+        if version != versions_of(parameter) and not self._is_as_applied(parameter):
             raise RuntimeError(
                 f"rank {self._holder.peers.world.rank}: parameter '{self._name_of(parameter)}' "
                 "was changed between a forward pass and step(), where it holds steps that this "
@@ -191,7 +215,7 @@ class LocalResidual:
         for other, residual in self._holder.residuals():
             if other is parameter:
                 applied = centre.sub(residual.to(centre.device), alpha=ranks)
-                return torch.equal(applied, parameter)
+                return torch.equal(applied, on_this_rank(parameter))
         return False
 
     def end_step(self) -> None:

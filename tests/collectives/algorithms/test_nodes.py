@@ -23,6 +23,13 @@ def test_hosts_are_told_apart_by_their_neighbours(threads) -> None:
     assert threads(6, program) == [hosts] * 6
 
 
+def test_consecutive_ranks_are_nodes_of_a_size_that_is_given(threads) -> None:
+    def program(transport):
+        return find_nodes(transport, 2)
+
+    assert threads(5, program) == [[[0, 1], [2, 3], [4]]] * 5
+
+
 def test_the_order_in_which_nodes_are_told_does_not_matter() -> None:
     assert checked_nodes([(4, 2), [], [3, 0, 1]], 5) == [[0, 1, 3], [2, 4]]
 

@@ -195,3 +195,9 @@ def test_what_is_logged_is_one_short_sentence_that_says_over_what(
     said = advice.advice(compression, [LENGTH], at(bits_per_second), over="Open MPI v5.0.11")
     assert re.match(f"8 ranks over Open MPI v5.0.11: {says}", said.sentence), said.sentence
     assert len(said.sentence) <= 160
+
+
+def test_shards_are_told_by_their_period() -> None:
+    said = advice.advice(Compression.shards(4, 3), [LENGTH], at(1e8))
+    assert "shards at period 4 saves up to" in said.sentence
+    assert "density" not in said.sentence

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives import ALGORITHMS
 from collectives.errors import PeerError
 from collectives.transports import local_world, run_ranks
 from collectives.wire.indices import INDEX_CODES
@@ -32,7 +31,7 @@ from ...arguments import (
 )
 from ...replay.invented_picks import DISTRIBUTIONS
 from ..words import add_words, one_of
-from .contenders import BASELINES, parse, spelled
+from .contenders import BASELINES, KNOWN, parse, spelled
 from .picture import picture
 from .plan import Plan
 from .record import Results, checked
@@ -67,9 +66,10 @@ def parser() -> argparse.ArgumentParser:
     words(
         "--algorithms",
         known_algorithm,
-        list(ALGORITHMS),
+        list(KNOWN),
         may_be_none=True,
-        help=f"from {', '.join(ALGORITHMS)}; with options such as gtopk:growth=2.0; default: all",
+        help=f"from {', '.join(KNOWN)}; with options such as gtopk:growth=2.0 or "
+        "shards:period=4,bits=3; default: all",
     )
     words(
         "--baselines",

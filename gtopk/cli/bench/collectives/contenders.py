@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from collectives import ALGORITHMS, reduce
-from collectives.algorithms import Regions
+from collectives.algorithms import Regions, shards
 from collectives.cost import rounds
 from collectives.planning import (
     EXACT,
@@ -26,8 +26,12 @@ from collectives.vector import Array, SparseVector
 from collectives.wire.format import check
 from collectives.wire.indices import INDEX_CODES
 
+from ....compression import Shards
 from . import baselines
 from .library import Reckoning
+
+# Of gtopk's own: those of `reduce`, and the one that no picks are made for.
+KNOWN: Final = (*ALGORITHMS, Shards.algorithm)
 
 
 class Task(NamedTuple):
@@ -113,11 +117,43 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     )
 
 
+def own_shards(options: dict[str, Any]) -> Contender:
+    """Return the exchange of one shard of every rank's vector, by the options of `Shards`."""
+    how = Shards(**options)
+    (format,) = how.formats()
+
+    def prepare(task: Task) -> Callable[[], Outcome]:
+        selected, transport = task.selected, task.transport
+        left = np.zeros(selected.length, np.float32)
+        left[selected.indices] = selected.values
+        indices = shards.shard_indices(0, how.period, left)
+        owned = indices[shards.own_part(indices.size, transport)]
+        values, errors = left[indices], np.zeros(owned.size, np.float32)
+
+        def go() -> Outcome:
+            shared = shards.reduce(values, errors, transport, code=format.values)
+            left[indices] = shared.lost
+            left[owned] += shared.kept
+            update = SparseVector(indices, shared.update, left.size)
+            return Outcome(update, SparseVector.from_dense(left))
+
+        return go
+
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
+        found = predict(how.candidate(format), length, network, rates)
+        code_seconds = found.code_seconds + found.merge_seconds
+        return Modelled(found.communicate_seconds, code_seconds, found.rounds)
+
+    name = f"shards period={how.period} bits={how.bits}"
+    given = {"period": how.period, "bits": how.bits}
+    return Contender(name, name, prepare, modelled, how.algorithm, given, format, selective=False)
+
+
 def parse(words: str) -> tuple[str, dict[str, Any]]:
     """Return an algorithm and its options from "gtopk" or "gtopk:growth=2.0,put_back=spread"."""
     name, _, rest = words.partition(":")
-    if name not in ALGORITHMS:
-        raise ValueError(f"an algorithm must be one of {', '.join(ALGORITHMS)}; got {name!r}")
+    if name not in KNOWN:
+        raise ValueError(f"an algorithm must be one of {', '.join(KNOWN)}; got {name!r}")
     options = {}
     for word in filter(None, rest.split(",")):
         option, equals, value = word.partition("=")
@@ -127,7 +163,23 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
             options[option] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             options[option] = value
+    if name == Shards.algorithm:
+        if unknown := options.keys() - {"period", "bits"}:
+            raise ValueError(f"shards take period and bits, got {', '.join(sorted(unknown))}")
+        try:
+            Shards(**options)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
     return name, options
+
+
+def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format]:
+    """Return the formats whose coding is to be measured: those spelled, and those of shards."""
+    asked = [format for word in formats for format in spelled(word)]
+    for name, options in map(parse, algorithms):
+        if name == Shards.algorithm:
+            asked += [format._replace(indices="raw") for format in Shards(**options).formats()]
+    return [*dict.fromkeys(asked)]
 
 
 def spelled(word: str) -> list[Format]:
@@ -160,6 +212,8 @@ def own_contenders(
     for algorithm, options in map(parse, asked):
         if algorithm == "dense":
             contenders.append(own("dense", options, EXACT))
+        elif algorithm == Shards.algorithm:
+            contenders.append(own_shards(options))
         else:
             contenders += [own(algorithm, options, format) for format in dict.fromkeys(found)]
     return contenders

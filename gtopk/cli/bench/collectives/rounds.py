@@ -183,7 +183,7 @@ def go(
     measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
     measured.interface_bytes = on_interface if interface else None
     measured.updated = entries(outcome.update)
-    measured.counted = own and (contender.selective or transport.counts_allreduce)
+    measured.counted = own and (contender.algorithm != "dense" or transport.counts_allreduce)
 
 
 def entries(update: SparseVector | Array) -> int:

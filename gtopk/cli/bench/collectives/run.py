@@ -19,7 +19,7 @@ from ....runtime.machine import load, this_machine
 from ..progress import silent, tell
 from . import record, rounds
 from .cases import Case, cases
-from .contenders import BASELINES, Contender, own_contenders, reference_of, spelled
+from .contenders import BASELINES, Contender, own_contenders, reference_of, to_measure
 from .library import Reckoning, open_library
 from .plan import Plan
 from .record import Record, Results
@@ -43,7 +43,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     plan.check(transport.size)
     machine = this_machine()
     say = tell if transport.rank == 0 else silent
-    formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
+    formats = to_measure(plan.algorithms, plan.formats)
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
     _, link = modelled_network(plan, calibration.network)

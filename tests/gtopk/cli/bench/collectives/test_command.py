@@ -22,16 +22,18 @@ def test_every_contender_is_measured_in_every_case(results: Results) -> None:
     assert set(cases) == {(2, 0.01), (2, 0.1), (3, 0.01), (3, 0.1)}
     assert len(set(map(frozenset, cases.values()))) == 1
     algorithms = {record["algorithm"] for record in results["records"] if record["ours"]}
-    assert algorithms == set(ALGORITHMS)
+    assert algorithms == {*ALGORITHMS, "shards"}
 
 
-def test_dense_is_measured_once_for_its_ranks_and_length(results: Results) -> None:
+def test_dense_and_shards_are_measured_once_for_their_ranks_and_length(results: Results) -> None:
     dense = [record for record in results["records"] if not record["selective"]]
     assert sorted((record["contender"], record["ranks"]) for record in dense) == [
         ("dense", 2),
         ("dense", 3),
         ("dense-library", 2),
         ("dense-library", 3),
+        ("shards period=4 bits=3", 2),
+        ("shards period=4 bits=3", 3),
     ]
 
 
@@ -57,6 +59,20 @@ def test_exact_messages_are_counted_to_the_byte(results: Results) -> None:
             assert 6 * record["k"] <= record["sent_bytes"]["max"] <= 6 * record["k"] + 128
 
 
+def test_a_shard_is_counted_to_the_byte_and_modelled(results: Results) -> None:
+    for record in results["records"]:
+        if record["algorithm"] == "shards":
+            ranks = record["ranks"]
+            entries = 768  # of 3,000, every fourth block of 256
+            assert record["format"] == "whole+int3"
+            assert record["updated"] == entries
+            assert record["counted"]
+            plain = 2 * (ranks - 1) / ranks * entries * 3 / 8
+            messages = 2 * (ranks - 1)  # each with a header, a scale for 256 values, and a stamp
+            assert plain <= record["sent_bytes"]["mean"] <= plain + 100 * messages
+            assert record["modelled_wire_seconds"] > 0
+
+
 @pytest.mark.parametrize("ranks", some_of([2, 3], 3))
 def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "mpi.json"
@@ -76,6 +92,9 @@ def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int)
         ("--picks random", "--picks: must be one of uniform, "),
         ("--algorithms gtpok", "--algorithms: an algorithm must be one of "),
         ("--algorithms gtopk:growth", "--algorithms: an option must be written name=value"),
+        ("--algorithms shards:growth=2", "--algorithms: shards take period and bits, got growth"),
+        ("--algorithms shards:bits=5", "--algorithms: bits must be one of 2, 3, 4, 8, 16, 32"),
+        ("--algorithms shards:period=x", "--algorithms: period must be an integer, got 'x'"),
         ("--algorithms dense,gtopk", "give several with spaces: dense gtopk"),
         ("--formats zip", "--formats: the code of values must be one of "),
         ("--formats exact,bf16", "give several with spaces: exact bf16"),

@@ -22,6 +22,7 @@ from gtopk.cli.bench.collectives.contenders import (
     parse,
     reference_of,
     spelled,
+    to_measure,
 )
 from gtopk.cli.bench.collectives.library import open_library
 from gtopk.cli.bench.collectives.run import modelled_network
@@ -84,6 +85,19 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
     code_seconds = expected.code_seconds + expected.merge_seconds
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
+
+
+def test_shards_of_several_kinds_take_part_once_whatever_the_format() -> None:
+    asked = ["shards:period=8,bits=2", "gtopk"]
+    found = own_contenders(asked, ["exact", "raw+bf16"], LENGTH, K, SLOW, RATES)
+    assert [each.algorithm for each in found] == ["shards", "gtopk", "gtopk"]
+    assert found[0].name == "shards period=8 bits=2"
+    rates = RATES._replace(coding={**RATES.coding, Format("raw", "int2"): CodingRate(1e-9, 1e-9)})
+    expected = predict(Candidate("shards", 1 / 8, Format("whole", "int2")), LENGTH, SLOW, rates)
+    code_seconds = expected.code_seconds + expected.merge_seconds
+    told = found[0].modelled(LENGTH, K, SLOW, rates)
+    assert told == (expected.communicate_seconds, code_seconds, expected.rounds)
+    assert Format("raw", "int2") in to_measure(asked, ["exact"])
 
 
 def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:

@@ -1,0 +1,82 @@
+"""The loss that a script logs: a rise of it is told once, and noise is not."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression
+from gtopk.runtime.world import world
+from gtopk.telemetry.run_record import WINDOW, LossWatch
+from tests.gtopk.four_layers import distribute, inputs, layers
+
+
+def told(losses: Any, watch: LossWatch | None = None) -> list[tuple[int, str]]:
+    """Return what is told of losses, and at which of them."""
+    watch = LossWatch() if watch is None else watch
+    said = [(step, watch.note(loss, step)) for step, loss in enumerate(losses)]
+    return [(step, text) for step, text in said if text]
+
+
+def falling(steps: int, noise: float, seed: int = 0) -> list[float]:
+    drawn = random.Random(seed)
+    return [2.0 + 3.0 * math.exp(-step / 100) + drawn.gauss(0, noise) for step in range(steps)]
+
+
+def test_a_loss_that_collapses_is_told_once_with_both_means() -> None:
+    losses = [*falling(200, 0.1), *(3.5 + loss - 2.0 for loss in falling(400, 0.1, 1))]
+    ((step, text),) = told(losses)
+    assert step == 200 + 2 * WINDOW - 1
+    assert f"and is {sum(losses[step - WINDOW + 1 : step + 1]) / WINDOW:.4g} at step {step}" in text
+    assert "gtopk.ramp" in text
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
+def test_noise_is_no_rise(noise: float) -> None:
+    for seed in range(20):
+        assert not told(falling(2500, noise, seed))
+
+
+def test_one_window_that_is_higher_is_no_rise() -> None:
+    losses = falling(400, 0.1)
+    losses[300 : 300 + WINDOW] = [loss + 5.0 for loss in losses[300 : 300 + WINDOW]]
+    assert not told(losses)
+
+
+def test_a_rise_long_after_the_beginning_is_none_of_compressions() -> None:
+    assert not told([*falling(100 * WINDOW, 0.1), *[9.0] * 200])
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    losses: list[Any] = falling(600, 0.1)
+    losses[::7] = [math.nan] * len(losses[::7])
+    assert not told(losses)
+    ((_, text),) = told([*map(torch.tensor, losses), *[torch.tensor(6.0)] * 100])
+    assert "nan" not in text
+
+
+def test_rank_0_of_a_compressed_run_is_warned_and_of_a_dense_one_not(
+    threads: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for compression, warnings in ((Compression.none, 0), (Compression.gtopk(0.5), 1)):
+        caplog.clear()
+
+        def program(transport: LocalTransport, compression: Any = compression) -> None:
+            model = layers()
+            with world.entered(transport):
+                optimizer = distribute(model, compression)
+                model(inputs(transport.rank, 0)).square().sum().backward()
+                optimizer.step()
+                for loss in (*falling(100, 0.0), *[7.0] * 100):
+                    gtopk.log(loss=torch.tensor(loss), accuracy=0.5)
+                gtopk.log(loss="none")  # is nobody's
+
+        threads(2, program)
+        said = [each for each in caplog.messages if "the loss has risen" in each]
+        assert len(said) == warnings
