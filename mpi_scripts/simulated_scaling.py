@@ -26,10 +26,15 @@ from gtopk.cli.arguments import as_argument, number_in, output_file, whole_numbe
 from gtopk.cli.charts import svg
 from gtopk.cli.plan.models import PARAMETERS
 from gtopk.cli.plan.quantities import bandwidth, duration
-from gtopk.cli.replay.platform import NODES_PER_SWITCH, Platform
-from gtopk.cli.replay.simulate import SimulationError, find_python, simulate
-from gtopk.cli.replay.traces import Reduction, trace_of
 from gtopk.units import count_text, seconds_text
+from mpi_scripts.replay.simulate import (
+    NODES_PER_SWITCH,
+    Platform,
+    SimulationError,
+    find_python,
+    simulate,
+)
+from mpi_scripts.replay.traces import Reduction, trace_of
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 DENSITY: Final = 0.001

@@ -125,18 +125,18 @@ def _run(words: list[str]) -> int:
 
 def completable() -> Grammar:
     """Return what may follow each command, as far as it can be imported here."""
-    from .bench import BENCHMARKS
+    from .bench import BENCHMARKS, place
     from .completion import parser
     from .completion.grammar import HELP, Command, Option, command_of
 
     meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
     words = meanings | {_COMPLETION: _COMPLETES}
     found = {"": Command((HELP, Option(("--version",), "print the version")), words)}
-    places = {name: place for name, (place, _) in _COMMANDS.items() if name != "bench"}
-    places |= {f"bench {what}": f".bench.{what}.command" for what in BENCHMARKS}
-    for name, place in places.items():
+    places = {name: module for name, (module, _) in _COMMANDS.items() if name != "bench"}
+    places |= {f"bench {what}": f".bench{place(what)}" for what in BENCHMARKS}
+    for name, module in places.items():
         try:
-            found[name] = command_of(_module(place).parser())
+            found[name] = command_of(_module(module).parser())
         except ImportError:
             found[name] = Command((HELP,), takes_file=True)
     return found | {"bench": Command((HELP,), BENCHMARKS), _COMPLETION: command_of(parser())}

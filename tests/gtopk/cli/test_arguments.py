@@ -13,8 +13,7 @@ from gtopk.cli.arguments import number_in, output_file
 
 PARSERS = [
     *("plan.command", "simulate.command", "top.command"),
-    *(f"bench.{what}.command" for what in ("collectives", "optimizer", "scaling", "selection")),
-    "bench.wire.command",
+    *("bench.collectives.command", "bench.optimizer", "bench.selection.command", "bench.wire"),
 ]
 
 

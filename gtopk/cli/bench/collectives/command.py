@@ -30,14 +30,11 @@ from ...arguments import (
     share,
     whole_number,
 )
-from ...replay.invented_picks import DISTRIBUTIONS
-from ..words import add_words, one_of
+from ..harness import add_words, one_of
+from .cases import DISTRIBUTIONS, Results, checked
 from .contenders import BASELINES, parse, spelled
-from .picture import picture
-from .plan import Plan
-from .record import Results, checked
-from .report import markdown, table
-from .run import run
+from .report import markdown, picture, table
+from .run import Plan, run
 
 TRANSPORTS = ("mpi", "torch.distributed", "local")
 TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are

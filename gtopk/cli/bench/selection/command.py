@@ -29,14 +29,20 @@ from collectives.kernels.device.timing import measure as measure_kernels
 from collectives.kernels.device.timing import table as kernel_table
 
 from ...arguments import as_argument, output_file, share, whole_number
-from ..progress import tell
-from ..words import add_words, one_of
+from ..harness import add_words, one_of, tell
 from .gpu import MAKERS, open_gpu, why_no_gpu
 from .gradients import Array, open_source
-from .measure import MergeRecord, Record, measure, measure_merges, records_of, rows_of, run_round
-from .methods import COPY, FLOOR, Method, all_methods, floor, torch_topk
-from .places import Host, Place, wanted
-from .rescans import count_rescans
+from .measure import (
+    MergeRecord,
+    Record,
+    count_rescans,
+    measure,
+    measure_merges,
+    records_of,
+    rows_of,
+    run_round,
+)
+from .methods import COPY, FLOOR, Host, Method, Place, all_methods, floor, torch_topk, wanted
 
 
 class Case(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gtopk.cli.arguments import share, whole_number
-from gtopk.cli.bench.words import add_words, one_of
+from gtopk.cli.bench.harness import add_words, one_of
 
 
 def grammar() -> argparse.ArgumentParser:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
+from gtopk.cli.bench.collectives.cases import Results
 from gtopk.cli.bench.collectives.command import main, parser, read
-from gtopk.cli.bench.collectives.record import Results
 from tests.matrix import some_of
 
 

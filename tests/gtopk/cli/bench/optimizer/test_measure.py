@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.cli.bench.networks import resnet18, resnet20
-from gtopk.cli.bench.optimizer.command import main, table
-from gtopk.cli.bench.optimizer.measure import PLAIN, measure, usual, ways
-from gtopk.cli.bench.scaling.compute import shapes
-from gtopk.cli.bench.scaling.layers import SHAPES
+from gtopk.cli.bench.optimizer import PLAIN, main, measure, table, usual, ways
+from gtopk.cli.bench.workloads import SHAPES, resnet18, resnet20, shapes
 from gtopk.runtime.world import world
 
 
