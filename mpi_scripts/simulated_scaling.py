@@ -24,8 +24,7 @@ from collectives.errors import CollectiveError
 from collectives.planning import Network
 from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
 from gtopk.cli.charts import svg
-from gtopk.cli.plan.models import PARAMETERS
-from gtopk.cli.plan.quantities import bandwidth, duration
+from gtopk.cli.plan.quantities import PARAMETERS, bandwidth, duration
 from gtopk.units import count_text, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,

@@ -23,11 +23,11 @@ from .batches.sources import Order, is_indexed
 from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
-from .local_training.stepping import require_not_taken
+from .local_training.own_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
-from .throughput.timing import Timer
+from .throughput.speed import Timer
 
 
 class Adapted(Protocol):

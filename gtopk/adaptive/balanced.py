@@ -23,21 +23,17 @@ from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
 from ..runtime.object_codec import decode, encode
 from .batches.current_batch import CurrentBatch
-from .batches.epochs import Epochs
-from .batches.next_world import entered, is_over
-from .batches.same_stream import require_the_same
-from .batches.sources import open_source
+from .batches.sources import open_source, require_the_same
 from .learning_rate import LearningRate
+from .loader_base import Epochs, entered, is_over
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Plan
 from .partitioning.shares import Limits, whole
 from .throughput.controller import Controller, Window
-from .throughput.goodput import Seen, next_total
-from .throughput.policies import POLICIES, Measured, equal_finish
-from .throughput.speed import summarise
-from .throughput.timing import GradientTimer
+from .throughput.policies import POLICIES, Measured, Seen, equal_finish, next_total
+from .throughput.speed import GradientTimer, summarise
 
 _log = logging.getLogger("gtopk")
 _NO_BOUND: Final = 1 << 40  # samples

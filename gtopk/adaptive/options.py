@@ -13,7 +13,7 @@ from ..runtime.world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
 from .throughput.policies import POLICIES
-from .throughput.timing import Timer
+from .throughput.speed import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 

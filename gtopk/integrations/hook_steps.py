@@ -15,7 +15,7 @@ from ..exchange.exchange import Exchanged, Progress
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
-from ..telemetry import looks
+from ..telemetry import recorder as looks
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import Seen, StepReport, report
 from ..telemetry.stragglers import Stragglers

@@ -40,7 +40,7 @@ from ..optim.wrapped.wrapping import Wrapping, wrap
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry import looks
+from ..telemetry import recorder as looks
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .outer_exchange import Outcome, OuterExchange

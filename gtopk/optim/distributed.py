@@ -19,7 +19,7 @@ from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry import looks
+from ..telemetry import recorder as looks
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of

@@ -13,8 +13,7 @@ from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.world import world
 from .endpoint import parse_address
 from .recorder import Sink
-from .settings import Settings
-from .start import recorder_of, start
+from .start import Settings, recorder_of, start
 
 
 def record(

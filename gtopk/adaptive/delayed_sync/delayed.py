@@ -26,20 +26,14 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
-from ..batches.drains import all_alike
-from ..batches.epochs import Epochs
-from ..batches.next_world import require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import Numbers, order_of, rebuilt
+from ..batches.sources import Numbers, order_in_words, order_of, rebuilt
 from ..learning_rate import LearningRate
-from ..local_training.own_steps import OwnSteps
+from ..loader_base import Epochs, all_alike, require_its_world
+from ..local_training.own_steps import OwnSteps, take_over
 from ..local_training.round_exchange import RoundExchange
-from ..local_training.stepping import take_over
 from ..options import Job, RoundOptions
-from ..partitioning.dealing import Passes
-from .agreed_settings import AgreedSettings
-from .round_wire import RoundWire
-from .rounds import Rounds
+from ..partitioning.cuts import Passes
+from .rounds import AgreedSettings, Rounds, RoundWire
 
 _HUNG: Final = ("grad_scale", "found_inf")
 

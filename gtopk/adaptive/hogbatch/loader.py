@@ -19,24 +19,17 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.state import World
-from ..batches.epochs import Epochs
-from ..batches.next_world import is_over, require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import order_of, rebuilt
+from ..batches.sources import order_in_words, order_of, rebuilt
+from ..loader_base import Epochs, is_over, require_its_world
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .board import Board, now_nanoseconds
-from .check import check
-from .claimed_batches import ClaimedBatches
-from .class_sizes import ClassSizes
-from .device_classes import NAMES, class_of
-from .evaluation import BATCH, before, mean_loss
+from .board import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
-from .options import HogbatchOptions
-from .report import Report, report_of
+from .options import HogbatchOptions, check
+from .report import BATCH, Report, before, mean_loss, report_of
 from .shared_model import SharedModel, layout_of, require_shareable, states_of
-from .sizes import Sizer, default_thresholds
-from .workers_batch import BatchInHand
+from .sizes import ClassSizes, Sizer, default_thresholds
+from .workers_batch import BatchInHand, ClaimedBatches
 from .writer import Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter

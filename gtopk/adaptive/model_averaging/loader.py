@@ -24,24 +24,16 @@ from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...optim.replicas.replicas import BUFFERS_STAY, checksums, require_the_same
 from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
-from ..batches.drains import all_alike
-from ..batches.epochs import Epochs
-from ..batches.next_world import require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import order_of, rebuilt
+from ..batches.sources import order_in_words, order_of, rebuilt
 from ..learning_rate import LearningRate
-from ..local_training.own_steps import OwnSteps
+from ..loader_base import Epochs, all_alike, require_its_world
+from ..local_training.own_steps import OwnSteps, Waited, require_no_common_step, take_over
 from ..local_training.replica import Replica
-from ..local_training.spent import Waited
-from ..local_training.stepping import require_no_common_step, take_over
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
-from .mega_batches import MegaBatches
-from .options import MergingOptions
-from .report_wire import decode, encode
-from .strategies import STRATEGIES
-from .taken_batches import TakenBatches
-from .weights import Report
+from .mega_batches import MegaBatches, TakenBatches
+from .options import STRATEGIES, MergingOptions
+from .weights import Report, decode, encode
 
 _log = logging.getLogger("gtopk")
 

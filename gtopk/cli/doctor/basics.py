@@ -1,6 +1,6 @@
-"""Probes of Python, the cores, and the packages that need neither MPI nor a GPU.
+"""Findings, and the probes of Python, the cores, and the packages that need neither MPI nor a GPU.
 
-A probe looks at one thing and says what it knows; it may raise. `isolation` turns what it raises
+A probe looks at one thing and returns a Finding; it may raise. `isolation` turns what it raises
 into a finding.
 """
 
@@ -9,11 +9,52 @@ from __future__ import annotations
 import math
 import platform
 import shutil
-from importlib import import_module, metadata
+from enum import Enum
+from importlib import import_module, metadata, util
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from ...settings import KERNELS
-from .finding import PACKAGE, Finding, State, installed
+
+# What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
+PACKAGE: Final = "."
+
+
+class State(str, Enum):
+    """OK; WARN: training works, but mind this; MISSING: optional, and not there; FAIL: in the way.
+
+    Where a report has a FAIL, several ranks cannot train here, and the exit code says so.
+    """
+
+    OK = "OK"
+    WARN = "WARN"
+    MISSING = "MISSING"
+    FAIL = "FAIL"
+
+
+class Finding(NamedTuple):
+    """A line of the report; `advice` says what to run, and is "" where all is well."""
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
+
+def installed(module: str) -> bool:
+    """Tell whether a top-level module can be found, without importing it."""
+    return util.find_spec(module) is not None
+
+
+def gist(output: str) -> str:
+    """Return the line that says most of what a failed program printed; "" when it was silent."""
+    lines = [line.strip() for line in output.splitlines()]
+    said = [line for line in lines if any(character.isalpha() for character in line)]
+    if not said:
+        return ""
+    # Python says it last, mpirun first.
+    line = said[-1] if any(line.startswith("Traceback") for line in said) else said[0]
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def look_at_python() -> Finding:

@@ -11,7 +11,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Final
 
-from .finding import Finding, State, installed
+from .basics import Finding, State, installed
 
 CHECK_DRIVER: Final = "see whether the driver works: nvidia-smi"
 

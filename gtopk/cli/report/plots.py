@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from ..charts.svg import (WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical)
 from ...telemetry.step_report import PARTS
 from ...units import SPACE, bytes_text, percent_text, seconds_text
-from .covered import a
+from .series import a
 from .series import Point
 
 ROW, BAR = 54, 16  # units of the drawing

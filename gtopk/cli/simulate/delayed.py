@@ -18,10 +18,8 @@ from collectives.transports import Transport
 
 from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
 from ...adaptive.local_training.round_exchange import RoundExchange
-from ...adaptive.partitioning.cuts import shuffled
-from ...adaptive.partitioning.dealing import Passes
-from .record import Record
-from .setting import Setting
+from ...adaptive.partitioning.cuts import Passes, shuffled
+from .setting import Record, Setting
 
 
 class Time:

@@ -18,7 +18,7 @@ from typing import IO, Final
 
 from ...errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
-from .torchrun import torchrun_command
+from .launched import torchrun_command
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ import struct
 import time
 from typing import Final, NamedTuple
 
-from .beat import BEAT_BYTES, Beat, State
-from .watch import Peer, Watch
+from .watch import BEAT_BYTES, Beat, Peer, State, Watch
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10

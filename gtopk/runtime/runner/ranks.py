@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 from ... import settings
 from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
-from ..launch.hosts import Host, refuse_too_few_slots
+from ..launch.job import Host, refuse_too_few_slots
+from ..launch.launched import torchrun_command
 from ..launch.mpirun import Mpi, require_mpirun
-from ..launch.torchrun import torchrun_command
 from .worker import BEGIN
 
 # Of this host, this shell or this job, and of no use to another.

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ... import settings
-from ..launch.hosts import parse_hosts, read_hostfile
-from ..launch.job import job, refuse_inside_a_job
-from .desk import Desk, own_address
+from ..launch.job import job, parse_hosts, read_hostfile, refuse_inside_a_job
+from .call_server import Desk, own_address
 from .ranks import Places, start_of
 
 _ELASTIC: Final = (

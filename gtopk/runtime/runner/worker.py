@@ -10,7 +10,7 @@ from typing import Final
 from ... import settings
 from .. import standard_streams
 from ..launch import launched_by
-from .desk import visit
+from .call_server import visit
 
 # Begins a rank wherever gtopk lies: argv is [-c, the folder that gtopk lies in].
 BEGIN: Final = (
@@ -32,7 +32,8 @@ def main() -> None:
     # torch is first imported here: by now the desk knows that this rank has come.
     from ... import __version__
     from .. import object_codec as objects
-    from . import call, report
+    from . import call
+    from . import collect as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]

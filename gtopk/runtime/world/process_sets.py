@@ -14,7 +14,7 @@ from ... import settings
 from ..coordinator import Engine
 from ..coordinator.members import Members
 from . import world
-from .communicators import is_communicator, ranks_of
+from .joining import is_communicator, ranks_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

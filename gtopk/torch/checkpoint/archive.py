@@ -29,7 +29,6 @@ from ...runtime.logs import say
 from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
-from .agreement import as_told, by_rank, on_all, spread, take_on_all
 from .files import (
     ALL,
     LAST_NUMBER,
@@ -45,6 +44,7 @@ from .files import (
     remove_checkpoints,
     write_part,
 )
+from .soundness import as_told, by_rank, on_all, spread, take_on_all
 from .tree import Json, Taken, put_together
 
 T = TypeVar("T")

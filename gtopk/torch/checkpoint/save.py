@@ -20,9 +20,9 @@ from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..functions import allgather_object
-from .agreement import on_all
 from .archive import Archive, Found, Writing, tell_outcomes
 from .files import whole_number
+from .soundness import on_all
 from .state import Assembled, assemble, check, put, should_agree, snapshot, take
 
 _log = logging.getLogger("gtopk")

@@ -26,7 +26,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,12 +39,29 @@ from ...optim.wrapped.wrapping import Wrapping
 from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
-from .agreement import spread
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
-from .residuals import share
-from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes
+from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes, spread
 from .tree import Taken, put_together, take_apart
+
+_log = logging.getLogger("gtopk")
+
+
+def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
+    """Return what this rank's optimizer loads under optimizer_checkpoint.KEY; None: nothing.
+
+    parts: of the ranks whose residuals this one takes over, those that there are.
+    saved: how many ranks there were.
+    is_missing: what this rank had is lost; its residual is zero, in the same buckets as others.
+    All ranks call it together: one that has no part learns from the others which buckets there
+    were.
+    """
+    mine = [optimizer_checkpoint.frame(part) for part in islice(parts.values(), 1)]
+    frames = allgather_object(mine, "checkpoint.frames")
+    frame = next(chain(mine, *frames), None)
+    if frame is None or (not parts and saved == size() and not is_missing):
+        return None  # a plain optimizer's, or one of ranks that this one is none of
+    return optimizer_checkpoint.summed(frame, parts, rank(), size())
 
 
 def keyed(written: Any, like: Any) -> Any:
@@ -125,8 +142,6 @@ def put_generators(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
-
-_log = logging.getLogger("gtopk")
 
 # Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's are.
 _HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 from ... import settings
 from ...runtime.world import world
 from ...runtime.world.state import World
-from ..checkpoint.agreement import on_all
 from ..checkpoint.archive import Archive, Snapshot
+from ..checkpoint.soundness import on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
 from ..mpi_ops import rank

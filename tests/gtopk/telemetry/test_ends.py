@@ -14,13 +14,11 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.cli.report.words import happenings, tiles
-from gtopk.cli.top.command import _looks
-from gtopk.cli.top.show import rows
-from gtopk.cli.top.status import status_of
+from gtopk.cli.top import _looks, rows, status_of
 from gtopk.runtime.world import world
-from gtopk.telemetry.files import LineFile
 from gtopk.telemetry.lines import path_of
 from gtopk.telemetry.reading import RankRecord, read_run
+from gtopk.telemetry.start import LineFile
 from tests.gtopk.made_runs import lines_of
 
 CHECKOUT = Path(__file__).parents[3]

@@ -22,13 +22,10 @@ from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
 from gtopk.telemetry import start
 from gtopk.telemetry.endpoint import Address, Endpoint, Metrics, parse_address
-from gtopk.telemetry.files import LineFile
 from gtopk.telemetry.lines import as_text, path_of, report_of, step_line
-from gtopk.telemetry.looks import is_due, look
 from gtopk.telemetry.reading import read_run
-from gtopk.telemetry.recorder import Recorder
-from gtopk.telemetry.settings import Settings, settings_from
-from gtopk.telemetry.start import recorder_of
+from gtopk.telemetry.recorder import Recorder, is_due, look
+from gtopk.telemetry.start import LineFile, Settings, recorder_of, settings_from
 from gtopk.telemetry.step_report import batch
 from tests.gtopk.made_runs import begin, report
 

@@ -19,8 +19,8 @@ from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
 from ....runtime.launch import carried_by, launched_by
-from ....runtime.world.emulated_link import emulate_on
 from ....runtime.world.joining import join
+from ....runtime.world.state import emulate_on
 from ...arguments import (
     above_zero,
     as_argument,

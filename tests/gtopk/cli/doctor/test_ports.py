@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from gtopk.cli.doctor import ports
-from gtopk.cli.doctor.finding import State
-from gtopk.cli.doctor.ports import judge, look_at_ports
+from gtopk.cli.doctor.basics import State
+from gtopk.cli.doctor.ports import judge_ports, look_at_ports
 from gtopk.runtime.liveness.address import Choice
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
@@ -25,7 +25,7 @@ BY_ROUTE = Choice(PUBLIC, "default route")
 
 
 def look(choice: Choice, own: list[tuple[str, str]], **environ: str) -> tuple[State, str, str]:
-    finding = judge(ports.ports(choice, own, environ), own)
+    finding = judge_ports(ports.ports(choice, own, environ), own)
     assert finding.name == "ports"
     return finding.state, finding.detail, finding.advice
 

@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import Transport
-from gtopk.cli.timeline.command import main, read_traces
+from gtopk.cli.timeline import main, read_traces
 from gtopk.runtime.coordinator.clocks import Offset
 from gtopk.runtime.world import world
 from gtopk.telemetry.timeline import Span, Step, Timeline, Whose, path_of

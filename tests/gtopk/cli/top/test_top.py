@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.top.command import _looks, main
-from gtopk.cli.top.show import as_table, rows
-from gtopk.cli.top.status import RECENT, status_of
-from gtopk.telemetry.files import LineFile
+from gtopk.cli.top import RECENT, _looks, as_table, main, rows, status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
+from gtopk.telemetry.start import LineFile
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 ROW_UP, CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[1A", "\x1b[?25l", "\x1b[?25h"
@@ -216,7 +214,7 @@ def test_whose_record_is_missing_is_said_when_it_changes(
         if next(waits) == 1:  # after two looks at rank 0 alone
             write_run(tmp_path, ranks=3, steps=10)
 
-    monkeypatch.setattr("gtopk.cli.top.command.time.sleep", later)
+    monkeypatch.setattr("gtopk.cli.top.time.sleep", later)
     assert main([str(tmp_path), "--json"]) == 0
     out, err = capsys.readouterr()
     assert [len(json.loads(line)["ranks"]) for line in out.splitlines()] == [1, 1, 3]
@@ -236,7 +234,7 @@ def test_it_waits_for_a_run_to_begin(
         elif wait == 2:
             write_run(folder, ranks=1, steps=10)
 
-    monkeypatch.setattr("gtopk.cli.top.command.time.sleep", later)
+    monkeypatch.setattr("gtopk.cli.top.time.sleep", later)
     assert main([str(folder), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == f"gtopk top: waiting for a run to begin in '{folder}'\n"
@@ -268,7 +266,7 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
         pauses.append(seconds)
         file.take(next(later))
 
-    monkeypatch.setattr("gtopk.cli.top.command.time.sleep", pause)
+    monkeypatch.setattr("gtopk.cli.top.time.sleep", pause)
     assert main(["run", "--every", "0.5"]) == 0
     file.close()
     assert pauses == [0.5, 0.5]
@@ -318,7 +316,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gtopk.cli.top.command.time.sleep", interrupt)
+    monkeypatch.setattr("gtopk.cli.top.time.sleep", interrupt)
     assert main([str(tmp_path)]) == 0
     drawn, err = capsys.readouterr()
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from gtopk.runtime.runner import channel
-from gtopk.runtime.runner.channel import Channel, ChannelError
+from gtopk.runtime.runner import call_server as channel
+from gtopk.runtime.runner.call_server import Channel, ChannelError
 
 SECRET = bytes(range(32))
 

@@ -13,8 +13,8 @@ import pytest
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.launch import LaunchError
 from gtopk.runtime.runner import RankError, collect
-from gtopk.runtime.runner.desk import Desk
-from gtopk.runtime.runner.report import of_error, of_result
+from gtopk.runtime.runner.call_server import Desk
+from gtopk.runtime.runner.collect import of_error, of_result
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import pytest
 
 from gtopk import settings
 from gtopk.runtime.launch import LaunchError
-from gtopk.runtime.runner.channel import Channel
-from gtopk.runtime.runner.desk import Desk, own_address, visit
+from gtopk.runtime.runner.call_server import Channel, Desk, own_address, visit
 
 PLENTY_SECONDS = 30.0
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...telemetry.timeline import RANK
-from ...units import seconds_text
+from ..telemetry.timeline import RANK
+from ..units import seconds_text
 
 _PATTERN: Final = "timeline-*.json"
 
