@@ -246,15 +246,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     try:
-        looks: Iterator[list[Status]] = _looks(options.run, options.every)
+        snapshots: Iterator[list[Status]] = _snapshots(options.run, options.every)
         if options.once or not (options.json or live):
-            looks = itertools.islice(looks, 1)
+            snapshots = itertools.islice(snapshots, 1)
         else:
             _await_run(options.run, options.every)
         if options.json or options.once or not live:
-            _print(looks, options.json)
+            _print(snapshots, options.json)
         else:
-            _refresh(looks, options.run)
+            _refresh(snapshots, options.run)
         return 0
     except ValueError as error:
         print(f"gtopk top: {error}", file=sys.stderr)
@@ -280,7 +280,7 @@ def _await_run(folder: Path, every: float) -> None:
         time.sleep(every)
 
 
-def _looks(folder: Path, every: float) -> Iterator[list[Status]]:
+def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
     """Yield what the ranks do now, again and again until the run is over.
 
     Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
@@ -305,8 +305,8 @@ def _looks(folder: Path, every: float) -> Iterator[list[Status]]:
         time.sleep(every)
 
 
-def _print(looks: Iterable[list[Status]], as_json: bool) -> None:
-    for statuses in looks:
+def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
+    for statuses in snapshots:
         if as_json:
             looked = [dataclasses.asdict(status) for status in statuses]
             print(json.dumps({"unix_seconds": time.time(), "ranks": looked}), flush=True)
@@ -314,12 +314,12 @@ def _print(looks: Iterable[list[Status]], as_json: bool) -> None:
             print("\n".join(as_lines(statuses)))
 
 
-def _refresh(looks: Iterable[list[Status]], folder: Path) -> None:
+def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
     # rich itself looks at NO_COLOR; TERM=dumb has no way to draw over a line.
     console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
     with Live(console=console, auto_refresh=False) as live:
-        for statuses in looks:
+        for statuses in snapshots:
             live.update(as_table(statuses, shown(f"{folder}"), console.width), refresh=True)

@@ -191,21 +191,21 @@ class _MessageHandler(logging.Handler):
         self._recorder.note_message(record.levelname, record.getMessage())
 
 
-_EVERY: Final = 50  # steps: a look takes about twice what a step's selection does
+_SAMPLED_EVERY: Final = 50  # steps: a sample takes about twice what a step's selection does
 
 
 class BucketExchange(Protocol):
-    """What holds something back."""
+    """An exchange that may keep a residual."""
 
     def residual_size(self) -> ResidualSize | None: ...
 
 
-def is_due(steps: int) -> bool:
-    """Tell whether to look after so many steps: after 1, 2, 4, ... 32, and then every 50."""
-    return steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0)
+def is_sampling_due(steps: int) -> bool:
+    """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, and then every 50."""
+    return steps % _SAMPLED_EVERY == 0 or (steps < _SAMPLED_EVERY and steps & (steps - 1) == 0)
 
 
-def look(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
+def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
     """Note the norm of this rank's whole residual, and its age.
 
     The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By

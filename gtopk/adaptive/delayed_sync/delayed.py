@@ -119,7 +119,7 @@ class DelayedLoader(LoaderBase):
         self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
         self._length, self._order_said = 0, ""  # of the epoch's order
-        self._in_hand = False
+        self._has_batch = False
         self.left_out = 0
         self._wrapped_step = take_over(optimizer, "abs", self._step)
         # Scripts call it to clip or unscale: here these do so to what is added to the round.
@@ -165,7 +165,7 @@ class DelayedLoader(LoaderBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._in_hand:
+        if not self._has_batch:
             raise RuntimeError(
                 f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
                 "of its loader, before loader.drain() and the next batch; there is none in hand"
@@ -174,7 +174,7 @@ class DelayedLoader(LoaderBase):
             if overflow:
                 self._leave_out()
                 return loss
-            self._in_hand = False
+            self._has_batch = False
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
                 self.rounds.add(self.num_samples, summed, loss_scale)
@@ -185,7 +185,7 @@ class DelayedLoader(LoaderBase):
 
     def _leave_out(self) -> None:
         """Be done with the micro-batch in hand, whose gradients are no good."""
-        self._in_hand = False
+        self._has_batch = False
         self._optimizer.zero_grad()
         if not self.num_samples:
             return
@@ -207,7 +207,7 @@ class DelayedLoader(LoaderBase):
     def _batches(self) -> Generator[Any, None, None]:
         self._require_its_world()
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
-            self._in_hand = False
+            self._has_batch = False
             self._close_pass()
         self._end_abandoned()
         require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
@@ -240,10 +240,10 @@ class DelayedLoader(LoaderBase):
 
     def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
         self.num_samples = samples
-        self._in_hand = True
+        self._has_batch = True
         yield batch
         self._settings.seen = self.round  # after a batch without a step, too
-        if self._in_hand:
+        if self._has_batch:
             self._leave_out()
 
     def _close_pass(self) -> None:
@@ -295,7 +295,7 @@ class DelayedLoader(LoaderBase):
         if not self._in_epoch:
             return
         self._require_its_world()
-        if self._in_hand:
+        if self._has_batch:
             self._leave_out()
         self._close_pass()
         while not self._agree(drains=True):
@@ -332,7 +332,7 @@ class DelayedLoader(LoaderBase):
             # Other ranks may have sent more or less of it, and come later, or never: elastic
             # restores states when ranks have failed.
             self._abandoned, self.rounds = self.rounds, self._open_rounds()
-        self._in_epoch = self._in_pass = self._in_hand = self.drain_wanted = False
+        self._in_epoch = self._in_pass = self._has_batch = self.drain_wanted = False
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])

@@ -24,7 +24,7 @@ from ...optim.expected_step import ExpectedStep
 from ...optim.peers import Peers
 from ...runtime.coordinator import Operation
 from ...runtime.world.state import World
-from ...telemetry import recorder as looks
+from ...telemetry.recorder import is_sampling_due, sample_residual
 from ...telemetry.start import balance_of, recorder_of
 from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
@@ -140,8 +140,8 @@ class OwnSteps:
             seen.spans.append((ran.began, ran.ended))
             self._exchanged += ran.exchanged.finite
             recorder = recorder_of(self._world)
-            if recorder is not None and ran.exchanged.finite and looks.is_due(self._exchanged):
-                looks.look(recorder, [exchange])
+            if recorder is not None and ran.exchanged.finite and is_sampling_due(self._exchanged):
+                sample_residual(recorder, [exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, of what was computed until `computed`, and begin another."""

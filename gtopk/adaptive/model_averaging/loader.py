@@ -85,7 +85,7 @@ class MergingLoader(LoaderBase):
         self._is_compared = False  # the replica, with those of all ranks
         self._weights: Sequence[float] | None = None  # of the last merge
         self._finished: list[range] | None = None  # takes since the last merge, while one is due
-        self._in_hand: range | None = None
+        self._current_batch: range | None = None
         self._updates = 0
         self._count = 0  # how far any rank has seen the cursor
         self._lost_in_a_row = 0
@@ -158,7 +158,7 @@ class MergingLoader(LoaderBase):
         self._count = self._await(operation)
 
     def _await(self, operation: Operation) -> Any:
-        """Wait for an operation, on the account of the mega-batch under way."""
+        """Wait for an operation; the time counts as waited in the mega-batch under way."""
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent).wait()
 
@@ -203,11 +203,11 @@ class MergingLoader(LoaderBase):
             self._finish(take)
 
     def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
-        self._in_hand, self.num_samples = take, len(take)
+        self._current_batch, self.num_samples = take, len(take)
         try:
             yield batch
         finally:
-            self._in_hand = None
+            self._current_batch = None
 
     def _finish(self, take: range) -> None:
         """Note a batch as done with, once; a merge in the middle of it is that of its step."""
@@ -244,7 +244,7 @@ class MergingLoader(LoaderBase):
         Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
         """
         optimizer = self._optimizer
-        if self._in_hand is None:
+        if self._current_batch is None:
             raise RuntimeError(
                 f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
                 "'adaptive-sgd' it is a local step with a batch of its loader, before "
@@ -259,7 +259,7 @@ class MergingLoader(LoaderBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._in_hand:
+        if not self._current_batch:
             return loss
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
@@ -270,7 +270,7 @@ class MergingLoader(LoaderBase):
         with optimizer.skip_synchronize():
             self._wrapped_step()
         self._updates += 1
-        self._finish(self._in_hand)
+        self._finish(self._current_batch)
         return loss
 
     def _merge(self, drains: bool = False) -> None:
@@ -310,7 +310,7 @@ class MergingLoader(LoaderBase):
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
-        self._finished = self._in_hand = None
+        self._finished = self._current_batch = None
         self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
         self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)

@@ -132,7 +132,7 @@ def ports(
     if choice.address and settings.HEARTBEAT_TIMEOUT.text(environ) != "0":
         what = "the heartbeat (UDP)"
         if choice.by not in (OURS, *THEIRS):
-            what += " and the desk of gtopk.run (TCP)"
+            what += " and the call server of gtopk.run (TCP)"
         named = [f"{variable}={private[0]}" for variable in (OURS, *THEIRS)] if private else []
         found.append(Port(what, choice.address, choice.by, named))
     if address := _meeting(own, environ):

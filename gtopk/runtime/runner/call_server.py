@@ -40,15 +40,16 @@ _WHO: Final = struct.Struct("<?Qs")  # whether by the one that accepted, the num
 _REPLY_SECONDS: Final = 10.0  # for what takes a peer no time to say
 
 
-class ChannelError(ConnectionError):
+class UnauthenticatedError(ConnectionError):
     """What came is not from one that knows the secret, or it was changed on the way."""
 
 
-class Channel:
+class AuthenticatedConnection:
     """One end of a connection; the other has the same secret.
 
     accepted: whether this end took the call, rather than made it.
-    Raises ChannelError or TimeoutError, the connection closed, where the other end shows no nonce.
+    Raises UnauthenticatedError or TimeoutError, the connection closed, where the other end shows no
+    nonce.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, accepted: bool) -> None:
@@ -81,14 +82,14 @@ class Channel:
         """Return the next message.
 
         patiently: wait for it as long as it takes; else for 10 seconds.
-        Raises ChannelError for one that the other end has not sent, or that is longer.
+        Raises UnauthenticatedError for one that the other end has not sent, or that is longer.
         """
         deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
         length = self._read(_LENGTH.size, deadline)
         self._check(b"l", length, deadline)
         (size,) = _LENGTH.unpack(length)
         if most_bytes is not None and size > most_bytes:
-            raise ChannelError(f"a message may have {most_bytes} bytes here, got {size}")
+            raise UnauthenticatedError(f"a message may have {most_bytes} bytes here, got {size}")
         content = self._read(size, deadline)
         self._check(b"c", content, deadline)
         self._received += 1
@@ -101,7 +102,9 @@ class Channel:
     def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:
         expected = self._mark(not self._accepted, self._received, part, text)
         if not hmac.compare_digest(self._read(_MARK_BYTES, deadline), expected):
-            raise ChannelError("the other end does not know the secret, or somebody is between")
+            raise UnauthenticatedError(
+                "the other end does not know the secret, or somebody is between"
+            )
 
     def _mark(self, by_accepted: bool, number: int, part: bytes, text: bytes) -> bytes:
         return hmac.digest(self._key, _WHO.pack(by_accepted, number, part) + text, "sha256")
@@ -115,7 +118,7 @@ class Channel:
             self._connection.settimeout(left)
             chunk = self._connection.recv(min(size - len(content), 1 << 20))
             if not chunk:
-                raise ChannelError("the other end has closed the connection")
+                raise UnauthenticatedError("the other end has closed the connection")
             content += chunk
         return bytes(content)
 
@@ -125,7 +128,7 @@ _BACKLOG: Final = 4096  # ranks, and strangers, that call at once
 _BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
 
 
-class Desk:
+class CallServer:
     """Hands the same call to every rank and collects their reports; a thread for each of them.
 
     came, left, reports: the ranks that have come, those that have gone, in that order, and what
@@ -144,11 +147,11 @@ class Desk:
         self._secret = secrets.token_bytes(32)
         self._server = socket.create_server((host, 0), backlog=_BACKLOG)
         self._address = f"{host}:{self._server.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._accept, name="gtopk-run-desk", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="gtopk-run-calls", daemon=True)
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which ranks find the desk, and are known there."""
+        """Return the variables by which ranks find the call server, and are known there."""
         return {
             settings.RUN_ADDRESS.name: self._address,
             settings.RUN_SECRET.name: self._secret.hex(),
@@ -173,13 +176,13 @@ class Desk:
 
     def _receive(self, visitor: socket.socket, host: str) -> None:
         try:
-            channel = Channel(visitor, self._secret, accepted=True)
+            connection = AuthenticatedConnection(visitor, self._secret, accepted=True)
         except OSError as error:
             self._refuse(host, error)
             return
         rank = None
         try:
-            (number,) = RANK.unpack(channel.receive(RANK.size, patiently=False))
+            (number,) = RANK.unpack(connection.receive(RANK.size, patiently=False))
             with self.changed:
                 if not 0 <= number < self._ranks or number in self.came:
                     return
@@ -187,8 +190,8 @@ class Desk:
                 self.came.add(rank)
                 self.changed.notify()
             for message in self._messages:
-                channel.send(message)
-            report = channel.receive()
+                connection.send(message)
+            report = connection.receive()
             with self.changed:
                 self.reports[rank] = report
                 self.changed.notify()
@@ -196,7 +199,7 @@ class Desk:
             if rank is None:
                 self._refuse(host, error)
         finally:
-            channel.close()
+            connection.close()
             if rank is not None:
                 with self.changed:
                     self.left.append(rank)
@@ -211,16 +214,16 @@ class Desk:
             _log.warning("gtopk.run: a visitor from %s is no rank and is refused: %s", host, error)
 
 
-def visit(address: str, secret: str, rank: int) -> tuple[Channel, bytes, bytes]:
-    """Return the channel to the desk, and the two messages that it has for this rank."""
+def visit(address: str, secret: str, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
+    """Return the connection to the call server, and the two messages that it has for this rank."""
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)))
-    channel = Channel(connection, bytes.fromhex(secret), accepted=False)
+    stream = socket.create_connection((host, int(port)))
+    connection = AuthenticatedConnection(stream, bytes.fromhex(secret), accepted=False)
     try:
-        channel.send(RANK.pack(rank))
-        return channel, channel.receive(), channel.receive()
+        connection.send(RANK.pack(rank))
+        return connection, connection.receive(), connection.receive()
     except OSError:
-        channel.close()
+        connection.close()
         raise
 
 

@@ -21,7 +21,7 @@ from ...errors import HorovodInternalError, RankError
 from .. import object_codec as objects
 from ..coordinator.agreement import name_ranks
 from ..launch import LaunchError
-from .call_server import Desk
+from .call_server import CallServer
 
 
 class Failure(NamedTuple):
@@ -81,7 +81,7 @@ _END_SECONDS: Final = 30.0  # what ranks get to end, after they have reported
 
 
 def collect(
-    desk: Desk,
+    server: CallServer,
     launcher: subprocess.Popen[bytes],
     ranks: int,
     start_seconds: float,
@@ -98,11 +98,13 @@ def collect(
     ended: float | None = None  # since when the launcher has ended
     failed: float | None = None  # since when a rank has failed or is lost
     while len(results) < ranks:
-        with desk.changed:
-            desk.changed.wait(_LOOK_SECONDS)
-            new = {r: c for r, c in desk.reports.items() if r not in results and r not in failures}
-            lost = [rank for rank in desk.left if rank not in desk.reports]
-            absent = sorted(set(range(ranks)) - desk.came)
+        with server.changed:
+            server.changed.wait(_LOOK_SECONDS)
+            new = {
+                r: c for r, c in server.reports.items() if r not in results and r not in failures
+            }
+            lost = [rank for rank in server.left if rank not in server.reports]
+            absent = sorted(set(range(ranks)) - server.came)
         for rank, content in new.items():
             result, failure = read(content, allow_pickle)
             if failure is None:

@@ -21,15 +21,15 @@ _FRAMES: Final = 2  # main and call.make, above the function's own
 
 
 def main() -> None:
-    """Make the call of the desk that the environment names, and report what it came to."""
+    """Make the call of the call server that the environment names, and report what it came to."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
-    channel, preparation, content = visit(address, secret, rank)
+    connection, preparation, content = visit(address, secret, rank)
 
-    # torch is first imported here: by now the desk knows that this rank has come.
+    # torch is first imported here: by now the call server knows that this rank has come.
     from ... import __version__
     from .. import object_codec as objects
     from . import call
@@ -50,8 +50,8 @@ def main() -> None:
     except BaseException as error:
         said = report.of_error(error, _FRAMES)
     standard_streams.flush()
-    channel.send(said)
-    channel.close()
+    connection.send(said)
+    connection.close()
 
 
 def _print_into(folder: Path) -> None:

@@ -120,12 +120,12 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
         check_alike(f"{name}.param_groups.{place}", group, options)
 
 
-def check_held(held: Any) -> None:
+def check_residual(residuals: Any) -> None:
     """Raise DamagedError for what no rank has as its residual state, by parameter.
 
     A loss of a part would be one of gradients, unseen.
     """
-    for name, tensors in held.items():
+    for name, tensors in residuals.items():
         if "residual" not in tensors:
             raise DamagedError(f"the residual state of '{name}' lacks its residual")
         shape = tensors["residual"].shape
@@ -142,8 +142,8 @@ def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
 
     part: a rank's residual state, or None; parameters go by the same names mostly.
     """
-    for held in part["held"].values() if part else ():
-        for name, tensors in held.items():
+    for residuals in part["held"].values() if part else ():
+        for name, tensors in residuals.items():
             parameter = model.get(name)
             if isinstance(parameter, torch.Tensor) and parameter.shape != tensors["residual"].shape:
                 raise DamagedError(

@@ -41,7 +41,14 @@ from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
-from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes, spread
+from .soundness import (
+    check_alike,
+    check_model,
+    check_optimizer,
+    check_residual,
+    check_shapes,
+    spread,
+)
 from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
@@ -265,7 +272,7 @@ def assemble(found: Found) -> Assembled:
         for each in found.owned:
             _check_own(each.state)
         tree = found.tree
-        held = {
+        residuals = {
             name: _held_by_loader(found, name, tensors[name])
             for name in tensors.keys() & set(_HELD_BY_LOADERS)
         }
@@ -273,7 +280,7 @@ def assemble(found: Found) -> Assembled:
             tree = tree if own["tree"] is None else json.loads(own["tree"])
             tensors |= own["differing"]
         # A host's ranks may have the parts of several: its folder is its own, and it has more now.
-        tensors |= held
+        tensors |= residuals
         state = put_together(tree, tensors)
         _check(state)
     except Exception as error:  # of any kind: nobody knows what wrote it
@@ -302,8 +309,8 @@ def _check_own(own: Any) -> None:
     for part in own["held"].values():
         if part is not None:
             optimizer_checkpoint.check_part(part)
-            for held in part["held"].values():
-                check_held(held)
+            for residuals in part["held"].values():
+                check_residual(residuals)
     if own["generators"] is not None:
         check_generators(own["generators"])
 
@@ -356,7 +363,7 @@ def put(
         like = {name: _state_of(target) for name, target in targets.items()}
         like["others"] = {name: _state_of(other) for name, other in others.items()}
         state = keyed(state, like)
-    held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
+    residuals = {name: _residual_of(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         saved = _of(state, "model", found)
         try:
@@ -368,16 +375,16 @@ def put(
             ) from error
     if optimizer is not None:
         saved = _of(state, "optimizer", found)
-        optimizer.load_state_dict(_with(held["optimizer"], saved))
+        optimizer.load_state_dict(_with(residuals["optimizer"], saved))
     if loader is not None:
         loader.load_state_dict(_of(state, "loader", found))
     ours = {"optimizer", *state["others"]}
-    values = {name: part for name, part in held.items() if name not in ours}
-    values |= {name: _with(held.get(name), other) for name, other in state["others"].items()}
+    values = {name: part for name, part in residuals.items() if name not in ours}
+    values |= {name: _with(residuals.get(name), other) for name, other in state["others"].items()}
     for name, target in others.items():
         if hasattr(target, "load_state_dict") and values.get(name) is not None:
             target.load_state_dict(values.pop(name))
-    for name in others.keys() - state["others"].keys() - held.keys():
+    for name in others.keys() - state["others"].keys() - residuals.keys():
         _of(state["others"], name, found)
     for each in (optimizer, *others.values()):
         if isinstance(each, torch.optim.Optimizer):
@@ -393,16 +400,16 @@ def _state_of(target: Any) -> Any:
     return target.state_dict() if hasattr(target, "state_dict") else target
 
 
-def _held(found: Found, name: str) -> Any | None:
+def _residual_of(found: Found, name: str) -> Any | None:
     """Return the residual for this rank's optimizer, or hook, of this name."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
     there = {r: part for r, part in parts.items() if part is not None}
     return share(there, found.ranks, is_missing=rank() in found.missing)
 
 
-def _with(held: Any | None, saved: Any) -> Any:
+def _with(residuals: Any | None, saved: Any) -> Any:
     """Return an optimizer's state with its residual."""
-    return saved if held is None else {**saved, optimizer_checkpoint.KEY: held}
+    return saved if residuals is None else {**saved, optimizer_checkpoint.KEY: residuals}
 
 
 def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:

@@ -126,10 +126,10 @@ class OptimizerStateHandler(StateDictHandler):
         return self._saved.get(KEY)
 
     def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
-        """Hold back the sum of what those ranks did: on fewer ranks nothing of it is lost."""
-        held = share(dict(owned), ranks)
-        if held is not None:
-            self.value.load_state_dict({**self.value.state_dict(), KEY: held})
+        """Keep the sum of those ranks' residuals: on fewer ranks nothing of it is lost."""
+        residual = share(dict(owned), ranks)
+        if residual is not None:
+            self.value.load_state_dict({**self.value.state_dict(), KEY: residual})
 
 
 class SamplerStateHandler(StateDictHandler):

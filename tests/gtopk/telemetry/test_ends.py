@@ -14,7 +14,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.cli.report.words import happenings, tiles
-from gtopk.cli.top import _looks, rows, status_of
+from gtopk.cli.top import _snapshots, rows, status_of
 from gtopk.runtime.world import world
 from gtopk.telemetry.lines import path_of
 from gtopk.telemetry.reading import RankRecord, read_run
@@ -125,7 +125,7 @@ def test_a_recovery_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     join, seen = world.join, []
 
     def look_and_join(comm: Any) -> Any:
-        looks = _looks(tmp_path, 0.001)
+        looks = _snapshots(tmp_path, 0.001)
         seen.extend(next(looks) + next(looks))
         return join(comm)
 

@@ -34,7 +34,7 @@ def test_private_addresses_are_no_matter() -> None:
     inside = Choice("10.0.0.5", "default route")
     state, detail, advice = look(inside, INSIDE, GTOPK_PROMETHEUS="9400")
     assert state is State.OK
-    assert "heartbeat (UDP) and the desk of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
+    assert "heartbeat (UDP) and the call server of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
     assert "metrics (TCP) at 127.0.0.1 (lo)" in detail
     assert advice == ""
 
@@ -46,7 +46,7 @@ def test_private_addresses_are_no_matter() -> None:
 def test_a_heartbeat_at_a_public_address_is_warned_of(own, advice: str) -> None:
     state, detail, said = look(BY_ROUTE, own)
     assert state is State.WARN
-    assert f"heartbeat (UDP) and the desk of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
+    assert f"heartbeat (UDP) and the call server of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
     assert "by default route" in detail
     assert said == advice
 

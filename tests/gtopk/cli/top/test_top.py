@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.top import RECENT, _looks, as_table, main, rows, status_of
+from gtopk.cli.top import RECENT, _snapshots, as_table, main, rows, status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
 from gtopk.telemetry.start import LineFile
@@ -113,7 +113,7 @@ def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: 
         begin |= {"began_unix_seconds": 1.8e9, "unix_seconds": 1.8e9, "host": "new"}
         with path_of(tmp_path, rank).open("a") as file:
             file.write("".join(map(as_text, [begin, *lines])))
-    (statuses,) = itertools.islice(_looks(tmp_path, 0.001), 2)  # one look: the run is over
+    (statuses,) = itertools.islice(_snapshots(tmp_path, 0.001), 2)  # one look: the run is over
     assert [(status.rank, status.host) for status in statuses] == [(0, "new"), (1, "new")]
 
 
@@ -147,7 +147,7 @@ def test_what_was_logged_and_skipped_long_ago_is_still_shown(tmp_path: Path) -> 
     lines.insert(2, {"what": "values", **at, "values": {"accuracy": 0.5, "warmth": 0.75}})
     lines[1]["skipped"] = True
     path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
-    (status,) = next(_looks(tmp_path, 1.0))
+    (status,) = next(_snapshots(tmp_path, 1.0))
     assert (status.step, status.skipped) == (799, 1)
     assert status.values == pytest.approx({"loss": 2.0 / 800, "accuracy": 0.875, "warmth": 0.75})
 

@@ -1,4 +1,4 @@
-"""A channel carries what the two ends say, and nothing that anybody else does."""
+"""A connection carries what the two ends say, and nothing that anybody else does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from gtopk.runtime.runner import call_server as channel
-from gtopk.runtime.runner.call_server import Channel, ChannelError
+from gtopk.runtime.runner import call_server as connection
+from gtopk.runtime.runner.call_server import AuthenticatedConnection, UnauthenticatedError
 
 SECRET = bytes(range(32))
 
@@ -40,8 +40,8 @@ class Between:
         self.ours, self.theirs = ours, theirs
         ends = {}
 
-        def open_end(name, connection, secret, accepted):
-            ends[name] = Channel(connection, secret, accepted=accepted)
+        def open_end(name, stream, secret, accepted):
+            ends[name] = AuthenticatedConnection(stream, secret, accepted=accepted)
 
         threads = [
             threading.Thread(target=open_end, args=("a", self.ours[0], SECRET, False)),
@@ -73,20 +73,20 @@ def test_both_ends_hear_each_other(sockets):
     heard = []
 
     def accept():
-        channel = Channel(other, SECRET, accepted=True)
-        heard.extend([channel.receive(), channel.receive(5)])
-        channel.send(b"z" * 3_000_000)
-        channel.close()
+        connection = AuthenticatedConnection(other, SECRET, accepted=True)
+        heard.extend([connection.receive(), connection.receive(5)])
+        connection.send(b"z" * 3_000_000)
+        connection.close()
 
     thread = threading.Thread(target=accept)
     thread.start()
-    caller = Channel(one, SECRET, accepted=False)
+    caller = AuthenticatedConnection(one, SECRET, accepted=False)
     caller.send(b"")
     caller.send(b"first")
     assert len(caller.receive(patiently=False)) == 3_000_000
     thread.join()
     assert heard == [b"", b"first"]
-    with pytest.raises(ChannelError, match="has closed"):
+    with pytest.raises(UnauthenticatedError, match="has closed"):
         caller.receive()
     caller.close()
 
@@ -100,18 +100,20 @@ def test_a_message_changed_anywhere_is_refused(between, place):
     def change(content):
         return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
-    with pytest.raises(ChannelError, match="does not know the secret, or somebody is between"):
+    with pytest.raises(
+        UnauthenticatedError, match="does not know the secret, or somebody is between"
+    ):
         between().hears(change)
 
 
 def test_a_length_is_not_believed_before_it_was_checked(between):
     """Else anybody could have room made for as much as there is."""
-    with pytest.raises(ChannelError, match="does not know the secret"):
+    with pytest.raises(UnauthenticatedError, match="does not know the secret"):
         between().hears(lambda content: b"\xff" * 8 + content[8:])
 
 
 def test_a_message_cut_short_is_refused(between):
-    with pytest.raises(ChannelError, match="has closed"):
+    with pytest.raises(UnauthenticatedError, match="has closed"):
         between().hears(lambda content: content[:-1])
 
 
@@ -121,19 +123,19 @@ def test_neither_a_message_of_before_nor_ones_own_counts(between):
     said = wire.pass_on(wire.ours[1], wire.theirs[1], 8 + 32 + 7 + 32)
     assert wire.b.receive() == b"content"
     wire.theirs[1].sendall(said)  # again
-    with pytest.raises(ChannelError):
+    with pytest.raises(UnauthenticatedError):
         wire.b.receive()
     wire = between()
     wire.a.send(b"content")
     wire.pass_on(wire.ours[1], wire.ours[1], 8 + 32 + 7 + 32)  # back to who said it
-    with pytest.raises(ChannelError):
+    with pytest.raises(UnauthenticatedError):
         wire.a.receive()
-    with pytest.raises(ChannelError):  # of another connection
+    with pytest.raises(UnauthenticatedError):  # of another stream
         between().hears(lambda content: said)
 
 
 def test_another_secret_is_refused(between):
-    with pytest.raises(ChannelError, match="does not know the secret"):
+    with pytest.raises(UnauthenticatedError, match="does not know the secret"):
         between(b"another").hears(lambda content: content)
 
 
@@ -141,15 +143,15 @@ def test_a_message_that_is_too_long_is_refused(between):
     wire = between()
     wire.a.send(b"content")
     wire.pass_on(wire.ours[1], wire.theirs[1], 8 + 32)
-    with pytest.raises(ChannelError, match="may have 6 bytes here, got 7"):
+    with pytest.raises(UnauthenticatedError, match="may have 6 bytes here, got 7"):
         wire.b.receive(6)
 
 
 def test_who_says_nothing_or_a_byte_now_and_then_is_left(sockets, monkeypatch):
-    monkeypatch.setattr(channel, "_REPLY_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "_REPLY_SECONDS", 0.05)
     for said in (b"", b"x"):
         one, other = sockets()
         one.sendall(said)
         with pytest.raises(TimeoutError):
-            Channel(other, SECRET, accepted=True)
+            AuthenticatedConnection(other, SECRET, accepted=True)
         assert other.fileno() == -1
