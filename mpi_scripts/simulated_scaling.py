@@ -4,7 +4,7 @@ python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --
 python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms
 
 Simulated, not measured: of the wire alone, without selecting, coding and merging. As
-`gtopk plan --simulate` does for one cluster; here a trace is recorded once for all bandwidths.
+`simulated_plan.py` does for one cluster; here a trace is recorded once for all bandwidths.
 A site is a node of the hierarchical reduction, which takes more than one.
 """
 
