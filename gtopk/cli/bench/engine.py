@@ -13,17 +13,13 @@ Start it on every rank of a launcher, or alone: then two threads are the ranks.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypedDict
 
 import numpy as np
 
-from collectives.errors import PeerError
 from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
@@ -32,9 +28,17 @@ from ...runtime.coordinator.fusion import Dense, layout_of
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import Machine, load, this_machine
-from ...runtime.world.joining import join
-from ..arguments import as_argument, output_file
-from .harness import Spread, add_words, one_of, spread
+from .harness import (
+    TIMEOUT_SECONDS,
+    Spread,
+    add_words,
+    bench_parser,
+    on_launched_rank,
+    one_of,
+    refuse,
+    spread,
+    write_json,
+)
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3
@@ -201,18 +205,16 @@ def small() -> list[int]:
 
 
 _GRADIENTS = {"resnet50": resnet50, "small": small}
-_TIMEOUT_SECONDS = 3600.0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk bench engine",
-        description="Time negotiation by name, and steps through the engine, beside a bare "
+    described = bench_parser(
+        "engine",
+        "Time negotiation by name, and steps through the engine, beside a bare "
         "allreduce of the same size: start it on the ranks to measure "
         "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
-        epilog="example:\n  mpirun -n 4 gtopk bench engine --json engine.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        launched=True,
     )
     described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
     add_words(
@@ -223,7 +225,6 @@ def parser() -> argparse.ArgumentParser:
         may_be_none=True,
         help=f"of {', '.join(_GRADIENTS)}; default: all",
     )
-    described.add_argument("--json", type=as_argument(output_file), help="file to write")
     return described
 
 
@@ -231,22 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     options = parser().parse_args(arguments)
     if options.rounds < 2:
-        message = f"--rounds must be at least 2, got {options.rounds}"
-        print(f"gtopk bench engine: {message}", file=sys.stderr)
-        return 2
+        return refuse("engine", f"--rounds must be at least 2, got {options.rounds}")
     if launched_by() is None:
-        run_ranks(local_world(2, _TIMEOUT_SECONDS), lambda transport: _run(transport, options))
+        run_ranks(local_world(2, TIMEOUT_SECONDS), lambda transport: _run(transport, options))
         return 0
-    transport = join()
-    try:
-        _run(transport, options)
-    except BaseException as error:
-        if not isinstance(error, PeerError) or transport.rank == 0:
-            traceback.print_exc()
-        sys.stderr.flush()
-        transport.abort(1)
-        raise
-    return 0
+    return on_launched_rank(lambda transport: _run(transport, options))
 
 
 def _run(transport: Transport, options: argparse.Namespace) -> None:
@@ -267,13 +257,11 @@ def _deliver(
         f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
         f"{GOAL_RATIO} at most\n\n{table(records)}"
     )
-    if path is not None:
-        written = {
-            "machine": machine,
-            "ranks": transport.size,
-            "transport": transport.name,
-            "library": transport.library(),
-            "records": records,
-        }
-        path.write_text(json.dumps(written, indent=1) + "\n")
-        print(f"written to {path}")
+    written = {
+        "machine": machine,
+        "ranks": transport.size,
+        "transport": transport.name,
+        "library": transport.library(),
+        "records": records,
+    }
+    write_json(written, path)

@@ -1,4 +1,4 @@
-"""Harness: what all benchmarks share: options of several words, progress, and spreads over rounds.
+"""Harness of all benchmarks: their parser and JSON, their ranks, progress, and spreads over rounds.
 
 Words of an option have spaces between them, not commas, as a word may hold some itself:
 gtopk:growth=2.0,put_back=spread.
@@ -7,11 +7,22 @@ gtopk:growth=2.0,put_back=spread.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import TypedDict, TypeVar
+from pathlib import Path
+from typing import Final, TypedDict, TypeVar
 
+from collectives.errors import PeerError
+from collectives.transports import Transport
+
+from ...runtime.world.joining import join
+from ...runtime.world.state import emulate_on
+from ..arguments import as_argument, output_file
+
+TIMEOUT_SECONDS: Final = 3600.0  # ranks that are not measured wait for those that are
 T = TypeVar("T")
 
 
@@ -100,3 +111,54 @@ def spread(seconds: Sequence[float]) -> Spread:
 def per_rank(numbers: Sequence[float]) -> PerRank:
     """Return the spread over the ranks."""
     return PerRank(mean=statistics.fmean(numbers), max=max(numbers))
+
+
+def bench_parser(
+    benchmark: str, description: str, launched: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser for a benchmark that can write its records as JSON.
+
+    launched: its example is a call under mpirun.
+    """
+    call = f"gtopk bench {benchmark} --json {benchmark}.json"
+    described = argparse.ArgumentParser(
+        prog=f"gtopk bench {benchmark}",
+        description=description,
+        epilog=f"example:\n  {'mpirun -n 4 ' * launched}{call}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    described.add_argument(
+        "--json", type=as_argument(output_file), help="file to write the records to"
+    )
+    return described
+
+
+def write_json(content: object, path: Path | None) -> None:
+    """Write what a benchmark has found, where a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {path}")
+
+
+def refuse(benchmark: str, reason: object) -> int:
+    """Print why nothing can be measured, and return the exit code of wrong usage."""
+    print(f"gtopk bench {benchmark}: {reason}", file=sys.stderr)
+    return 2
+
+
+def on_launched_rank(work: Callable[[Transport], object], over: str | None = None) -> int:
+    """Do a benchmark's work as one rank of a launcher's; a failure here ends the job.
+
+    over: the transport; None: the one that training would use.
+    """
+    transport = join(over=over, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        emulate_on(transport)
+        work(transport)
+    except BaseException as error:
+        if not isinstance(error, PeerError) or transport.rank == 0:
+            traceback.print_exc()
+        sys.stderr.flush()
+        transport.abort(1)
+        raise
+    return 0

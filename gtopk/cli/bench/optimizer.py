@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +36,9 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.liveness.address import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
-from ..arguments import as_argument, output_file, share
+from ..arguments import as_argument, share
 from .collectives.run import count_hosts
-from .harness import add_words, one_of, silent, tell
+from .harness import add_words, bench_parser, one_of, refuse, silent, tell, write_json
 from .workloads import NETWORKS, SHAPES, Compute, real, shapes
 
 POWER_RANK: Final = 2
@@ -245,13 +243,12 @@ def measure(
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk bench optimizer",
-        description="Time training steps of a plain optimizer and of distributed ones, in turn in "
+    described = bench_parser(
+        "optimizer",
+        "Time training steps of a plain optimizer and of distributed ones, in turn in "
         "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
         "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
-        epilog="example:\n  mpirun -n 4 gtopk bench optimizer --json optimizer.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        launched=True,
     )
     described.add_argument(
         "--model",
@@ -275,9 +272,6 @@ def parser() -> argparse.ArgumentParser:
         "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
     described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
-    described.add_argument(
-        "--json", type=as_argument(output_file), help="file to write the records to"
-    )
     return described
 
 
@@ -286,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     for name in ("batch", "rounds"):
         if getattr(options, name) < 1:
-            return _refuse(f"--{name} must be at least 1, got {getattr(options, name)}")
+            return refuse("optimizer", f"--{name} must be at least 1, got {getattr(options, name)}")
     torch.set_num_threads(1)
     world.init()
     here = world.current()
@@ -319,10 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         print(", ".join(f"{name}: {value}" for name, value in facts.items()))
         print(table(records))
-        if options.json:
-            content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
-            print(f"written to {options.json}")
+        content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
+        write_json(content, options.json)
     world.shutdown()
     return 0
 
@@ -347,8 +339,3 @@ def table(records: Sequence[Record]) -> str:
 def _spread(median: float, quartiles: tuple[float, float]) -> str:
     low, high = quartiles
     return f"{1e3 * median:+.1f} ({1e3 * low:+.1f} to {1e3 * high:+.1f})"
-
-
-def _refuse(reason: str) -> int:
-    print(f"gtopk bench optimizer: {reason}", file=sys.stderr)
-    return 2

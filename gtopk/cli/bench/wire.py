@@ -6,10 +6,8 @@ The entries are drawn at random, selected in a training, or read from a file.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,8 +20,8 @@ from collectives.kernels import clear_at
 from collectives.vector import check, index_dtype
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, encode
 
-from ..arguments import as_argument, output_file, share
-from .harness import add_words
+from ..arguments import share
+from .harness import add_words, bench_parser, refuse, write_json
 from .selection.command import describe
 from .selection.gradients import open_source
 
@@ -188,12 +186,10 @@ def table(records: Sequence[Record]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk bench wire",
-        description="Encode and decode the same entries in every format: bytes and processor time "
+    described = bench_parser(
+        "wire",
+        "Encode and decode the same entries in every format: bytes and processor time "
         "per entry, and below which bandwidth a format pays for its work.",
-        epilog="example:\n  gtopk bench wire --densities 0.001 0.01 --json wire.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--entries", type=int, default=25_600, help="default: %(default)s")
     add_words(
@@ -216,9 +212,6 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"
     )
-    described.add_argument(
-        "--json", type=as_argument(output_file), help="file to write the records to"
-    )
     return described
 
 
@@ -226,11 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
     if min(options.entries, options.rounds) < 1 or options.elements < 0:
-        return _refuse("--entries and --rounds must be at least 1, --elements at least 0")
+        return refuse("wire", "--entries and --rounds must be at least 1, --elements at least 0")
     try:
         given = [from_file(path) for path in options.files]
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse("wire", str(error))
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
     print("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
@@ -239,10 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = measure(entries, options.rounds)
         print(table(found), flush=True)
         records += found
-    if options.json:
-        written = {"machine": machine, "records": [_as_json(record) for record in records]}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
-        print(f"written to {options.json}")
+    written = {"machine": machine, "records": [_as_json(record) for record in records]}
+    write_json(written, options.json)
     return 0
 
 
@@ -258,8 +249,3 @@ def _as_json(record: Record) -> dict[str, object]:
     if math.isinf(record.pays_below_gbit_per_second):
         fields["pays_below_gbit_per_second"] = None
     return fields
-
-
-def _refuse(reason: str) -> int:
-    print(f"gtopk bench wire: {reason}", file=sys.stderr)
-    return 2

@@ -396,7 +396,18 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
 
 
 def test_looks_grow_rare() -> None:
-    assert [n for n in range(1, 201) if is_sampling_due(n)] == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200]
+    assert [n for n in range(1, 201) if is_sampling_due(n)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        50,
+        100,
+        150,
+        200,
+    ]
 
 
 def test_a_step_of_an_earlier_version_is_read_as_what_it_was() -> None:

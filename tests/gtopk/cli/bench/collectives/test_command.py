@@ -137,7 +137,7 @@ def test_it_joins_as_a_training_does(
 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("gtopk.cli.bench.collectives.command.join", joined)
+    monkeypatch.setattr("gtopk.cli.bench.harness.join", joined)
     with pytest.raises(JoinedError):
         main(["--transport", over] if over else [])
 
