@@ -1,4 +1,4 @@
-"""What reductions take on trees of many hosts: every message of the real code, replayed by SimGrid.
+"""The seconds of reductions on trees of many hosts, by SimGrid: every message of the real code.
 
 python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
 python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms

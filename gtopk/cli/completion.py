@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 class Command(NamedTuple):
-    """What may follow a command.
+    """The options and words that may follow a command.
 
     words:      with their meanings: further commands, or choices of its argument.
     takes_file: its argument is a file.

@@ -29,7 +29,7 @@ SILENT_SECONDS: Final = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What a rank does now; figures are means of its last steps, None where there is none.
+    """A rank's state now; figures are means of its last steps, None where there is none.
 
     They are of steps of the rank's own optimizer, also where several are recorded as one. None are
     of what the run went on from: that may have been on other machines.

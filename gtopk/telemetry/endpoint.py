@@ -108,7 +108,7 @@ _TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Address(NamedTuple):
-    """Where to listen."""
+    """An address to listen on."""
 
     host: str
     port: int
@@ -173,7 +173,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class Metrics:
-    """What is known of a rank, by metric and label; threads may use it at once."""
+    """A rank's metrics, by name and label; threads may use it at once."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""What a script may say of its run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`."""
+"""A script's own part of its run's record: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`."""
 
 from __future__ import annotations
 

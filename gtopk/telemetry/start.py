@@ -34,7 +34,7 @@ _log = logging.getLogger("gtopk")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank records; empty: nothing.
+    """The sinks that a rank records to; empty: nothing is recorded.
 
     run:         the folder of the run's record.
     every:       steps, of which one is written.
@@ -97,7 +97,7 @@ _written: Final[set[Path]] = set()
 
 @dataclass
 class _Records:
-    """What is recorded of a world.
+    """The recording of a world.
 
     settings:    what was asked to be recorded, by the environment or the script.
     recorder:    what records its steps, while something does.

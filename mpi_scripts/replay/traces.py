@@ -48,7 +48,7 @@ _TURN_SECONDS: Final = 0.5
 
 
 class Reduction(NamedTuple):
-    """What is recorded: `selected` of `length` values on each rank; dense: all of them.
+    """The reduction to record: `selected` of `length` values on each rank; dense: all of them.
 
     growth: of gtopk, also between nodes.
     """

@@ -40,7 +40,7 @@ class Tree(SparseCompression):
 
 
 class Setting(NamedTuple):
-    """What every contender has. library: of the dense allreduce; group: gloo's, of all ranks."""
+    """Of every contender. library: of the dense allreduce; group: gloo's, of all ranks."""
 
     compute: Compute
     density: float

@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where batches come from.
+    """A source of batches.
 
     lead: how many steps are cut before they are handed out: workers prefetch them.
     signature: what must be equal on all ranks.
@@ -345,7 +345,7 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """What seeds a loader's workers: a generator of its own, a new one for every epoch.
+    """Seeds of a loader's workers: it gets a generator of its own, a new one for every epoch.
 
     An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
     draws from it would come otherwise after an epoch was resumed in its middle.

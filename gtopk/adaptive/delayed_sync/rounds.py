@@ -146,7 +146,7 @@ class Pending(Protocol):
 
 
 class Ready(NamedTuple):
-    """What all ranks know once each of them was ready."""
+    """The outcome of a meeting, known to all ranks once each of them was ready."""
 
     samples: int
     is_last: bool  # a rank has nothing left to compute
@@ -168,7 +168,7 @@ class Reduced(NamedTuple):
 
 
 class Wire(Protocol):
-    """What the ranks do together; neither call waits."""
+    """The operations of all ranks; neither call waits."""
 
     def ready(self, samples: int, is_last: bool) -> Pending:
         """Say that this rank may end the round; the result is Ready."""

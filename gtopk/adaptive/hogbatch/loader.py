@@ -36,7 +36,7 @@ PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 
 
 class Counts(NamedTuple):
-    """What a worker's board says of it."""
+    """A worker's counts on its board."""
 
     updates: int = 0
     samples: int = 0

@@ -77,7 +77,7 @@ class Node:
 
 
 class Regions(NamedTuple):
-    """Where in the memory the ledger's notes and the model begin, and where it ends."""
+    """The offsets in the shared memory at which the ledger's notes and the model begin and end."""
 
     notes: int
     model: int

@@ -19,7 +19,7 @@ _log = logging.getLogger("gtopk")
 
 @dataclass(frozen=True)
 class HogbatchOptions(Options):
-    """What the modes "hogbatch" and "adaptive-hogbatch" know; equal on all ranks but for `own`.
+    """Options of modes "hogbatch" and "adaptive-hogbatch"; equal on all ranks but for `own`.
 
     The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
     has its own batch's share of it, of several nodes its share of its node's part of that batch.

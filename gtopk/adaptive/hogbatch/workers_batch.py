@@ -104,7 +104,7 @@ _LOST_AFTER: Final = 3  # updates in a row; no later one mends a model that is n
 
 
 class SkippedUpdates(SkipCounter):
-    """How many there were of one worker's, and the end of too many in a row."""
+    """Count one worker's skipped updates; raise where too many came in a row."""
 
     def note(
         self, rank: int, trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]

@@ -39,7 +39,7 @@ _log = logging.getLogger("gtopk")
 
 
 class Merge(NamedTuple):
-    """What a merge went by, the same on every rank: each rank's report, weight and next size."""
+    """A merge, the same on every rank: each rank's report, weight and next size."""
 
     reports: Sequence[Report]
     weights: Sequence[float]

@@ -31,7 +31,7 @@ from .weights import WEIGHTS
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks get batches, and what happens at a merge.
+    """A strategy: the way ranks get batches, and the effect of a merge.
 
     is_dynamic: whether batches are handed out to whoever is free; else all ranks make as many
         steps of equal batches.
@@ -118,7 +118,7 @@ BATCHES: int = 100  # of a mega-batch, by default
 
 @dataclass(frozen=True)
 class MergingOptions(Options):
-    """What a user may turn; a batch of the first size is one of global_batch / ranks.
+    """Options of mode "adaptive-sgd"; a batch of the first size is one of global_batch / ranks.
 
     min_batch:    of a rank; 0: an eighth of its largest.
     max_batch:    of this rank, and its first size where that is not less; default: the first size.

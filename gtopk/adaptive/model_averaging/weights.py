@@ -20,7 +20,7 @@ SMALL_NORM: Final = 0.1  # |w|_2 / n of every replica, below which the perturbat
 
 
 class Report(NamedTuple):
-    """What a rank has done since the last merge.
+    """A rank's work since the last merge.
 
     size: of its batches.
     norm: |w|_2 / n of its n parameters.

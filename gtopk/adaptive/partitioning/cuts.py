@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
 
 class Plan:
-    """Which sizes hold from which step on; steps are counted through all epochs.
+    """The sizes from each step on; steps are counted through all epochs.
 
     drawn: how many steps were cut so far; their sizes cannot change any more.
     """

@@ -31,7 +31,7 @@ from .speed import Cost
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known when sizes are to be chosen, by rank.
+    """The measurements, by rank, that sizes are chosen by.
 
     sizes, seconds: of the last window; a rank that had no sample has 0 and 0.
     costs: the speed models.
@@ -172,7 +172,7 @@ MOST_CHANGE: Final = 2.0  # of the global batch at once
 
 @dataclass(frozen=True)
 class Seen:
-    """What a global batch is chosen by; equal on all ranks.
+    """The measurements that a global batch is chosen by; equal on all ranks.
 
     costs:            the ranks' speed models.
     exchange_seconds: what a step waits for its exchange.

@@ -104,7 +104,7 @@ class Cost(NamedTuple):
 
 
 class SpeedModel:
-    """What is known of one rank's cost, from windows of (size, seconds) that it forgets."""
+    """The cost of one rank's batches, fitted to windows of (size, seconds); old ones fade."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[int, float]] = []

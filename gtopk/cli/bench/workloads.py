@@ -129,7 +129,7 @@ FORWARD_SHARE: Final = 1 / 3
 
 
 class Compute(NamedTuple):
-    """What a step computes. emulated: it takes its time asleep, and its gradients are random.
+    """The computation of a step. emulated: it sleeps for its time, and its gradients are random.
 
     scale: how many times smaller the model is than the one it stands for.
     make: the model; backward: the forward and backward pass of a batch of it.

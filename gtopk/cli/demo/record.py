@@ -41,7 +41,7 @@ class StepSeconds(TypedDict):
 
 
 class Machine(TypedDict):
-    """Where the demo ran."""
+    """The machine and the transport that the demo ran on."""
 
     cores: int  # that the ranks may use
     processor: str

@@ -58,13 +58,13 @@ def gist(output: str) -> str:
 
 
 def look_at_python() -> Finding:
-    """Which Python this is."""
+    """Probe which Python this is."""
     detail = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     return Finding("Python", State.OK, detail)
 
 
 def look_at_gtopk() -> Finding:
-    """Which gtopk is imported, and from where."""
+    """Probe which gtopk is imported, and from where."""
     if not installed("msgpack"):
         return Finding("gtopk", State.FAIL, "it needs msgpack", "pip install msgpack")
     package = import_module("gtopk")
@@ -78,7 +78,7 @@ def look_at_gtopk() -> Finding:
 
 
 def look_at_cores() -> Finding:
-    """How many cores ranks can share."""
+    """Probe how many cores ranks can share."""
     if not installed("numpy"):
         return Finding("cores", State.MISSING, "counted once numpy is here", "pip install numpy")
     from collectives.cores import core_quota, usable_cores
@@ -89,7 +89,7 @@ def look_at_cores() -> Finding:
 
 
 def look_at_numpy() -> Finding:
-    """Whether numpy adds."""
+    """Probe whether numpy adds."""
     if not installed("numpy"):
         return Finding("numpy", State.MISSING, "gtopk computes with it", "pip install numpy")
     numpy = import_module("numpy")
@@ -99,7 +99,7 @@ def look_at_numpy() -> Finding:
 
 
 def look_at_torch() -> Finding:
-    """Whether torch differentiates."""
+    """Probe whether torch differentiates."""
     if not installed("torch"):
         return Finding("torch", State.MISSING, "gtopk trains its models", "pip install torch")
     torch = import_module("torch")
@@ -111,7 +111,7 @@ def look_at_torch() -> Finding:
 
 
 def look_at_torch_distributed() -> Finding:
-    """Which backends torch.distributed has, and whether gloo reduces."""
+    """Probe which backends torch.distributed has, and whether gloo reduces."""
     name, mend = "torch.distributed", "pip install --force-reinstall torch"
     if not installed("torch"):
         return Finding(name, State.MISSING, "comes with torch", "pip install torch")
@@ -133,7 +133,7 @@ def look_at_torch_distributed() -> Finding:
 
 
 def look_at_kernels() -> Finding:
-    """Which implementation of the hot loops is in use."""
+    """Probe which implementation of the hot loops is in use."""
     if not installed("numpy"):
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
     kernels = import_module("collectives.kernels")
@@ -156,7 +156,7 @@ def _how_to_build() -> str:
 
 
 def look_at_horovod() -> Finding:
-    """Whether Horovod is there, and what it was built with."""
+    """Probe whether Horovod is there, and what it was built with."""
     if not installed("horovod"):
         # Its build asks for C++14, torch's headers for C++17 or more.
         advice = (
@@ -170,7 +170,7 @@ def look_at_horovod() -> Finding:
 
 
 def look_at_demo() -> Finding:
-    """Whether `gtopk demo` has what it needs beside MPI."""
+    """Probe whether `gtopk demo` has what it needs beside MPI."""
     packages = {"sklearn": "scikit-learn", "rich": "rich"}
     absent = [package for module, package in packages.items() if not installed(module)]
     if absent:

@@ -32,7 +32,7 @@ INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
 
 
 def look_at_interface() -> Finding:
-    """Which interface the heartbeat would hear on, and whether others could be meant."""
+    """Probe which interface the heartbeat would hear on, and whether others could be meant."""
     host = socket.gethostname()
     try:
         resolved = socket.gethostbyname(host)
@@ -115,7 +115,7 @@ class Port(NamedTuple):
 
 
 def look_at_ports() -> Finding:
-    """Whether the internet may reach what gtopk would listen on."""
+    """Probe whether the internet may reach what gtopk would listen on."""
     own = own_addresses()
     return judge_ports(ports(_choice(), own), own)
 

@@ -101,7 +101,7 @@ class SimulatedWire:
 
 
 class Ends:
-    """What lies between the ranks' ends: buckets, residuals, and the meetings that are open.
+    """The exchange between ranks: buckets, residuals, and the meetings that are open.
 
     models: of the ranks that are here.
     """
@@ -157,7 +157,7 @@ class Ends:
 
 
 class SimulatedRank:
-    """What a rank in mode "abs" does, `DelayedLoader` and the script's loop together."""
+    """A rank in mode "abs": `DelayedLoader` and the script's loop together."""
 
     def __init__(
         self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record

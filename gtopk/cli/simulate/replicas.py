@@ -25,7 +25,7 @@ from .setting import Record, Setting
 
 
 class Trained(NamedTuple):
-    """What a rank trains, where it is here."""
+    """A rank's model, optimizer and data, where the rank is simulated in this process."""
 
     model: torch.nn.Module
     replica: Replica

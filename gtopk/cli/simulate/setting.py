@@ -93,7 +93,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Classes:
-    """What only hogbatch asks of a cluster.
+    """The part of a cluster that only hogbatch needs.
 
     fast: ranks; the others are slow.
     overhead_seconds: of a fast rank's every batch; None: the cluster's.

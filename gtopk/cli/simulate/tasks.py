@@ -61,7 +61,7 @@ TEST_IMAGES: Final = 360
 
 
 class Task(Protocol):
-    """What is trained.
+    """A training task: model, data and measure.
 
     samples: how many there are. length: parameters whose exchange is modelled.
     """

@@ -30,7 +30,7 @@ def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.execu
 
 
 class Launched(NamedTuple):
-    """What one launcher says; `variables` are the two environment variables it says it in."""
+    """A launcher's word on rank and size; `variables` are the two environment variables of it."""
 
     launcher: str
     rank: int

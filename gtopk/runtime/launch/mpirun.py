@@ -1,4 +1,4 @@
-"""How ranks are started on one machine: mpirun, with the settings it needs here, or torchrun."""
+"""Start ranks on one machine: by mpirun, with the settings it needs here, or torchrun."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once 
 
 
 class Setting(NamedTuple):
-    """What a companion is told.
+    """The setting that a companion is started with.
 
     parent:   the rank's process.
     launcher: the process that started it, if it is to end with that; else 0.
@@ -79,7 +79,7 @@ class Setting(NamedTuple):
 
 
 class Process(NamedTuple):
-    """What /proc says of a process; state: a letter, "" for one that has ended."""
+    """A process as /proc has it; state: a letter, "" for one that has ended."""
 
     state: str
     parent: int

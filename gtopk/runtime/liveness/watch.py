@@ -39,7 +39,7 @@ BEAT_BYTES: Final = _FIELDS.size + _TEXT_BYTES + _HMAC_BYTES
 
 
 class State(IntEnum):
-    """How a rank is; LOST is said about another rank, the rest by a rank's own companion."""
+    """The state of a rank; LOST is said about another rank, the rest by a rank's own companion."""
 
     ALIVE = 0
     STOPPED = 1
@@ -49,7 +49,7 @@ class State(IntEnum):
 
 
 class Beat(NamedTuple):
-    """What a rank's companion says.
+    """A message of a rank's companion.
 
     sequence: grows with each beat of a sender; nanoseconds of its clock, where that is so.
     seconds:  for how long a rank has been stopped, or its end or its loss is past.
@@ -112,7 +112,7 @@ def distances(size: int) -> Iterator[int]:
 
 
 class _Seen:
-    """What is known of a rank; times are on the clock of who asks."""
+    """The last word on a rank; times are on the caller's clock."""
 
     def __init__(self) -> None:
         self.sequence = -1

@@ -101,7 +101,7 @@ class Step(NamedTuple):
 
 
 class Composite(NamedTuple):
-    """How a type made of objects is taken apart and put together."""
+    """The codec of a type made of objects: it takes it apart and puts it together."""
 
     code: Code
     take_apart: Callable[[Any], Iterable[Step]]

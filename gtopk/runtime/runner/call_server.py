@@ -41,7 +41,7 @@ _REPLY_SECONDS: Final = 10.0  # for what takes a peer no time to say
 
 
 class UnauthenticatedError(ConnectionError):
-    """What came is not from one that knows the secret, or it was changed on the way."""
+    """The message is not from an end that knows the secret, or it was changed on the way."""
 
 
 class AuthenticatedConnection:

@@ -93,7 +93,7 @@ class ProcessSet:
 
     @property
     def engine(self) -> Engine:
-        """What runs the set's operations; ValueError where there is none, as in `members`."""
+        """The engine of the set's operations; ValueError where there is none, as in `members`."""
         engine = self.members.engine
         assert engine is not None
         return engine

@@ -182,7 +182,7 @@ FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() h
 
 
 class WorldObserver(Protocol):
-    """What happens to a world, in this order; each is called on the rank's own thread."""
+    """Listen to the events of a world, in this order; each is called on the rank's own thread."""
 
     def join(self, world: World, before: World | None) -> bool:
         """Begin to observe; tell whether the ranks' clocks must be compared for it.
@@ -392,7 +392,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps this rank has made."""
+        """Return how many optimizer steps this rank has made."""
         return self._step
 
     @step.setter
@@ -402,7 +402,7 @@ class World:
 
     @property
     def advice(self) -> str:
-        """How the job can go on when it ends before its time."""
+        """Return how the job can go on when it ends before its time."""
         return self._advice
 
     @advice.setter

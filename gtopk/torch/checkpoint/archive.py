@@ -58,7 +58,7 @@ _APART: Final = (
 
 
 class Snapshot(NamedTuple):
-    """What is written: what every rank has alike, which rank 0 writes, and what is a rank's own."""
+    """A rank's part to write: its own values, and on rank 0 those that all ranks have alike."""
 
     step: int
     replicated: Taken
@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """What was a rank's own."""
+    """A rank's own values."""
 
     rank: int
     state: Any

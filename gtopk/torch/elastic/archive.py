@@ -26,7 +26,7 @@ ADVICE: Final = f"with {FOLDER}=folder its commits would be kept, for when it is
 
 
 class Commit(NamedTuple):
-    """What is committed: what every rank has alike, and what is this rank's own, by name."""
+    """A commit: the values that every rank has alike, and this rank's own, by name."""
 
     replicated: Mapping[str, Any]
     own: Mapping[str, Any]

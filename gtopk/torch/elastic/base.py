@@ -43,7 +43,7 @@ def left_out(of: object, method: str, why: str = "") -> NotImplementedError:
 
 
 class HostUpdateResult(IntFlag):
-    """What became of the hosts, as Horovod's launcher numbers it."""
+    """A change of the hosts, as Horovod's launcher numbers it."""
 
     no_update = 0
     removed = 1
@@ -52,7 +52,7 @@ class HostUpdateResult(IntFlag):
 
 
 class State:
-    """What a training process must not lose; a subclass says how it is saved.
+    """The state that a training process must not lose; a subclass says how it is saved.
 
     bcast_object: broadcasts an object from rank 0.
     get_rank: returns this process's rank.

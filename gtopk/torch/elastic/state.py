@@ -23,7 +23,7 @@ from .sampler import ElasticSampler
 
 
 class StateHandler:
-    """How one value of a state is handled; a subclass for a type of your own goes to the registry.
+    """Handle one value of a state; register a subclass for a type of your own.
 
     The last four methods are for commits to disk only (GTOPK_ELASTIC_DIR).
     """

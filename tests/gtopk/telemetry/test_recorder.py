@@ -395,7 +395,7 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     assert line["age_steps"] == pytest.approx(found.mass / sent, rel=1e-4)
 
 
-def test_looks_grow_rare() -> None:
+def test_residual_samples_grow_rare() -> None:
     assert [n for n in range(1, 201) if is_sampling_due(n)] == [
         1,
         2,

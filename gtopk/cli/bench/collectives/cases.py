@@ -104,7 +104,7 @@ SCHEMA: Final = 1
 
 
 class ModelLink(TypedDict):
-    """What the model takes the link to be, and where that comes from."""
+    """The link that the model assumes, and where its figures come from."""
 
     latency_seconds: float
     bits_per_second: float
@@ -158,7 +158,7 @@ class Record(TypedDict):
 
 
 class Run(TypedDict):
-    """What was run."""
+    """The run: its options, link and machines."""
 
     command: str
     transport: str

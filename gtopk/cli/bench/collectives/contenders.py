@@ -123,7 +123,7 @@ def binomial_broadcast(message: Array, rank: int, size: int, library: Library) -
 
 
 class Task(NamedTuple):
-    """What one rank brings to a go."""
+    """One rank's part in a go."""
 
     selected: SparseVector
     k: int
@@ -132,7 +132,7 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a go leaves: the update, sparse or dense, and what returns; None: nobody tells."""
+    """A go's result: the update, sparse or dense, and what returns; None: nobody tells."""
 
     update: SparseVector | Array
     returned: SparseVector | None

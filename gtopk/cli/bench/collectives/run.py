@@ -152,7 +152,7 @@ REST_SECONDS: Final = 0.02
 
 @dataclass
 class Measured:
-    """What the goes of one contender took; lists by round.
+    """The times of one contender's goes; lists by round.
 
     cpu_seconds, sent_bytes, sent_messages, interface_bytes: by rank in the last round.
     counted: message by message; else reckoned.

@@ -68,7 +68,7 @@ class Record(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What one method did, round by round."""
+    """One method's rounds."""
 
     seconds: list[float]
     over_floor: list[float]
@@ -170,7 +170,7 @@ class Answer:
 
 
 class MergeRecord(NamedTuple):
-    """What makes one list of several: two are merged into their k largest, more are summed."""
+    """A way to make one list of several: two are merged into their k largest, more are summed."""
 
     method: str
     lists: int

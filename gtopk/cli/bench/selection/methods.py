@@ -118,7 +118,7 @@ def all_methods(threads: int) -> list[Method]:
 
 
 class Timed(NamedTuple):
-    """What one method took of one round, and what it selected, on the host."""
+    """One method's time in one round, and its selection, on the host."""
 
     picked: SparseVector
     seconds: dict[str, float]  # by each of the place's clocks
