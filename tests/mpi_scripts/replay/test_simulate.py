@@ -219,6 +219,27 @@ def test_plan_simulates(python: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "--nodes-per-switch" in capsys.readouterr().err
 
 
+def test_plan_hands_the_simulation_to_the_python_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It need not have SimGrid here: whatever it prints is the method's wire time."""
+    simulator = tmp_path / "python"
+    simulator.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] || { cat >/dev/null; echo \'{"seconds": 0.5}\'; }\n'
+    )
+    simulator.chmod(0o755)
+    monkeypatch.setenv("GTOPK_SIMGRID_PYTHON", str(simulator))
+    words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
+    tree = ["--nodes-per-switch", "2", "--sites", "2", "--site-bandwidth", "100mbit"]
+    assert main([*words, "--simulate", *tree]) == 0
+    told = capsys.readouterr().out
+    assert "2 nodes a switch, 2 sites with 100 Mbit/s and 10 ms between them." in told
+    assert "500 ms" in told
+    assert main([*words, "--simulate", *tree, "--json", "-"]) == 0
+    methods = json.loads(capsys.readouterr().out)["simulated"]["methods"]
+    assert {each["wire_seconds"] for each in methods} == {0.5}
+
+
 @pytest.mark.parametrize("given", [["--site-bandwidth", "1gbit"], ["--site-latency", "9ms"]])
 def test_a_link_between_sites_needs_several(
     given: list[str], capsys: pytest.CaptureFixture[str]
