@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from ..charts.page import prose, legend, facts, page as shared_page
+from importlib.resources import files
+
+from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
 from ...units import digits, percent_text, seconds_text
+from ..charts.page import facts, legend, prose
+from ..charts.page import page as shared_page
 from . import plots, series
-from .series import MEANINGS, WAITS, a, several, Point
-from importlib.resources import files
-from ...telemetry.lines import shown
+from .series import MEANINGS, WAITS, Point, a, several
 from .words import Tile, happenings, steps_taken, tiles, verdict, what_was_run
 
 _MANY_RANKS = 64  # bars beyond are left out

@@ -9,9 +9,10 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Callable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
 from ...telemetry.reading import Note, RankRecord, Run, Step, by_interest
 from ...telemetry.step_report import PARTS, parts
 
