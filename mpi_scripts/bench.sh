@@ -14,7 +14,7 @@ mkdir -p "${1:-report/bench}"
 folder=$(readlink -f "${1:-report/bench}")
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
-gtopk=("$python" -m gtopk.cli.main)
+gtopk=("$python" -m gtopk)
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
 
 # measure TITLE COMMAND...: run it, and add it to the results, a failure too.
@@ -47,7 +47,7 @@ measure "Selection misled" "${gtopk[@]}" bench selection --data adverse \
     --methods gtopk-compiled gtopk-reference --json "$folder/misled.json"
 measure "Messages" "${gtopk[@]}" bench wire --json "$folder/wire.json"
 for ranks in 2 3; do
-    measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" -m gtopk.cli.main bench engine \
+    measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" -m gtopk bench engine \
         --json "$folder/engine-$ranks.json"
 done
 measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20 \
@@ -55,7 +55,7 @@ measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20
 for model in one-50m resnet50-shapes 160x1000 1000x10; do
     measure "A step of $model on 1 rank" "${gtopk[@]}" bench optimizer --model "$model" --rounds 9 \
         --json "$folder/step-1-$model.json"
-    measure "A step of $model on 2 ranks" "${gtopk[@]}" run -n 2 -m gtopk.cli.main bench optimizer \
+    measure "A step of $model on 2 ranks" "${gtopk[@]}" run -n 2 -m gtopk bench optimizer \
         --model "$model" --rounds 9 --ways none fp16 gtopk auto ddp ddp-gtopk ddp-powersgd \
         --json "$folder/step-2-$model.json"
 done

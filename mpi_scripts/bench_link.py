@@ -33,7 +33,7 @@ def measure(start: list[str], options: argparse.Namespace, folder: Path) -> dict
     found = folder / "found.json"
     command = [
         *start,
-        *(sys.executable, "-m", "gtopk.cli.main", "bench", "collectives"),
+        *(sys.executable, "-m", "gtopk", "bench", "collectives"),
         *("--lengths", str(options.length), "--densities", str(options.density)),
         *("--algorithms", *ALGORITHMS, "--baselines", "--rounds", str(options.rounds)),
         *("--json", str(found)),
@@ -58,7 +58,7 @@ def main() -> None:
         for rate in options.rates:
             for ranks in options.ranks:
                 hosts = [str(HERE / "emulated_network.sh"), str(ranks), rate, "mpirun"]
-                link = [sys.executable, "-m", "gtopk.cli.main", "run", "-n", str(ranks)]
+                link = [sys.executable, "-m", "gtopk", "run", "-n", str(ranks)]
                 link += ["--launcher", "mpirun", "--link", rate]
                 measured = {
                     way: measure(start, options, Path(folder))

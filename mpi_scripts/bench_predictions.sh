@@ -21,7 +21,7 @@ for rate in 5mbit 10mbit 20mbit 40mbit 80mbit 160mbit; do
     # As many hosts as take part: the others would look for messages, and take the cores' time.
     for hosts in 2 3 4 6 8; do
         name=$folder/$rate-$hosts
-        "$here/emulated_network.sh" "$hosts" "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli.main \
+        "$here/emulated_network.sh" "$hosts" "$rate" mpirun "${PYTHON:-python3}" -m gtopk \
             bench collectives --lengths 500000 --densities 0.01 0.05 --formats exact packed+int8 \
             --algorithms dense topk-allgather gtopk oktopk --baselines --rounds 3 \
             --shared-cores "$cores" --json "$name.json" >"$name.md"

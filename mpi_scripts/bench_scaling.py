@@ -3,8 +3,8 @@
 sudo python mpi_scripts/bench_scaling.py report/scaling --rate 100mbit --scale 10
 python mpi_scripts/bench_scaling.py report/scaling --hostfile hosts --ranks 4 8 16 32
 
-Runs `gtopk bench scaling` for every model and number of ranks, one rank a host, and writes
-scaling.json, scaling.md (tables for the documentation) and scaling.svg into the folder.
+Runs `python -m mpi_scripts.scaling` for every model and number of ranks, one rank a host, and
+writes scaling.json, scaling.md (tables for the documentation) and scaling.svg into the folder.
 
 Emulated hosts share this machine's cores: 2 cores carry about 8 hosts of 100 Mbit/s. --scale 10
 makes the models ten times smaller, so that such a link stands for one of 1 Gbit/s; what then still
@@ -24,12 +24,11 @@ from pathlib import Path
 # By path, Python would not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gtopk.cli.bench.scaling.picture import picture
-from gtopk.cli.bench.scaling.published import PUBLISHED
-from gtopk.cli.bench.scaling.record import Results, read
-from gtopk.cli.bench.scaling.report import markdown
 from gtopk.cli.plan.quantities import bandwidth
 from gtopk.runtime.launch.mpirun import require_mpirun
+from mpi_scripts.scaling.measure import Results, read
+from mpi_scripts.scaling.models import PUBLISHED
+from mpi_scripts.scaling.report import markdown, picture
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="What is behind -- goes to `gtopk bench scaling` as it is: --rounds 3, say.",
+        epilog="What follows -- goes to `python -m mpi_scripts.scaling`: --rounds 3, say.",
     )
     add = parser.add_argument
     add("folder", type=Path, help="to write into")
@@ -58,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def command(options: argparse.Namespace, model: str, ranks: int, file: Path) -> list[str]:
     """Return what measures one model on so many ranks."""
     bench = [
-        *(sys.executable, "-m", "gtopk.cli.main", "bench", "scaling"),
+        *(sys.executable, "-m", "mpi_scripts.scaling"),
         *("--model", model, "--scale", f"{options.scale:g}", "--json", str(file)),
     ]
     if options.hostfile is not None:

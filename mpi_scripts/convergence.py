@@ -47,7 +47,7 @@ SMOOTH: Final = 11  # steps: an epoch of digits
 
 
 class Run(NamedTuple):
-    """What came of a training.
+    """The outcome of a training.
 
     accuracy:   of rank 0's model; with batch norm others have seen other samples.
     digest:     of the parameters, which are the same on all ranks.

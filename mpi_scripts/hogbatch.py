@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class Worker:
-    """What this worker computes on, and what makes it as slow as was asked for.
+    """A worker's device, and the delay that makes it as slow as was asked for.
 
     twin: what is repeated is computed on it, so that no gradient of the model is touched.
     """

@@ -21,7 +21,7 @@ from collectives.transports import Transport
 
 
 class Cost(NamedTuple):
-    """What a step cost: as telemetry's StepReport tells of other methods."""
+    """A step's cost, as telemetry's StepReport has it of other methods."""
 
     selected: int
     updated: int
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What a rank keeps of a parameter from step to step; the next one starts from this Q."""
+    """A rank's state of a parameter between steps; the next one starts from this Q."""
 
     error: torch.Tensor
     q: torch.Tensor

@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
 from collectives.planning import EXACT, Format, Network
+from gtopk.cli.bench.collectives.cases import Record, Results
 from gtopk.cli.bench.collectives.command import read
-from gtopk.cli.bench.collectives.record import Record, Results
-from gtopk.cli.replay.platform import Platform
-from gtopk.cli.replay.simulate import SimulationError, find_python, simulate
-from gtopk.cli.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
+from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
+from mpi_scripts.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
 
 DENSE: Final = "gtopk's own dense"
 BUSY: Final = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, math.inf))

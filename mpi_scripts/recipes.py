@@ -21,7 +21,7 @@ RAMP: Final = (0.5, 0.5)
 
 
 class Setting(NamedTuple):
-    """What a recipe may go by.
+    """The facts that a recipe may depend on.
 
     length: parameters of the model. steps: of the whole training.
     """

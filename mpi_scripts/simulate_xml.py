@@ -26,10 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
 from gtopk.cli.simulate import replicas
-from gtopk.cli.simulate.cluster import Cluster
 from gtopk.cli.simulate.command import speeds
-from gtopk.cli.simulate.record import Record
-from gtopk.cli.simulate.setting import Setting
+from gtopk.cli.simulate.setting import Cluster, Record, Setting
 from gtopk.cli.simulate.show import render
 from models.data.batches import SparseDataset
 from models.data.catalogue import shape_of

@@ -1,10 +1,10 @@
-"""What reductions take on trees of many hosts: every message of the real code, replayed by SimGrid.
+"""The seconds of reductions on trees of many hosts, by SimGrid: every message of the real code.
 
 python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
 python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms
 
 Simulated, not measured: of the wire alone, without selecting, coding and merging. As
-`gtopk plan --simulate` does for one cluster; here a trace is recorded once for all bandwidths.
+`simulated_plan.py` does for one cluster; here a trace is recorded once for all bandwidths.
 A site is a node of the hierarchical reduction, which takes more than one.
 """
 
@@ -24,12 +24,16 @@ from collectives.errors import CollectiveError
 from collectives.planning import Network
 from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
 from gtopk.cli.charts import svg
-from gtopk.cli.plan.models import PARAMETERS
-from gtopk.cli.plan.quantities import bandwidth, duration
-from gtopk.cli.replay.platform import NODES_PER_SWITCH, Platform
-from gtopk.cli.replay.simulate import SimulationError, find_python, simulate
-from gtopk.cli.replay.traces import Reduction, trace_of
+from gtopk.cli.plan.quantities import PARAMETERS, bandwidth, duration
 from gtopk.units import count_text, seconds_text
+from mpi_scripts.replay.simulate import (
+    NODES_PER_SWITCH,
+    Platform,
+    SimulationError,
+    find_python,
+    simulate,
+)
+from mpi_scripts.replay.traces import Reduction, trace_of
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 DENSITY: Final = 0.001

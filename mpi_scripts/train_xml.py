@@ -74,7 +74,7 @@ class Rounds(Sampler[int]):
 
 
 class Training(NamedTuple):
-    """What every method begins with, ready on a rank before the ranks do anything together."""
+    """The start of every method, ready on a rank before the ranks do anything together."""
 
     arguments: argparse.Namespace
     train: LabelledRows

@@ -37,7 +37,7 @@ RATIO_OFF, UNSTEADY = 0.15, 0.20
 
 
 class Rank:
-    """What makes this rank as slow as was asked for.
+    """The delay that makes this rank as slow as was asked for.
 
     twin: what is repeated is computed on it, so that no gradient of the model is touched.
     """

@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a method has reached, and when."""
+    """A method's results, and when it reached them."""
 
     label: str
     points: Sequence[Point]

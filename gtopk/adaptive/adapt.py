@@ -23,15 +23,15 @@ from .batches.sources import Order, is_indexed
 from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
-from .local_training.stepping import require_not_taken
+from .local_training.own_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
-from .throughput.timing import Timer
+from .throughput.speed import Timer
 
 
 class Adapted(Protocol):
-    """What every mode gives the script in place of its DataLoader.
+    """A loader of any mode, which the script uses in place of its DataLoader.
 
     num_samples: of the batch in hand.
     """
@@ -55,7 +55,7 @@ class Adapted(Protocol):
 
 
 class Mode(NamedTuple):
-    """What a mode may be told, and what opens it; whether a data set may be iterable."""
+    """A mode: its options, the loader that it opens, and whether a data set may be iterable."""
 
     options: type[Options]
     open: Callable[[Job[Any]], Adapted]

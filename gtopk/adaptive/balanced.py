@@ -8,7 +8,7 @@ rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      equal batches
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,21 +23,17 @@ from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
 from ..runtime.object_codec import decode, encode
 from .batches.current_batch import CurrentBatch
-from .batches.epochs import Epochs
-from .batches.next_world import entered, is_over
-from .batches.same_stream import require_the_same
-from .batches.sources import open_source
+from .batches.sources import open_source, require_the_same
 from .learning_rate import LearningRate
+from .loader_base import LoaderBase, is_over
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Plan
 from .partitioning.shares import Limits, whole
 from .throughput.controller import Controller, Window
-from .throughput.goodput import Seen, next_total
-from .throughput.policies import POLICIES, Measured, equal_finish
-from .throughput.speed import summarise
-from .throughput.timing import GradientTimer
+from .throughput.policies import POLICIES, Measured, Seen, equal_finish, next_total
+from .throughput.speed import GradientTimer, summarise
 
 _log = logging.getLogger("gtopk")
 _NO_BOUND: Final = 1 << 40  # samples
@@ -51,23 +47,21 @@ class Decision(NamedTuple):
     seconds: list[float]
 
 
-class BalancedLoader:
+class BalancedLoader(LoaderBase):
     """An iterable of this rank's batches; the optimizer learns the size of each.
 
-    num_samples: of the batch in hand; 0 where it stands in for none and weighs nothing.
-    decisions:   every change of the sizes so far.
+    decisions: every change of the sizes so far.
     """
 
     def __init__(self, job: Job[BalancedOptions]) -> None:
         options, world = job.options, job.world
         require_one_pass(job.optimizer)
-        self._options, self._world, self._optimizer = options, world, job.optimizer
+        super().__init__(job, "balanced")
+        self._options = options
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
         self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
         self._plan = Plan(self._equal(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
-        self._epochs = Epochs(job.loader)
-        self.dataset = job.loader.dataset
         self._memory = Memory(world.rank)
         self._timer = job.timer or GradientTimer(job.optimizer)
         self._current_batch = CurrentBatch.of(job.optimizer)
@@ -91,7 +85,6 @@ class BalancedLoader:
         self._exchanges: list[float] = []  # of its steps, where they are asked for
         self._cut: Cut | None = None  # of the batch in hand
         self._has_warned = False  # of a stream that cannot be told from another
-        self.num_samples = 0
         self.decisions: list[Decision] = []
 
     def _meet(self) -> tuple[int, list[int]]:
@@ -112,7 +105,7 @@ class BalancedLoader:
         An epoch that was cut off comes again, all of it, unless a state is loaded that says where
         it stood. Raises RuntimeError where the ranks are others.
         """
-        here = entered(self._world)
+        here = self._next_world()
         if here is None:
             return
         if self._cut is not None:
@@ -121,7 +114,7 @@ class BalancedLoader:
         self._lead, self._most = self._meet()
         self._epochs.start = 0
         # Some ranks may have been a step ahead when it failed.
-        mine = np.frombuffer(encode(self.state_dict()), np.uint8)
+        mine = np.frombuffer(encode(self._state()), np.uint8)
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
             return decode(transport.broadcast(mine, root=0).tobytes())
@@ -191,10 +184,6 @@ class BalancedLoader:
         if steps is None:
             raise TypeError("a loader of an iterable data set has no length")
         return steps
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an epoch, or of what is left of one that was resumed."""
-        return self._epochs.loop(self._batches(), self._world.rank)
 
     def _batches(self) -> Generator[Any, None, None]:
         self._enter()
@@ -328,10 +317,6 @@ class BalancedLoader:
             square_of_mean = squared_norm(mine[:-1])
             self._noise.add(estimate(float(mine[-1]), square_of_mean, cut.sizes))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
-        self._epochs.set(epoch)
-
     def set_global_batch(self, samples: int) -> None:
         """Let steps have so many samples, as soon as none of them is cut; every rank must call it.
 
@@ -372,15 +357,14 @@ class BalancedLoader:
         if self._cut is not None:
             self._close_step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch lies, and all that sizes hang on.
+    def _state(self) -> dict[str, Any]:
+        """Return where the next batch lies, and all that sizes depend on.
 
         Equal on all ranks, but for this one's seconds in the window that is open. An epoch that was
         left is over, but for one that was left with its world: it can go on in the next one.
         """
         done = self.step + (self._cut is not None)
         return {
-            "mode": "balanced",
             "ranks": self._world.size,
             "global_batch": self._limits.total,
             "global_batch_given": self._options.global_batch,  # what it was at first
@@ -393,19 +377,13 @@ class BalancedLoader:
             "noise": self._noise.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped: the same samples are left, in the same order.
+    def _load(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped.
 
         With another number of ranks, or another global_batch given to this loader, the sizes begin
         equal; with other bounds, such as a smaller max_batch, they are cut to them. Raises
-        ValueError for another mode, and where this loader's bounds do not allow the state's global
-        batch.
+        ValueError where this loader's bounds do not allow the state's global batch.
         """
-        if state["mode"] != "balanced":
-            raise ValueError(
-                f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
-                "with the mode it was saved with"
-            )
         self._epochs.close()
         self._enter()  # else what is loaded would be lost there
         if self._cut is not None:

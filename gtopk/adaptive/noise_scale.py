@@ -22,7 +22,7 @@ SURE: Final = 0.6  # of the averages' weight: five probes
 
 
 class Noise(NamedTuple):
-    """How much the gradients of samples differ.
+    """The gradient noise: how much the gradients of samples differ.
 
     variance: the trace of one sample's covariance.
     square:   |G|^2 of the true gradient.

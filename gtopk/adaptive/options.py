@@ -13,14 +13,14 @@ from ..runtime.world.state import World
 from .batches.sources import Order
 from .learning_rate import FACTORS
 from .throughput.policies import POLICIES
-from .throughput.timing import Timer
+from .throughput.speed import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every mode knows; equal on all ranks, but for those in `own`.
+    """Options of every mode; equal on all ranks, but for those in `own`.
 
     global_batch:   samples of all ranks in a step.
     min_batch:      of a rank; lowered to an equal share where that is less.
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class BalancedOptions(Options):
-    """What mode "balanced" knows besides.
+    """Further options of mode "balanced".
 
     interval:       steps of a window: more => steadier, slower to follow.
     noise_every:    steps between probes of the gradient noise; 0: never, or 100 where it is
@@ -126,7 +126,7 @@ class BalancedOptions(Options):
 
 @dataclass(frozen=True)
 class RoundOptions(Options):
-    """What mode "abs" knows besides.
+    """Further options of mode "abs".
 
     micro_batch: smaller => waits less for a round's end, more kernel launches; less memory.
     Its micro-batches are all as large: min_batch, max_batch and grain are refused.
@@ -149,7 +149,7 @@ class RoundOptions(Options):
 
 @dataclass(frozen=True)
 class Job(Generic[O_co]):
-    """What a mode is opened with.
+    """The arguments that a mode is opened with.
 
     optimizer: a DistributedOptimizer.
     timer: what tells a batch's seconds in place of the clock, in simulations of "balanced".

@@ -4,7 +4,7 @@ Only this package parses arguments, prints and draws; nothing else of gtopk impo
 
 main.py        the subcommands, and how a command ends
 arguments.py   types of arguments: numbers with units, rates, files
-completion/    completion for shells
+completion.py  completion for bash, zsh and fish
 charts/        charts and pages, which several subcommands draw
 """
 

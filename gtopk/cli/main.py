@@ -12,7 +12,7 @@ from .. import __version__
 from ..runtime.standard_streams import spell_in_any_encoding
 
 if TYPE_CHECKING:
-    from .completion.grammar import Grammar
+    from .completion import Grammar
 
 # The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
 # called: `gtopk doctor` works where torch is broken.
@@ -33,8 +33,8 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     ),
     "run": (".run", "start a script on several ranks, here or on other hosts"),
     "report": (".report.command", "draw a recorded run as one HTML page"),
-    "top": (".top.command", "show what each rank of a run is doing"),
-    "timeline": (".timeline.command", "merge the traces of all ranks"),
+    "top": (".top", "show what each rank of a run is doing"),
+    "timeline": (".timeline", "merge the traces of all ranks"),
 }
 _COMPLETION: Final = "completion"
 _INTERRUPTED: Final = 130
@@ -125,18 +125,17 @@ def _run(words: list[str]) -> int:
 
 def completable() -> Grammar:
     """Return what may follow each command, as far as it can be imported here."""
-    from .bench import BENCHMARKS
-    from .completion import parser
-    from .completion.grammar import HELP, Command, Option, command_of
+    from .bench import BENCHMARKS, place
+    from .completion import HELP, Command, Option, command_of, parser
 
     meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
     words = meanings | {_COMPLETION: _COMPLETES}
     found = {"": Command((HELP, Option(("--version",), "print the version")), words)}
-    places = {name: place for name, (place, _) in _COMMANDS.items() if name != "bench"}
-    places |= {f"bench {what}": f".bench.{what}.command" for what in BENCHMARKS}
-    for name, place in places.items():
+    places = {name: module for name, (module, _) in _COMMANDS.items() if name != "bench"}
+    places |= {f"bench {what}": f".bench{place(what)}" for what in BENCHMARKS}
+    for name, module in places.items():
         try:
-            found[name] = command_of(_module(place).parser())
+            found[name] = command_of(_module(module).parser())
         except ImportError:
             found[name] = Command((HELP,), takes_file=True)
     return found | {"bench": Command((HELP,), BENCHMARKS), _COMPLETION: command_of(parser())}

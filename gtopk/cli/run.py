@@ -25,8 +25,7 @@ from collectives.environment import whole_number
 
 from .. import settings
 from ..runtime.launch import LaunchError
-from ..runtime.launch.hosts import Host, parse_hosts, read_hostfile
-from ..runtime.launch.job import job, refuse_inside_a_job
+from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
 from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
-from ..torch.mpi_ops import builds
+from ..torch.mpi_ops import lifecycle as builds
 from ..torch.mpi_ops.reduction import op_of
 
 T = TypeVar("T")

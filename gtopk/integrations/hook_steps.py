@@ -15,7 +15,7 @@ from ..exchange.exchange import Exchanged, Progress
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
-from ..telemetry import looks
+from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import Seen, StepReport, report
 from ..telemetry.stragglers import Stragglers
@@ -98,8 +98,8 @@ class HookSteps:
             self.stragglers.note(self._counted, self.last.compute_seconds or None)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last)
-            if counted and looks.is_due(self._counted):
-                looks.look(recorder, bucket_exchanges)
+            if counted and is_sampling_due(self._counted):
+                sample_residual(recorder, bucket_exchanges)
 
     def _expect(self) -> None:
         """Know what the buckets of the step that is over are to take."""

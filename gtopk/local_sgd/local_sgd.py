@@ -41,7 +41,7 @@ from ..optim.wrapped.wrapping import Wrapping, wrap
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry import looks
+from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .outer_exchange import Outcome, OuterExchange
@@ -342,8 +342,8 @@ class _LocalSGD(Wrapping):
         balance_of(self._world).note(self.last_step)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
-            if outcome.moves and looks.is_due(self._exchange.steps):
-                looks.look(recorder, [self._exchange])
+            if outcome.moves and is_sampling_due(self._exchange.steps):
+                sample_residual(recorder, [self._exchange])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the outer one's, and this rank's residual.

@@ -19,7 +19,7 @@ from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry import looks
+from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.start import balance_of, recorder_of
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
@@ -181,8 +181,8 @@ class _DistributedOptimizer(Readings):
             self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
-            if not self._skip and looks.is_due(self._reducer.progress.steps):
-                looks.look(recorder, self._reducer.planned.bucket_exchanges)
+            if not self._skip and is_sampling_due(self._reducer.progress.steps):
+                sample_residual(recorder, self._reducer.planned.bucket_exchanges)
         if (timeline := timeline_of(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = (

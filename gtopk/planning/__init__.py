@@ -1,4 +1,4 @@
-"""Whether compression pays, before the first step.
+"""Planning: it says before the first step whether compression pays.
 
 comparison.py    every method's step on a given cluster, and which one pays
 expectation.py   the predicted times of an optimizer's buckets

@@ -42,7 +42,7 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is asked about.
+    """The cluster and the model that a comparison is about.
 
     length:           values of the gradient, float32.
     buckets:          of as many values each, that are reduced one after the other.

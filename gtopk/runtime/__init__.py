@@ -1,4 +1,4 @@
-"""What keeps ranks together. It knows neither gradients nor file formats.
+"""Runtime: it keeps ranks together, and knows neither gradients nor file formats.
 
 coordinator/    operations matched by name across ranks: readiness, fusion, stalls
 world/          init, shutdown, process sets, preemption, failure files

@@ -17,7 +17,7 @@ from .. import __version__
 
 
 class Machine(TypedDict):
-    """Where and when, with versions."""
+    """The machine and the time of a measurement, with versions."""
 
     processor: str
     cores: int  # that this process may use

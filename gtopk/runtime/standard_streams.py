@@ -1,4 +1,4 @@
-"""Standard streams, of which a daemon or a supervisor may have closed some."""
+"""Standard streams: some may be closed (by a daemon), or take few letters, or colours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import codecs
 import contextlib
 import os
 import sys
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TextIO
 
 _IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
 _SPELT: Final = "gtopk-spelt"
@@ -53,3 +54,8 @@ def flush() -> None:
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):  # the reader is gone; closed
                 stream.flush()
+
+
+def wants_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether to write colours: to a terminal, unless NO_COLOR says no (no-color.org)."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

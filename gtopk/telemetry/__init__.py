@@ -1,4 +1,4 @@
-"""What steps cost, and a run written down while it goes on, for `gtopk report` and `gtopk top`.
+"""Telemetry: the cost of steps, and a run's record for `gtopk report` and `gtopk top`.
 
     GTOPK_RUN=DIR            a file for each rank, DIR/rank-00000.jsonl, one JSON object a line
     GTOPK_RUN_EVERY=N        only every Nth step, and the last; what is counted is of all
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from .lines import Line
 from .recorder import Sink
-from .scalars import scalars_of
+from .trackers import scalars_of
 
 __all__ = ["Line", "Sink", "scalars_of"]
 

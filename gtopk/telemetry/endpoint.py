@@ -1,24 +1,114 @@
 """The Prometheus endpoint of a rank: its last step, as text that a Prometheus server collects.
 
-Off unless asked for; on this host alone unless another address is given: it has no password.
+Off unless asked for; on this host alone unless another address is given: it has no password. One
+thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and when
+there are too many at once, the first that came is dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 from .lines import Line, report_of
-from .page import Page
 from .step_report import PARTS, batch, density, parts
+
+_VISITS: Final = 16  # at once
+_CALLS: Final = 1024  # that wait to be accepted
+_VISIT_SECONDS: Final = 5.0
+_REQUEST_BYTES: Final = 8192
+
+
+class Page:
+    """Answers GET of `paths` with what `text` returns, from now until `close`.
+
+    address: where it listens; of port 0, the port that was free.
+    Raises OSError, or OverflowError of ports beyond 65535, where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        paths: tuple[str, ...],
+        content_type: str,
+        text: Callable[[], str],
+    ) -> None:
+        self._paths, self._type, self._text = paths, content_type, text
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=_CALLS)
+        self.address: tuple[str, int] = address[0], self._socket.getsockname()[1]
+        self._visits: dict[asyncio.StreamWriter, None] = {}  # who came first is first
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="gtopk-page", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
+        )
+        self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
+        await self._closing.wait()
+        # Who is half in comes in first: a closed server would leave such a socket open.
+        self._loop.remove_reader(self._socket)
+        while len(asyncio.all_tasks()) > 1:
+            for visit in self._visits:
+                visit.transport.abort()
+            await asyncio.sleep(0)
+        server.close()
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._visits[writer] = None
+        if len(self._visits) > _VISITS:
+            first = next(iter(self._visits))
+            del self._visits[first]
+            first.transport.abort()
+        try:
+            await asyncio.wait_for(self._answer(reader, writer), _VISIT_SECONDS)
+        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # it went, sent no request, or took too long
+        finally:
+            writer.transport.abort()
+            self._visits.pop(writer, None)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
+        if method != "GET":
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {self._paths[-1]}\n"
+        elif path.partition("?")[0] not in self._paths:
+            status, text = HTTPStatus.NOT_FOUND, f"GET {self._paths[-1]}\n"
+        else:
+            status, text = HTTPStatus.OK, self._text()
+        body = text.encode()
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {self._type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        writer.close()
+        await writer.wait_closed()  # it has taken all
+
 
 _LOOPBACK: Final = "127.0.0.1"
 _TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Address(NamedTuple):
-    """Where to listen."""
+    """An address to listen on."""
 
     host: str
     port: int
@@ -83,7 +173,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class Metrics:
-    """What is known of a rank, by metric and label; threads may use it at once."""
+    """A rank's metrics, by name and label; threads may use it at once."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

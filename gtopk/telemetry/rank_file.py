@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .lines import FORMAT, Line, rank_of
-from .soundness import shown, sound
+from .lines import FORMAT, Line, rank_of, shown, sound
 
 _BLOCK_BYTES: Final = 1 << 20
 _BEGIN: Final = b'{"what": "begin"'

@@ -42,7 +42,7 @@ class Note(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What one rank wrote.
+    """One rank's record.
 
     begin:   who it is; of the last time that ranks met.
     steps:   each once: where the run went back to a checkpoint, those that it was to do again, and

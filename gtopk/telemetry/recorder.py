@@ -1,8 +1,12 @@
-"""Recorder: takes note of what a rank does, and has a thread of its own write it."""
+"""Recorder: notes what a rank does, and has a thread of its own write it.
+
+Residual sampling: now and then the norm of the residual is noted; that reads all of it.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -11,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
+from ..exchange.residual import ResidualSize
 from .lines import Line, step_line
 from .step_report import StepReport
 
 _log = logging.getLogger("gtopk")
+
 Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
 _PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take along
 
@@ -183,3 +189,34 @@ class _MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._recorder.note_message(record.levelname, record.getMessage())
+
+
+_SAMPLED_EVERY: Final = 50  # steps: a sample takes about twice what a step's selection does
+
+
+class BucketExchange(Protocol):
+    """An exchange that may keep a residual."""
+
+    def residual_size(self) -> ResidualSize | None: ...
+
+
+def is_sampling_due(steps: int) -> bool:
+    """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, and then every 50."""
+    return steps % _SAMPLED_EVERY == 0 or (steps < _SAMPLED_EVERY and steps & (steps - 1) == 0)
+
+
+def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
+    """Note the norm of this rank's whole residual, and its age.
+
+    The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
+    Little's law that is how long what is sent has waited, on average, where nothing cancels out.
+    """
+    found = [
+        each
+        for bucket_exchange in bucket_exchanges
+        if (each := bucket_exchange.residual_size()) is not None
+    ]
+    if not found:
+        return
+    square, mass, sent = map(sum, zip(*found, strict=True))
+    recorder.note_residual(math.sqrt(square), mass / sent if sent else None)

@@ -20,8 +20,7 @@ from ..runtime.world import world
 from ..runtime.world.state import World
 from .endpoint import parse_address
 from .recorder import Sink
-from .settings import Settings
-from .start import balance_of, recorder_of, start
+from .start import Settings, balance_of, recorder_of, start
 
 _log = logging.getLogger("gtopk")
 

@@ -1,4 +1,4 @@
-"""How a world's recording starts and ends."""
+"""Start and end the recording of a world: what is recorded, and where to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,28 +17,87 @@ from weakref import WeakKeyDictionary
 
 from collectives.cores import usable_cores
 
-from .. import __version__
+from .. import __version__, settings
 from ..runtime.machine import processor
 from ..runtime.world.state import World, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
-from .endpoint import Address, Endpoint
-from .files import LineFile
-from .lines import FORMAT, Line, path_of
+from .endpoint import Address, Endpoint, parse_address
+from .lines import FORMAT, Line, as_text, path_of
 from .rank_file import has_ended
 from .recorder import Recorder, Sink
-from .scalars import Scalars
-from .settings import Settings, settings_from
 from .step_report import Balance
-from .trackers import MLflow, Wandb
+from .trackers import MLflow, Scalars, Wandb
 
 _log = logging.getLogger("gtopk")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sinks that a rank records to; empty: nothing is recorded.
+
+    run:         the folder of the run's record.
+    every:       steps, of which one is written.
+    tensorboard: the folder for its scalars.
+    wandb:       the project for them; mlflow: the experiment.
+    prometheus:  where its endpoint is, for local rank 0; the others' ports follow.
+    """
+
+    run: str = ""
+    every: int = 1
+    tensorboard: str = ""
+    prometheus: Address | None = None
+    wandb: str = ""
+    mlflow: str = ""
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether anything is to be recorded."""
+        return any((self.run, self.tensorboard, self.prometheus, self.wandb, self.mlflow))
+
+
+def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return what the environment asks for; raise ValueError for what makes no sense."""
+    address = settings.PROMETHEUS.read(environ)
+    return Settings(
+        settings.RUN.read(environ),
+        settings.RUN_EVERY.read(environ),
+        settings.TENSORBOARD.read(environ),
+        parse_address(address, settings.PROMETHEUS.name) if address else None,
+        settings.WANDB.read(environ),
+        settings.MLFLOW.read(environ),
+    )
+
+
+class LineFile:
+    """Appends lines to a file; each call is one write, so that readers see whole lines."""
+
+    name = "the record"
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        length = os.fstat(self._file).st_size
+        if length and os.pread(self._file, 1, length - 1) != b"\n":
+            os.write(self._file, b"\n")  # whoever wrote here before was killed in a line
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Write lines."""
+        content = memoryview("".join(map(as_text, lines)).encode())
+        while content:
+            content = content[os.write(self._file, content) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
 _written: Final[set[Path]] = set()
 
 
 @dataclass
 class _Records:
-    """What is recorded of a world.
+    """The recording of a world.
 
     settings:    what was asked to be recorded, by the environment or the script.
     recorder:    what records its steps, while something does.

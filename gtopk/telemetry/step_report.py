@@ -1,4 +1,4 @@
-"""What a step cost: times, bytes and entries, as this rank measured them."""
+"""StepReport: a step's times, bytes and entries, as this rank measured them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def batch(step: StepReport) -> float | None:
 
 @dataclass
 class Balance:
-    """What compression has cost a run so far, beside what dense gradients would have."""
+    """The cost of compression in a run so far, beside that of dense gradients."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -209,7 +209,7 @@ class Reported(Protocol):
 
 @dataclass
 class Seen:
-    """What was seen of a step that is no StepTransaction: as much of one as a report goes by."""
+    """A step that is no StepTransaction, with the fields that a report is made from."""
 
     operations: dict[int, Operation] = field(default_factory=dict)
     exchanged: dict[int, Exchanged] = field(default_factory=dict)

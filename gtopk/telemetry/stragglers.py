@@ -41,7 +41,7 @@ QUIET_SECONDS: Final = 60.0  # after a rank was told of
 
 
 class Told(NamedTuple):
-    """What all ranks know after flags.
+    """The state of stragglers after an exchange of flags, known to all ranks.
 
     seconds: by place among the ranks; 0 where a rank had none.
     slow:    the places of those that are, after several scores in a row.

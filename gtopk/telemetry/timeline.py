@@ -68,7 +68,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank did in a step of an optimizer, or in what stands for one.
+    """A rank's step of an optimizer, or what stands for one, on the timeline.
 
     name:    of the optimizer's operations.
     spans:   side by side, or one within another.

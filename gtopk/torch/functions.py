@@ -1,4 +1,4 @@
-"""What scripts do once, at the start: all ranks get the root's parameters, state and objects.
+"""Broadcasts at a script's start: all ranks get the root's parameters, state and objects.
 
 Every rank must call each of these, in the same order. No pickle is involved unless it is allowed
 (see `runtime.object_codec`). Objects are encoded before anything is sent, so that one that cannot
@@ -150,7 +150,7 @@ class _Parcel(NamedTuple):
 
 
 class _Label(NamedTuple):
-    """What all ranks learn about a rank before any content travels."""
+    """The facts about a rank that all ranks learn before any content travels."""
 
     content_bytes: int
     failed: bool

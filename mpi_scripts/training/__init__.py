@@ -1,1 +1,1 @@
-"""What `train.py` is made of: tasks (data, loss, measure), schedules, presets, and the loop."""
+"""The parts of `train.py`: tasks (data, loss, measure), schedules, presets, and the loop."""

@@ -24,7 +24,7 @@ AMP_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is ready on a rank before the ranks do anything together.
+    """The objects that are ready on a rank before the ranks do anything together.
 
     passes:     backward passes of a step, whose gradients are averaged.
     steps:      after which it ends; None: after its epochs.

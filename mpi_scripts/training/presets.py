@@ -51,7 +51,7 @@ IMAGENET_RATES: Final = stepwise(30, 60, 80, warmup_epochs=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What a run is made of.
+    """The parts of a run.
 
     batch_size: of a rank and backward pass; density: of the sparse methods.
     is_adam: AdamW, in place of SGD. momentum_correction: momentum, or AdamW's steps, before the

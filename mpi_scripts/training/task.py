@@ -19,7 +19,7 @@ SYNTHETIC: Final = "synthetic"
 
 
 class Source(NamedTuple):
-    """Where data come from.
+    """The origin of data.
 
     name:    of a set that is at hand ("digits"), or the path of an .npz file.
     folder:  of the published files; None: a synthetic stand-in.
@@ -58,7 +58,7 @@ class Task(ABC, Generic[B]):
 
     @property
     def label(self) -> str:
-        """What stands beside every figure: nothing for real data."""
+        """Return the note beside every figure: empty for real data."""
         return f" ({self.origin})" if self.origin.startswith(SYNTHETIC) else ""
 
     @abstractmethod

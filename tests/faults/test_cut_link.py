@@ -137,7 +137,7 @@ def test_a_long_link_and_lost_frames_change_no_bit_and_nobody_is_accused(launche
 def test_the_doctor_measures_the_delay_that_was_set(asked_ms):
     """And what this machine takes by itself on top: a millisecond where it is not busy."""
     options = f"--delay {asked_ms}ms --sites 2".split()
-    doctor = [sys.executable, "-m", "gtopk.cli.main", "doctor"]
+    doctor = [sys.executable, "-m", "gtopk", "doctor"]
     done = subprocess.run(
         [SCRIPT, *options, "2", "100mbit", "mpirun", *doctor],
         env=environment(GTOPK_CALIBRATION="fresh"),

@@ -1,4 +1,4 @@
-"""What measures how training scales starts `gtopk bench scaling` on every number of hosts."""
+"""`bench_scaling.py` starts `python -m mpi_scripts.scaling` on every number of hosts."""
 
 from __future__ import annotations
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli.bench.collectives.cases import SCHEMA
 from gtopk.cli.bench.collectives.command import read
-from gtopk.cli.bench.collectives.record import SCHEMA
 from gtopk.cli.main import main as gtopk
-from gtopk.cli.replay.simulate import SimulationError, find_python
 from mpi_scripts.predictions import (
     DENSE,
     Forecast,
@@ -20,6 +19,7 @@ from mpi_scripts.predictions import (
     row,
     savings,
 )
+from mpi_scripts.replay.simulate import SimulationError, find_python
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gtopk.cli.replay.simulate import SimulationError, find_python
 from mpi_scripts import simulated_scaling
+from mpi_scripts.replay.simulate import SimulationError, find_python
 from mpi_scripts.simulated_scaling import main, picture, table
 
 

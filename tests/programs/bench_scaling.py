@@ -1,7 +1,7 @@
-"""Run under mpirun: `gtopk bench scaling`, on ranks that are real."""
+"""Run under mpirun: `python -m mpi_scripts.scaling`, on ranks that are real."""
 
 import sys
 
-from gtopk.cli.bench.scaling.command import main
+from mpi_scripts.scaling.__main__ import main
 
 sys.exit(main())

@@ -73,14 +73,14 @@ def keeps_secrets() -> dict[str, list[str]]:
     hvd.barrier()  # all companions are there
     here = Path("/proc/self/environ").read_bytes().split(b"\0")
     prefix = f"{settings.RUN_SECRET.name}=".encode()
-    (desks,) = (line.removeprefix(prefix) for line in here if line.startswith(prefix))
+    (own,) = (line.removeprefix(prefix) for line in here if line.startswith(prefix))
     said = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             said.append(path.read_text(errors="replace"))
     hvd.barrier()  # and were, while each looked
     assert any("gtopk.runtime.liveness.companion" in words for words in said)
-    return {"secrets": [guard._heartbeat._setting.secret, desks.decode()], "said": said}
+    return {"secrets": [guard._heartbeat._setting.secret, own.decode()], "said": said}
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from checks import raises, run_tests, same_bits_everywhere, same_everywhere
 import gtopk.torch as hvd
 from gtopk.errors import HostsUpdatedInterrupt
 from gtopk.runtime.world import world
-from gtopk.torch.elastic.recovery import _ATTEMPTS
+from gtopk.torch.elastic.base import _ATTEMPTS
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

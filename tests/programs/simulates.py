@@ -13,13 +13,10 @@ from checks import run_tests
 
 import gtopk.torch as hvd
 from gtopk.adaptive.hogbatch.sizes import Thresholds
-from gtopk.cli.simulate.classes import Classes
-from gtopk.cli.simulate.cluster import Cluster, Death
 from gtopk.cli.simulate.command import main
 from gtopk.cli.simulate.modes import SIMULATED
 from gtopk.cli.simulate.ranks import processes_launched
-from gtopk.cli.simulate.record import Record
-from gtopk.cli.simulate.setting import Setting
+from gtopk.cli.simulate.setting import Classes, Cluster, Death, Record, Setting
 from gtopk.cli.simulate.tasks import open_task
 
 PROCESSES = processes_launched()

@@ -1,9 +1,5 @@
-"""Batches: where the next one comes from, and what becomes of it.
+"""Batches: reading them, and the batch that the next step is of.
 
-sources.py       from a data set or a stream, cut as the plan says
-same_stream.py   whether all ranks read the same stream
-epochs.py        where in which epoch the next one lies
-current_batch.py the one that the next step is of
-drains.py        ranks that ran out wait for those that have not
-next_world.py    what becomes of a loader whose world is over
+sources.py       batches from a data set or a stream, cut as the plan says, the same on all ranks
+current_batch.py the batch of the next step: its weight, and its factor of the learning rates
 """

@@ -17,7 +17,7 @@ from ...runtime.world.state import World
 
 
 class CurrentBatch(Listener):
-    """What is in hand of an optimizer; one, whichever loaders it has.
+    """The batch of an optimizer's next step; an optimizer has one CurrentBatch for all its loaders.
 
     The batch handed out last counts. If each loader multiplied the rates by itself, one would put
     back what another had multiplied.

@@ -1,27 +1,126 @@
-"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream."""
+"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream.
+
+All ranks must read the same stream. They compare the samples that an iteration begins with:
+
+    rank 0   (image, 3)    rank 1   (image', 3)     the same: one of the columns that tell samples
+             (image, 5)             (image', 5)     apart is equal on all ranks
+
+    rank 0   (image, 3)    rank 1   (image', 3)     unknown: the columns that are equal are so
+             (image, 3)             (image', 3)     in all samples
+
+Random augmentation may make columns differ. Where each rank reads its own part of a stream, all
+columns that tell samples apart differ. The order of a data set's samples must be equal as a whole.
+"""
 
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from collectives.errors import MismatchError
+from collectives.transports import Transport
 from collectives.vector import Array
 
+from ...optim.replicas.replicas import checksums
+from ...runtime.coordinator.agreement import name_ranks
 from ..partitioning.cuts import Cut, Plan, cut_epoch, shuffled
-from .same_stream import columns_of, order_in_words
+
+
+def columns_of(block: Sequence[Any]) -> Array:
+    """Return the number of samples; of each column, whether it tells samples apart and a checksum.
+
+    uint32 [1 + 2 columns]; of what has no checksum, 0 and 0.
+    """
+    rows = [[checksum(part) for part in _parts(sample)] for sample in block]
+    if len({len(row) for row in rows}) > 1:  # lists of unlike length, say
+        rows = [[checksum(sample)] for sample in block]
+    told = [len(block)]
+    for column in zip(*rows, strict=True):
+        known = any(column)
+        told.append(known and (len(set(column)) > 1 or len(column) == 1))
+        told.append(known and zlib.crc32(np.array(column, np.uint32).data))
+    return np.array(told, np.uint32)
+
+
+def checksum(value: Any, before: int = 0) -> int:
+    """Return a checksum of tensors, arrays, numbers and strings, and what is made of them.
+
+    before: of what comes before it; what has no checksum adds nothing: objects of one's own,
+        tensors on no device, sparse, nested or quantized.
+    """
+    if isinstance(value, torch.Tensor):
+        has_values = value.layout is torch.strided and not (
+            value.is_meta or value.is_nested or value.is_quantized
+        )
+        return zlib.crc32(checksums([value]).data, before) if has_values else before
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+    if isinstance(value, (bytes, bytearray)):
+        return zlib.crc32(value, before)
+    if isinstance(value, (str, int, float, complex, np.generic)):
+        return zlib.crc32(repr(value).encode(), before)
+    if isinstance(value, (Mapping, list, tuple)):
+        for part in _parts(value):
+            before = checksum(part, before)
+    return before
+
+
+def order_in_words(order: Sequence[Any]) -> str:
+    """Return, in short, in which order an epoch's samples come: must be equal on all ranks."""
+    if isinstance(order, range):  # may be as long as the world is wide
+        return repr(order)
+    try:
+        if isinstance(order, torch.Tensor | np.ndarray):
+            indices = np.asarray(order, np.int64)
+        else:
+            indices = np.fromiter(order, np.int64, len(order))
+        told = zlib.crc32(np.ascontiguousarray(indices).data)
+    except (TypeError, ValueError, OverflowError):  # indices of its own kind, such as names
+        told = checksum(order)
+    return f"an order of {len(order)} samples of checksum {told:08x}"
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):  # in no rank's own order
+        return [value[key] for key in sorted(value, key=repr)]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def require_the_same(transport: Transport, own: Array) -> bool:
+    """Return whether ranks have read the same samples; False where nobody knows, on all alike.
+
+    own: this rank's `columns_of`. Raises MismatchError, on every rank, where they have not.
+    """
+    said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
+    if len({(len(row), row[0]) for row in said}) == 1:
+        by_rank = [zip(row[1::2], row[2::2], strict=True) for row in said]
+        columns = [set(column) for column in zip(*by_rank, strict=True)]
+        known = [column for column in columns if column != {(0, 0)}]
+        agreeing = [column for column in known if len(column) == 1]
+        if len(agreeing) == len(known):
+            return True
+        if agreeing:
+            return any(tells for column in agreeing for tells, _ in column)
+    sides: dict[str, list[int]] = {}
+    for rank, row in zip(transport.ranks, said, strict=True):
+        side = f"{row[0]} samples of checksum {zlib.crc32(np.array(row, np.uint32).data):08x}"
+        sides.setdefault(side, []).append(rank)
+    begins = "; ".join(f"{side} on {name_ranks(ranks)}" for side, ranks in sides.items())
+    raise MismatchError(
+        f"the ranks read unlike streams, which begin with {begins}. adapt reads the whole stream "
+        "on every rank and keeps the rank's share: let the data set yield the same samples, in the "
+        "same order, on all ranks, and none by rank; random augmentation belongs into collate_fn"
+    )
+
 
 Order = Callable[[int], Sequence[int]]
 Compare = Callable[[Array], None]
@@ -29,7 +128,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where batches come from.
+    """A source of batches.
 
     lead: how many steps are cut before they are handed out: workers prefetch them.
     signature: what must be equal on all ranks.
@@ -246,7 +345,7 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """What seeds a loader's workers: a generator of its own, a new one for every epoch.
+    """Seeds of a loader's workers: it gets a generator of its own, a new one for every epoch.
 
     An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
     draws from it would come otherwise after an epoch was resumed in its middle.

@@ -26,20 +26,14 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
-from ..batches.drains import all_alike
-from ..batches.epochs import Epochs
-from ..batches.next_world import require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import Numbers, order_of, rebuilt
+from ..batches.sources import Numbers, order_in_words, rebuilt
 from ..learning_rate import LearningRate
-from ..local_training.own_steps import OwnSteps
+from ..loader_base import LoaderBase
+from ..local_training.own_steps import OwnSteps, take_over
 from ..local_training.round_exchange import RoundExchange
-from ..local_training.stepping import take_over
 from ..options import Job, RoundOptions
-from ..partitioning.dealing import Passes
-from .agreed_settings import AgreedSettings
-from .round_wire import RoundWire
-from .rounds import Rounds
+from ..partitioning.cuts import Passes
+from .rounds import AgreedSettings, Rounds, RoundWire
 
 _HUNG: Final = ("grad_scale", "found_inf")
 
@@ -59,7 +53,7 @@ _log = logging.getLogger("gtopk")
 SAFE_MOMENTUM: Final = 0.5
 
 
-class DelayedLoader:
+class DelayedLoader(LoaderBase):
     """An iterable of this rank's micro-batches, as many a round as it has time for.
 
     The script stays as it is, a `step` for every batch; most steps only add up. What the last
@@ -69,22 +63,18 @@ class DelayedLoader:
     it is of, the time they took, and all that this rank then waited, for others to be ready or for
     the update. A round in which no rank had samples is none; its time is the next one's.
 
-    num_samples: of the micro-batch in hand; 0 where it stands in for none and weighs nothing.
-    drain_wanted: other ranks drain, and wait for this one to do so.
     left_out: micro-batches that no step was taken with: a GradScaler's after an overflow.
     """
 
     def __init__(self, job: Job[RoundOptions]) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
-        self._options, self._world, self._optimizer = options, world, optimizer
+        super().__init__(job, "abs")
+        self._options = options
         check(job)
-        length = len(job.loader.dataset)  # type: ignore[arg-type]
-        self._order = job.order or order_of(job.loader, length, options.seed)
-        self.dataset = job.loader.dataset
+        length = self._indexed(job)
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
         self._numbers = Numbers(job.loader, self._loader, world.rank)
-        self._epochs = Epochs(job.loader)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
@@ -129,9 +119,7 @@ class DelayedLoader:
         self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
         self._length, self._order_said = 0, ""  # of the epoch's order
-        self._in_hand = False
-        self.num_samples = 0
-        self.drain_wanted = False
+        self._has_batch = False
         self.left_out = 0
         self._wrapped_step = take_over(optimizer, "abs", self._step)
         # Scripts call it to clip or unscale: here these do so to what is added to the round.
@@ -177,7 +165,7 @@ class DelayedLoader:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._in_hand:
+        if not self._has_batch:
             raise RuntimeError(
                 f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
                 "of its loader, before loader.drain() and the next batch; there is none in hand"
@@ -186,7 +174,7 @@ class DelayedLoader:
             if overflow:
                 self._leave_out()
                 return loss
-            self._in_hand = False
+            self._has_batch = False
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
                 self.rounds.add(self.num_samples, summed, loss_scale)
@@ -197,7 +185,7 @@ class DelayedLoader:
 
     def _leave_out(self) -> None:
         """Be done with the micro-batch in hand, whose gradients are no good."""
-        self._in_hand = False
+        self._has_batch = False
         self._optimizer.zero_grad()
         if not self.num_samples:
             return
@@ -216,14 +204,10 @@ class DelayedLoader:
         """Return the micro-batches of an epoch, of all ranks."""
         return -(-len(self._order(0)) // self._options.micro_batch)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches until every sample was in one, on one rank."""
-        return self._epochs.loop(self._batches(), self._world.rank)
-
     def _batches(self) -> Generator[Any, None, None]:
-        require_its_world(self._world, "abs")
+        self._require_its_world()
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
-            self._in_hand = False
+            self._has_batch = False
             self._close_pass()
         self._end_abandoned()
         require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
@@ -256,10 +240,10 @@ class DelayedLoader:
 
     def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
         self.num_samples = samples
-        self._in_hand = True
+        self._has_batch = True
         yield batch
         self._settings.seen = self.round  # after a batch without a step, too
-        if self._in_hand:
+        if self._has_batch:
             self._leave_out()
 
     def _close_pass(self) -> None:
@@ -275,7 +259,7 @@ class DelayedLoader:
         """End, with all ranks, what was under way as a state was loaded; take its residual."""
         if self._abandoned is None:
             return
-        require_its_world(self._world, "abs")
+        self._require_its_world()
         self._abandoned.abandon()
         self._abandoned.finish()
         self.exchange.take_ran()  # of no step
@@ -297,14 +281,7 @@ class DelayedLoader:
         left = f"{len(self._passes.left)} micro-batches left"
         signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
         said = self._wire.meet(signature, drains)
-        rank = self._world.rank
-        alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
-        self.drain_wanted = not alike
-        return alike
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
-        self._epochs.set(epoch)
+        return self._settle_drains(said, "loader.round", self.round)
 
     def drain(self) -> None:
         """Apply all that was computed: before an evaluation, or a checkpoint, within an epoch.
@@ -317,15 +294,15 @@ class DelayedLoader:
         self._end_abandoned()
         if not self._in_epoch:
             return
-        require_its_world(self._world, "abs")
-        if self._in_hand:
+        self._require_its_world()
+        if self._has_batch:
             self._leave_out()
         self._close_pass()
         while not self._agree(drains=True):
             pass
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is left of the epoch, and what later rounds hang on.
+    def _state(self) -> dict[str, Any]:
+        """Return what is left of the epoch, and what later rounds depend on.
 
         Equal on all ranks but for this rank's residual. Raises RuntimeError within an epoch
         before `drain`.
@@ -337,31 +314,25 @@ class DelayedLoader:
             )
         return {
             **(self._loaded or self.exchange.state_dict()),
-            "mode": "abs",
             "epochs": self._epochs.state_dict(),
             "passes": self._passes.state_dict(),
             "round": self.rounds.number + self.rounds.ended,
             "samples": self.rounds.samples,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped: the same samples are left, in the same order.
+    def _load(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped.
 
         What was known of the ranks' speeds is of as many ranks: others begin with equal ones. The
         residual is this rank's; on another number of ranks its share of their sum. Of an
         iteration that was broken off nothing more is applied; every rank must load a state then.
         """
-        if state["mode"] != "abs":
-            raise ValueError(
-                f"this loader's mode is 'abs', the state's {state['mode']!r}; make the loader "
-                "with the mode it was saved with"
-            )
         self._epochs.close()
         if self._in_pass:
             # Other ranks may have sent more or less of it, and come later, or never: elastic
             # restores states when ranks have failed.
             self._abandoned, self.rounds = self.rounds, self._open_rounds()
-        self._in_epoch = self._in_pass = self._in_hand = self.drain_wanted = False
+        self._in_epoch = self._in_pass = self._has_batch = self.drain_wanted = False
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])

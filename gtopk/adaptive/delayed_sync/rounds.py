@@ -1,4 +1,15 @@
-"""Rounds: delayed synchronous steps, whose batches last until the reduction before is through.
+"""Rounds of mode "abs": their settings, their batches, and their operations between ranks.
+
+AgreedSettings: all ranks apply a round with the same learning rates and other settings.
+
+    round         |--- 5 ---|--- 6 ---|   a schedule that follows loader.round
+    rank 0 steps  | o  o  o | o  o  o |   its script has seen round 6, whose rates are for all
+    rank 1 steps  | o     o .  nothing    has nothing left to compute, and stays behind until it has
+
+So the ranks that have seen the newest round set them: all numbers of the optimizer's groups, since
+schedules move momentum and betas, too. These ranks must agree.
+
+Rounds: delayed synchronous steps, whose batches last until the reduction before is through.
 
 ABS-SGD (Zhou, Chen and Wu 2023, arXiv 2308.15164), as its abstract determines it; x_t are the
 parameters in round t, S_t the update that its gradients reduce to:
@@ -14,15 +25,113 @@ hand. So the delay is one round exactly, every replica makes the same steps, and
 
 With one step of delay, gradient descent on a curvature of lambda is stable for lr * lambda below
 1 - momentum, where without it would be below 2 (1 + momentum).
+
+RoundWire: the operations of the engine that all ranks take part in.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ...optim.replicas.check import ReplicaCheck
+from ...optim.replicas.replicas import Parted
+from ...runtime.coordinator import Engine, Work
+from ...runtime.coordinator.agreement import describe_mismatch
+from ..local_training.own_steps import OwnSteps, Waited
+from ..local_training.round_exchange import RoundExchange
+
+
+class AgreedSettings:
+    """One rank's settings, and those of the round that was reduced last.
+
+    seen: the newest round that this rank's script can have changed its settings for.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
+        self.seen = 0
+
+    def said(self) -> list[str]:
+        """Return what this rank has to say of a round that it ends now."""
+        return [str(self.seen), *map(json.dumps, self._own())]
+
+    def agree(self, transport: Transport, said: list[str]) -> None:
+        """Know the settings from what all ranks say; MismatchError, on all, where they differ."""
+        told = transport.gather_object(said)
+        newest = max(int(seen) for seen, *_ in told)
+        by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
+        first = next(iter(by_rank.values()))
+        if any(words != first for words in by_rank.values()):
+            signature = {
+                rank: ["the settings of a round", *map(_in_words, words)]
+                for rank, words in by_rank.items()
+            }
+            raise MismatchError(
+                f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
+                "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
+                "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
+            )
+        self._agreed = [tuple(json.loads(word)) for word in first]
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Let the optimizer's settings be the agreed ones meanwhile."""
+        before = []
+        for number, name, value in self._agreed:
+            group = self._optimizer.param_groups[number]
+            own = group[name]
+            if _number(own) != value:
+                group[name] = _like(own, value)
+                before.append((group, name, own, group[name]))
+        try:
+            yield
+        finally:
+            for group, name, own, agreed in before:
+                if group[name] is agreed:  # some optimizers count on in their groups
+                    group[name] = own
+
+    def _own(self) -> list[tuple[int, str, Any]]:
+        return [
+            (number, name, value)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, own in group.items()
+            if name != "params" and (value := _number(own)) is not None
+        ]
+
+
+def _in_words(said: str) -> str:
+    number, name, value = json.loads(said)
+    return f"{name}={value} of group {number}"
+
+
+def _number(own: object) -> Any:
+    """Return a number, or a list of numbers, as JSON has it; None for anything else."""
+    if isinstance(own, torch.Tensor) and own.numel() == 1:
+        return float(own)
+    if isinstance(own, int | float) and not isinstance(own, bool):
+        return own
+    if isinstance(own, tuple | list):
+        numbers = [_number(each) for each in own]
+        return None if None in numbers else numbers
+    return None
+
+
+def _like(own: Any, value: Any) -> Any:
+    if isinstance(own, torch.Tensor):
+        return torch.full_like(own, value)
+    if isinstance(own, tuple):
+        return tuple(_like(each, number) for each, number in zip(own, value, strict=True))
+    return value
 
 
 class Pending(Protocol):
@@ -37,7 +146,7 @@ class Pending(Protocol):
 
 
 class Ready(NamedTuple):
-    """What all ranks know once each of them was ready."""
+    """The outcome of a meeting, known to all ranks once each of them was ready."""
 
     samples: int
     is_last: bool  # a rank has nothing left to compute
@@ -59,7 +168,7 @@ class Reduced(NamedTuple):
 
 
 class Wire(Protocol):
-    """What the ranks do together; neither call waits."""
+    """The operations of all ranks; neither call waits."""
 
     def ready(self, samples: int, is_last: bool) -> Pending:
         """Say that this rank may end the round; the result is Ready."""
@@ -234,3 +343,105 @@ class Rounds:
     def drain(self) -> None:
         """Apply the last round's update, when it has `ended`; waits for its reduction."""
         self._finish_reduction()
+
+
+_FINITE: Final = 1  # this rank's sums
+_MISSES: Final = 2  # some of its parameters have no gradient
+_FLAGS: Final = 2  # bits
+_COUNT_BITS: Final = 31
+_COUNTS: Final = (1 << _COUNT_BITS) - 1
+
+
+class RoundWire:
+    """One rank's end of the wire.
+
+    steps: what the rounds cost is counted to.
+    settings: which all ranks agree on with every round.
+    replicas: looked at with a round, where it is time: no rank waits for that alone.
+    local_clip_norm: what each rank's part of a round's update is shortened to its share of.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        exchange: RoundExchange,
+        signature: Sequence[str],
+        engine: Engine,
+        settings: AgreedSettings,
+        replicas: ReplicaCheck,
+        local_clip_norm: float | None,
+        steps: OwnSteps,
+    ) -> None:
+        self.exchange = exchange
+        self._name = name
+        self._signature = list(signature)
+        self._engine = engine
+        self._settings = settings
+        self._replicas = replicas
+        self._local_clip_norm = local_clip_norm
+        self._steps = steps
+        self.samples = 0  # of this rank, in the round that is reduced
+        self.parted: list[Parted] | None = None  # as it began; None: nobody looked
+
+    def ready(self, samples: int, is_last: bool) -> Waited:
+        """Say that this rank may end the round."""
+
+        def work(transport: Transport, all_flags: list[int]) -> Ready:
+            return Ready(
+                sum(flags >> 1 for flags in all_flags), any(flags & 1 for flags in all_flags)
+            )
+
+        return self._submit("ready", [], work, samples << 1 | is_last)
+
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
+        """Reduce the sums of a round to their mean."""
+        finite = self.exchange.take(sums, self._local_clip_norm)
+        missing = [str(place) for place, each in enumerate(sums) if each is None]
+        said, look, self.parted = self._settings.said(), self._replicas.begin(), None
+
+        def work(transport: Transport, all_flags: list[int]) -> Reduced:
+            counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
+            done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
+            culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
+            update: Sequence[torch.Tensor | None] | None = None
+            if any(counts) and not culprits:
+                if look is not None:
+                    self.parted = look(transport)
+                self._settings.agree(transport, said)
+                nowhere: set[str] = set()
+                if all(flags & _MISSES for flags in all_flags):
+                    nowhere = set.intersection(*map(set, transport.gather_object(missing)))
+                total = sum(counts)
+                update = self.exchange.reduce(transport, 1.0 / total, samples / total)
+                if update is not None and nowhere:  # the optimizer passes over what is None
+                    update = [
+                        None if str(place) in nowhere and not bool(each.any()) else each
+                        for place, each in enumerate(update)
+                    ]
+            return Reduced(update, counts, done, culprits)
+
+        self._steps.computed()
+        self.samples = samples
+        return self._submit(
+            "gradients",
+            [self.exchange.signature, f"compares replicas: {look is not None}", *self._signature],
+            work,
+            (_FINITE if finite else 0)
+            | (_MISSES if missing else 0)
+            | samples << _FLAGS
+            | batches << _FLAGS + _COUNT_BITS,
+        )
+
+    def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
+        """Return, of every rank, whether it drains; waits for all of them."""
+
+        def work(transport: Transport, all_flags: list[int]) -> list[int]:
+            return list(all_flags)
+
+        all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
+        return all_flags
+
+    def _submit(self, what: str, signature: Sequence[str], work: Work, flags: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
+        self._steps.submitted(operation)
+        return Waited(operation, self._steps.spent)

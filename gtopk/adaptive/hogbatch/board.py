@@ -1,21 +1,72 @@
-"""Board: what the workers of a node know of one another, a row for each, in shared memory.
+"""Board: a row for each worker of a node, in shared memory, with its counts and its device class.
 
-Only its worker writes a row, eight bytes at a time; everybody reads all of them at any time. What
-an evaluation adds up is cleared in all rows by whoever prepares its round.
+A worker's device class decides how it updates the model, and its batch sizes.
+
+Only its worker writes a row, eight bytes at a time; everybody reads all of them at any time. The
+worker that prepares the round of an evaluation clears its sums in all rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 
 from collectives.transports.node_memory import NodeMemory
 
-from .device_classes import CLASSES
+
+class DeviceClass(NamedTuple):
+    """A kind of worker.
+
+    is_fast: it computes on a copy of the parameters, in large batches, and evaluates losses; else
+        on the shared model itself, in small ones.
+    """
+
+    name: str
+    is_fast: bool
+
+
+CLASSES: Final[Mapping[str, DeviceClass]] = {
+    "cpu": DeviceClass("cpu", is_fast=False),
+    "gpu": DeviceClass("gpu", is_fast=True),
+    # Ranks on CPUs that stand for the two, to try the modes without a GPU.
+    "slow": DeviceClass("slow", is_fast=False),
+    "fast": DeviceClass("fast", is_fast=True),
+}
+NAMES: Final = tuple(CLASSES)  # the number of a class in shared memory is its place here
+
+
+def class_named(name: str) -> DeviceClass:
+    """Return a class; raise ValueError for a name there is none of."""
+    if name not in CLASSES:
+        raise ValueError(f"a device class must be one of {', '.join(CLASSES)}, got {name!r}")
+    return CLASSES[name]
+
+
+def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> DeviceClass:
+    """Return this worker's class: the one it names, else by the device of its parameters.
+
+    Raises ValueError where the parameters' devices do not go with it.
+    """
+    devices = sorted({parameter.device.type for parameter in parameters})
+    if devices not in (["cpu"], ["cuda"]):
+        raise ValueError(
+            "a worker of hogbatch computes on one device, the CPU or a GPU; its parameters are on "
+            f"{', '.join(devices)}"
+        )
+    on_gpu = devices == ["cuda"]
+    chosen = class_named(name or ("gpu" if on_gpu else "cpu"))
+    if on_gpu != (chosen.name == "gpu"):
+        raise ValueError(
+            f"a worker of device class {chosen.name!r} must have its parameters on "
+            f"{'a GPU' if chosen.name == 'gpu' else 'the CPU'}, and they are on {devices[0]}"
+        )
+    return chosen
+
 
 WORDS_BYTES, AMISS_BYTES = 160, 480
 HEAD: Final = np.dtype(

@@ -19,31 +19,24 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.state import World
-from ..batches.epochs import Epochs
-from ..batches.next_world import is_over, require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import order_of, rebuilt
+from ..batches.sources import order_in_words, rebuilt
+from ..loader_base import LoaderBase, is_over
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .board import Board, now_nanoseconds
-from .check import check
-from .claimed_batches import ClaimedBatches
-from .class_sizes import ClassSizes
-from .device_classes import NAMES, class_of
-from .evaluation import BATCH, before, mean_loss
+from .board import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
-from .options import HogbatchOptions
-from .report import Report, report_of
+from .options import HogbatchOptions, check
+from .report import BATCH, Report, before, mean_loss, report_of
 from .shared_model import SharedModel, layout_of, require_shareable, states_of
-from .sizes import Sizer, default_thresholds
-from .workers_batch import BatchInHand
+from .sizes import ClassSizes, Sizer, default_thresholds
+from .workers_batch import BatchInHand, ClaimedBatches
 from .writer import Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 
 
 class Counts(NamedTuple):
-    """What a worker's board says of it."""
+    """A worker's counts on its board."""
 
     updates: int = 0
     samples: int = 0
@@ -81,25 +74,20 @@ class Periods:
         )
 
 
-class HogbatchLoader:
+class HogbatchLoader(LoaderBase):
     """An iterable of this worker's batches, with one step for each.
 
     A period is a step of the run's record: the batches that this worker has begun in a quarter of a
     second, one at least, or until its epoch ends, whose end it waits for. Nothing is exchanged in
     it, and no byte sent, but by the first worker of each of several nodes, which merges them.
-
-    num_samples: of the batch in hand.
     """
 
     def __init__(self, job: Job[HogbatchOptions], adapts: bool = False) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
-        self._mode = "adaptive-hogbatch" if adapts else "hogbatch"
+        super().__init__(job, "adaptive-hogbatch" if adapts else "hogbatch")
         check(job, self._mode)
-        self._options, self._world, self._optimizer = options, world, optimizer
-        self.dataset = job.loader.dataset
-        length = len(self.dataset)  # type: ignore[arg-type]
-        self._order = job.order or order_of(job.loader, length, options.seed)
-        self._epochs = Epochs(job.loader)
+        self._options = options
+        self._indexed(job)
 
         names = optimizer._parameter_names
         require_shareable(names)
@@ -134,16 +122,11 @@ class HogbatchLoader:
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
         self._batch = BatchInHand(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
-        self.num_samples = 0
         self._ledger.end()
 
     def __len__(self) -> int:
         """Return about how many batches of this worker's present size an epoch has."""
         return -(-len(self._order(0)) // self._sizer.size)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this worker's batches; the epoch is over when every sample was in one of some."""
-        return self._epochs.loop(self._batches(), self._world.rank)
 
     def _batches(self) -> Generator[Any, None, None]:
         self._writer.check()
@@ -184,7 +167,7 @@ class HogbatchLoader:
         self._periods.end()
 
     def _begin(self, epoch: int, order: Sequence[int]) -> None:
-        self._require_its_world()
+        self._require_its_world("go on in another job, by a checkpoint")
         length, what = len(order), f"epoch {epoch}, {order_in_words(order)}"
         if length > self._node.longest:
             raise ValueError(
@@ -233,7 +216,7 @@ class HogbatchLoader:
         Raises RuntimeError within an epoch, at once, and where the loader's world is over.
         """
         self._require_between_epochs("evaluate")
-        self._require_its_world()
+        self._require_its_world("go on in another job, by a checkpoint")
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, self._writer.refresh
         idles = bool(before(self._node, self._ledger.round + 1))
@@ -255,10 +238,6 @@ class HogbatchLoader:
     def last_staleness(self) -> int:
         """Return how many updates of others came while the last batch was computed."""
         return self._writer.last_staleness
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
-        self._epochs.set(epoch)
 
     def drain(self) -> None:
         """Have this rank's parameters be the shared model's, and that the same on all nodes.
@@ -284,29 +263,20 @@ class HogbatchLoader:
                 "drains) on all ranks between epochs"
             )
 
-    def _require_its_world(self) -> None:
-        require_its_world(self._world, self._mode, "go on in another job, by a checkpoint")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next epoch hangs on."""
+    def _state(self) -> dict[str, Any]:
+        """Return what the next epoch depends on."""
         return {
-            "mode": self._mode,
             "class": self._class.name,
             "epochs": self._epochs.state_dict(),
             "size": self._sizer.size,
             "thresholds": self._sizer.thresholds and list(self._sizer.thresholds),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         """Go on with the epoch after the one another loader finished.
 
         Sizes that its worker found are those of a worker of this class, where none are said.
         """
-        if state["mode"] != self._mode:
-            raise ValueError(
-                f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
-                "loader with the mode it was saved with"
-            )
         self._epochs.close()
         self._epochs.load_state_dict(state["epochs"])
         if state["thresholds"] is not None and state.get("class") == self._class.name:

@@ -23,12 +23,10 @@ from ...planning import advice
 from ...units import count_text
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .board import Board
-from .check import warn_of_few_cores
-from .device_classes import CLASSES, NAMES, DeviceClass
+from .board import CLASSES, NAMES, Board, DeviceClass
 from .ledger import Ledger
 from .merging import Merging
-from .options import HogbatchOptions
+from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel
 
 _ALIGNMENT: Final = 4096
@@ -79,7 +77,7 @@ class Node:
 
 
 class Regions(NamedTuple):
-    """Where in the memory the ledger's notes and the model begin, and where it ends."""
+    """The offsets in the shared memory at which the ledger's notes and the model begin and end."""
 
     notes: int
     model: int

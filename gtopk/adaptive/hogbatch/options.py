@@ -1,20 +1,25 @@
-"""Options of hogbatch: what a user may turn."""
+"""Options of hogbatch, and the jobs that it refuses or warns of."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..options import Options
-from .device_classes import class_named
+from ..batches.sources import require_in_order
+from ..local_training.own_steps import require_no_common_step
+from ..options import Job, Options
+from .board import class_named
 from .sizes import Thresholds, thresholds_of
+
+_log = logging.getLogger("gtopk")
 
 
 @dataclass(frozen=True)
 class HogbatchOptions(Options):
-    """What the modes "hogbatch" and "adaptive-hogbatch" know; equal on all ranks but for `own`.
+    """Options of modes "hogbatch" and "adaptive-hogbatch"; equal on all ranks but for `own`.
 
     The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
     has its own batch's share of it, of several nodes its share of its node's part of that batch.
@@ -71,3 +76,34 @@ class HogbatchOptions(Options):
     def thresholds(self) -> dict[str, Thresholds]:
         """Return what is said of the sizes, by class."""
         return thresholds_of(self.sizes)
+
+
+def check(job: Job[HogbatchOptions], mode: str) -> None:
+    """Raise ValueError for what workers without steps in common cannot do."""
+    optimizer, options = job.optimizer, job.options
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            f"mode {mode!r} updates after every batch: use backward_passes_per_step=1, got "
+            f"{optimizer.backward_passes_per_step}"
+        )
+    require_no_common_step(optimizer, f"mode {mode!r} has no steps of all ranks")
+    if options.lock_step and job.loader.num_workers:
+        raise ValueError(
+            "lock_step hands out one batch at a time: use a DataLoader with num_workers=0, got "
+            f"{job.loader.num_workers}"
+        )
+    require_in_order(job.loader)
+
+
+def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:
+    """Warn where a node's workers on CPUs are more than its cores."""
+    if workers > cores:
+        _log.warning(
+            "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "
+            "which makes updates older and none faster; start %d of them",
+            workers,
+            cores,
+            "s" * (cores > 1),
+            ", ".join(map(str, ranks)),
+            cores,
+        )

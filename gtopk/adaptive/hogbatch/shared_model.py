@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where everything lies; equal on all workers."""
+    """The places of parameters and states in the shared memory; equal on all workers."""
 
     places: list[Place]
     size_bytes: int

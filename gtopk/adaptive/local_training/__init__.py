@@ -1,7 +1,6 @@
-"""Ranks that step apart: what is their own between exchanges, and what is all ranks' then.
+"""For modes whose ranks step by themselves between exchanges.
 
-stepping.py         a mode's own step in place of the distributed optimizer's
-spent.py            where a rank's time goes; own_steps.py: and what its steps cost
+own_steps.py        a mode's own step in place of the distributed optimizer's, and its step reports
 round_exchange.py   a round's sums of gradients, with a residual
 replica.py          a rank's own model, the center of all, and the merge of both
 """

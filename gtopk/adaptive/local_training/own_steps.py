@@ -1,24 +1,99 @@
-"""OwnSteps: what the steps of a mode cost whose optimizer does not exchange gradients each time.
+"""OwnSteps: the step reports of a mode whose optimizer does not exchange gradients in each step.
+
+Spent measures where a rank's time goes:
+
+|-- computed --|waits|----- computed -----|waits|-- computed --   all of the wall clock, once
 
 Every second of the wall clock is in one step, computed or waited, and so is every byte of the
 mode's operations. What ranks take samples by (a `Counter`) counts its own bytes, and none of them
 are here.
+
+`take_over` puts a mode's own step in the place of the distributed optimizer's.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 from ...optim.expected_step import ExpectedStep
 from ...optim.peers import Peers
 from ...runtime.coordinator import Operation
 from ...runtime.world.state import World
-from ...telemetry import looks
+from ...telemetry.recorder import is_sampling_due, sample_residual
 from ...telemetry.start import balance_of, recorder_of
 from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
 from .round_exchange import RoundExchange
-from .spent import Bounds, Spent
+
+Bounds = tuple[float, float]  # from, to; by time.perf_counter
+
+
+class Spent:
+    """Splits the wall clock into waiting for others, and all else, which counts as computing.
+
+    Law: what was taken adds up to the time from `begin` to the last `take_computed`, or wait.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # what was before is computed, waited or taken
+        self._computed: list[Bounds] = []
+        self._waits: list[Bounds] = []
+
+    def begin(self) -> None:
+        """Count from now on; where that was said before, go on."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is done meanwhile as waiting for others; not within another such time."""
+        began = self._pass()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since = time.perf_counter()
+                self._waits.append((began, self._since))
+
+    def take_computed(self) -> list[Bounds]:
+        """Return when was not waited since this was asked last."""
+        self._pass()
+        computed, self._computed = self._computed, []
+        return computed
+
+    def take_waits(self) -> list[Bounds]:
+        """Return when was waited since this was asked last."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def _pass(self) -> float:
+        now = time.perf_counter()
+        if self._since is not None:
+            self._computed.append((self._since, now))
+            self._since = now
+        return now
+
+
+class Waited:
+    """An operation, the waiting for which is counted."""
+
+    def __init__(self, operation: Operation, spent: Spent) -> None:
+        self._operation, self._spent = operation, spent
+
+    @property
+    def done(self) -> bool:
+        """Tell whether `wait` would return at once."""
+        return self._operation.done
+
+    def wait(self) -> Any:
+        """Return the result, or raise what the operation raises."""
+        with self._spent.waiting():
+            return self._operation.wait()
 
 
 class OwnSteps:
@@ -65,8 +140,8 @@ class OwnSteps:
             seen.spans.append((ran.began, ran.ended))
             self._exchanged += ran.exchanged.finite
             recorder = recorder_of(self._world)
-            if recorder is not None and ran.exchanged.finite and looks.is_due(self._exchanged):
-                looks.look(recorder, [exchange])
+            if recorder is not None and ran.exchanged.finite and is_sampling_due(self._exchanged):
+                sample_residual(recorder, [exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, of what was computed until `computed`, and begin another."""
@@ -102,3 +177,44 @@ class OwnSteps:
         kind = f"each {self._covers}"
         name = self._optimizer._reducer.peers.name
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)
+
+
+def take_over(
+    optimizer: Any, mode: str, step: Callable[[Callable[[], Any] | None], Any]
+) -> Callable[..., Any]:
+    """Let `optimizer.step` be this from now on, and its gradients a mode's; return what it was."""
+    before: Callable[..., Any] = optimizer.step
+
+    @wraps(before)  # with the mark of a scheduler made before, which would miss it
+    def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = optimizer._wrapped._opt_called = True  # schedulers look for it
+        return step(closure)
+
+    # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
+    optimizer.step = MethodType(own_step, optimizer)
+    optimizer._reducer.stand_aside(mode)
+    return before
+
+
+def require_not_taken(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer whose step a mode has taken over."""
+    if mode := optimizer._reducer.aside_for:
+        raise ValueError(
+            f"the optimizer is adapted already, in mode {mode!r}, and exchanges no gradients of "
+            "its own any more. For another loader wrap a new plain optimizer by "
+            "DistributedOptimizer, after loader.drain(); or, from a hogbatch mode, whose model "
+            "stays shared memory, go on in another job, by a checkpoint"
+        )
+
+
+def require_no_common_step(optimizer: Any, why: str) -> None:
+    """Raise ValueError for options that only a step of all ranks could heed; why: it has none."""
+    asked = optimizer._options
+    for name, value in (
+        ("local_clip_norm", asked.local_clip_norm),
+        ("global_clip_norm", asked.global_clip_norm),
+        ("scaler", optimizer.scaler),
+        ("check_every", asked.check_every or None),
+    ):
+        if value is not None:
+            raise ValueError(f"{why}: it takes no {name}")

@@ -23,7 +23,7 @@ from ...optim.weights import LocalClip
 
 
 class Ran(NamedTuple):
-    """What a reduction did, apply included, and from when to when; by time.perf_counter."""
+    """A reduction's result, apply included, and when it began and ended, by time.perf_counter."""
 
     exchanged: Exchanged
     began: float
@@ -31,7 +31,7 @@ class Ran(NamedTuple):
 
 
 class RoundExchange:
-    """What one rank selects from, keeps, and gets back.
+    """One rank's side of a round's exchange: it selects from it, keeps a residual, and gets back.
 
     bucket:   of the sums; exchange: the way they are reduced.
     progress: how many reductions had an update.

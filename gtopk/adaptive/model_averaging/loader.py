@@ -24,45 +24,35 @@ from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...optim.replicas.replicas import BUFFERS_STAY, checksums, require_the_same
 from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
-from ..batches.drains import all_alike
-from ..batches.epochs import Epochs
-from ..batches.next_world import require_its_world
-from ..batches.same_stream import order_in_words
-from ..batches.sources import order_of, rebuilt
+from ..batches.sources import order_in_words, rebuilt
 from ..learning_rate import LearningRate
-from ..local_training.own_steps import OwnSteps
+from ..loader_base import LoaderBase
+from ..local_training.own_steps import OwnSteps, Waited, require_no_common_step, take_over
 from ..local_training.replica import Replica
-from ..local_training.spent import Waited
-from ..local_training.stepping import require_no_common_step, take_over
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
-from .mega_batches import MegaBatches
-from .options import MergingOptions
-from .report_wire import decode, encode
-from .strategies import STRATEGIES
-from .taken_batches import TakenBatches
-from .weights import Report
+from .mega_batches import MegaBatches, TakenBatches
+from .options import STRATEGIES, MergingOptions
+from .weights import Report, decode, encode
 
 _log = logging.getLogger("gtopk")
 
 
 class Merge(NamedTuple):
-    """What a merge went by, the same on every rank: each rank's report, weight and next size."""
+    """A merge, the same on every rank: each rank's report, weight and next size."""
 
     reports: Sequence[Report]
     weights: Sequence[float]
     sizes: Sequence[int]
 
 
-class MergingLoader:
+class MergingLoader(LoaderBase):
     """An iterable of this rank's batches, each of which the script makes a local step with.
 
     A mega-batch is a step of the run's record, with its merge: this rank's batches and local steps
     in it, also where the others went on without its replica, and what it waited: for takes, for
     the others to be ready, and for the merge.
 
-    num_samples: of the batch in hand; 0 where it stands in for none, and no step is made with it.
-    drain_wanted: other ranks drain, and wait for this one to do so.
     merges:      so far; where the number has grown, the replicas have just been merged.
     last_merge:  what it went by.
     record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for; empty for
@@ -71,36 +61,34 @@ class MergingLoader:
     """
 
     def __init__(self, job: Job[MergingOptions]) -> None:
-        self._options, self._world, self._optimizer = job.options, job.world, job.optimizer
+        super().__init__(job, "adaptive-sgd")
+        self._options = job.options
         check(job)
-        length = len(job.loader.dataset)  # type: ignore[arg-type]
-        self._order = job.order or order_of(job.loader, length, job.options.seed)
-        self.dataset = job.loader.dataset
-        self._epochs = Epochs(job.loader)
+        length = self._indexed(job)
         self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
         most, counter = self._meet(length)
-        self._batches = MegaBatches(job.options, most)
+        self._stretches = MegaBatches(job.options, most)
         rank, replay = self._world.rank, job.options.replay
         self._cursor = (
             open_cursor(rank, counter, replay)
-            if self._batches.strategy.is_dynamic
+            if self._stretches.strategy.is_dynamic
             else ReplayedCursor(rank, in_step)
         )
         self._steps = OwnSteps(self._world, self._optimizer, "mega-batch")
         self._taken = TakenBatches(self._cursor, self._steps.spent)
         self._loader = rebuilt(job.loader, batch_sampler=self._taken)
-        self._rate = LearningRate(self._optimizer, job.options.lr_scaling, self._batches.first_size)
+        self._rate = LearningRate(
+            self._optimizer, job.options.lr_scaling, self._stretches.first_size
+        )
         self._replica: Replica | None = None
         self._loaded: dict[str, Any] | None = None  # before there was a replica
         self._is_compared = False  # the replica, with those of all ranks
         self._weights: Sequence[float] | None = None  # of the last merge
         self._finished: list[range] | None = None  # takes since the last merge, while one is due
-        self._in_hand: range | None = None
+        self._current_batch: range | None = None
         self._updates = 0
         self._count = 0  # how far any rank has seen the cursor
         self._lost_in_a_row = 0
-        self.num_samples = 0
-        self.drain_wanted = False
         self.merges = 0
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
@@ -125,18 +113,14 @@ class MergingLoader:
     @property
     def sizes(self) -> list[int]:
         """Return the ranks' sizes until the next merge."""
-        return list(self._batches.sizes)
+        return list(self._stretches.sizes)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of all ranks, if all were of the first size."""
-        return -(-len(self._order(0)) // self._batches.first_size)
+        return -(-len(self._order(0)) // self._stretches.first_size)
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches until every sample was in one, on one rank, and merged."""
-        return self._epochs.loop(self._iterate(), self._world.rank)
-
-    def _iterate(self) -> Generator[Any, None, None]:
-        require_its_world(self._world, "adaptive-sgd")
+    def _batches(self) -> Generator[Any, None, None]:
+        self._require_its_world()
         if self._finished is not None:
             self._merge()  # a script broke the last iteration off, on all ranks
         yield from self._await_drains()
@@ -144,12 +128,12 @@ class MergingLoader:
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
             if start == 0:
-                self._batches.begin([range(len(order))])
+                self._stretches.begin([range(len(order))])
             self._taken.order = order
             self._begin(epoch, order_in_words(order))
-            while (stretch := self._batches.open()) is not None:
-                sizes = self._batches.sizes
-                self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
+            while (stretch := self._stretches.open()) is not None:
+                sizes = self._stretches.sizes
+                self._cursor.open(self._stretches.number, len(stretch), sizes, self._count)
                 self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
                 yield from self._mega_batch()
                 if self._finished is not None:  # else a drain has merged it
@@ -163,7 +147,7 @@ class MergingLoader:
             self._compare(replica)
         known = set(replica.parameters)
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
-        left = [(place.start, place.stop) for place in self._batches.left]
+        left = [(place.start, place.stop) for place in self._stretches.left]
         signature = [f"epoch {epoch}", f"places left {left}", order_said]
         operation = self._world.engine.submit(
             f"{self._name}.epoch",
@@ -174,7 +158,7 @@ class MergingLoader:
         self._count = self._await(operation)
 
     def _await(self, operation: Operation) -> Any:
-        """Wait for an operation, on the account of the mega-batch under way."""
+        """Wait for an operation; the time counts as waited in the mega-batch under way."""
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent).wait()
 
@@ -219,11 +203,11 @@ class MergingLoader:
             self._finish(take)
 
     def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
-        self._in_hand, self.num_samples = take, len(take)
+        self._current_batch, self.num_samples = take, len(take)
         try:
             yield batch
         finally:
-            self._in_hand = None
+            self._current_batch = None
 
     def _finish(self, take: range) -> None:
         """Note a batch as done with, once; a merge in the middle of it is that of its step."""
@@ -252,8 +236,7 @@ class MergingLoader:
         self._settle(self._await(operation))
 
     def _settle(self, said: Sequence[int]) -> None:
-        rank, asked = self._world.rank, self.drain_wanted
-        self.drain_wanted = not all_alike(said, asked, rank, "loader.merges", self.merges)
+        self._settle_drains(said, "loader.merges", self.merges)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients.
@@ -261,7 +244,7 @@ class MergingLoader:
         Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
         """
         optimizer = self._optimizer
-        if self._in_hand is None:
+        if self._current_batch is None:
             raise RuntimeError(
                 f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
                 "'adaptive-sgd' it is a local step with a batch of its loader, before "
@@ -276,7 +259,7 @@ class MergingLoader:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._in_hand:
+        if not self._current_batch:
             return loss
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
@@ -287,12 +270,12 @@ class MergingLoader:
         with optimizer.skip_synchronize():
             self._wrapped_step()
         self._updates += 1
-        self._finish(self._in_hand)
+        self._finish(self._current_batch)
         return loss
 
     def _merge(self, drains: bool = False) -> None:
         """Merge all ranks' replicas, and go on from there; all know then which of them drain."""
-        replica, batches = self._replica, self._batches
+        replica, batches = self._replica, self._stretches
         assert replica is not None
         assert self._finished is not None
         perturbs = self._options.perturbation > 0
@@ -327,7 +310,7 @@ class MergingLoader:
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
-        self._finished = self._in_hand = None
+        self._finished = self._current_batch = None
         self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
         self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)
@@ -376,10 +359,6 @@ class MergingLoader:
                 ", ".join(str(report.updates) for report in merge.reports),
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
-        self._epochs.set(epoch)
-
     def merged(self) -> AbstractContextManager[None]:
         """Let the parameters be those of the merged model meanwhile: to evaluate it, or save it.
 
@@ -399,7 +378,7 @@ class MergingLoader:
         handed out again. A rank that gets no more of it is handed a batch of no weight to come
         there. Raises RuntimeError, on every rank, where some did not call it.
         """
-        require_its_world(self._world, "adaptive-sgd")
+        self._require_its_world()
         if self._finished is not None:
             self._merge(drains=True)
         while self.drain_wanted:
@@ -407,7 +386,7 @@ class MergingLoader:
         replica = self._resumed()
         if replica is None:
             return
-        if self._batches.strategy.force or self._weights is None:
+        if self._stretches.strategy.force or self._weights is None:
             replica.collapse()
             return
         offset = replica.weighted_offset(self._weights[self._world.rank])
@@ -421,7 +400,7 @@ class MergingLoader:
         moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, flags=keeps))
         replica.collapse(offset if moved else None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return the state after the last merge: what was computed since is computed again.
 
         It holds the merged model, and is equal on all ranks but for the replicas' own parameters,
@@ -435,26 +414,20 @@ class MergingLoader:
                 "merge; take the checkpoint when loader.merges has grown, or after the epoch"
             )
         return {
-            "mode": "adaptive-sgd",
             "ranks": self._world.size,
             "epochs": self._epochs.state_dict(is_of_before=self._finished is not None),
-            "batches": self._batches.state_dict(),
+            "batches": self._stretches.state_dict(),
             "replica": replica.state_dict() if replica is not None else self._loaded,
             "weights": list(self._weights) if self._weights else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         """Go on from another loader's last merge, with its model.
 
         That is in the parameters from the next iteration, `merged` or `drain` on, if not at once.
-        Raises ValueError for another mode; for another number of ranks, where replicas have kept
-        something to themselves: drain() before the checkpoint.
+        Raises ValueError for another number of ranks, where replicas have kept something to
+        themselves: drain() before the checkpoint.
         """
-        if state["mode"] != "adaptive-sgd":
-            raise ValueError(
-                f"this loader's mode is 'adaptive-sgd', the state's {state['mode']!r}; make the "
-                "loader with the mode it was saved with"
-            )
         replica = state["replica"]
         if replica and replica["own"] and state["ranks"] != self._world.size:
             raise ValueError(
@@ -464,9 +437,9 @@ class MergingLoader:
             )
         self._epochs.close()
         self._epochs.load_state_dict(state["epochs"])
-        self._batches.load_state_dict(state["batches"])
+        self._stretches.load_state_dict(state["batches"])
         if self._options.record:
-            number = self._batches.number
+            number = self._stretches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished = None
         self._weights = state["weights"] if state["ranks"] == self._world.size else None

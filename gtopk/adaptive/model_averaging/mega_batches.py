@@ -1,23 +1,54 @@
-"""MegaBatches: what all ranks know alike of the stretches between merges, and decide alike.
+"""Mega-batches: the stretches of samples between merges; all ranks decide alike on them.
 
     an epoch   |--------- mega-batch ---------|--------- mega-batch ---------|
     rank 0     |== b0 ==|== b0 ==|== b0 ==|.. merge                            sizes, weights: by
     rank 1     |=== b1 ===|=== b1 ===|....... merge                            what ranks report
 
-What nobody reports as finished, as its rank is gone, is handed out again before all else.
+Samples that nobody reports as finished, as their rank is gone, are handed out again first.
+TakenBatches has the batches that a rank takes of a mega-batch by the cursor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..partitioning.cursor import Stretch
+from torch.utils.data import Sampler
+
+from ..local_training.own_steps import Spent
+from ..partitioning.cursor import Cursor, Stretch
 from ..partitioning.shares import Limits
-from .batch_scaling import RULES, within
-from .options import BATCHES, MergingOptions
-from .strategies import STRATEGIES
+from .options import BATCHES, RULES, STRATEGIES, MergingOptions, within
 from .weights import WEIGHTS, Report, equally, perturbed
+
+
+class TakenBatches(Sampler[list[int]]):
+    """The indices of the batches that this rank takes of a stretch; `taken` says which they are.
+
+    stands_in: it yields one batch instead that is none of this rank's.
+    """
+
+    def __init__(self, cursor: Cursor, spent: Spent) -> None:
+        self.cursor, self._spent = cursor, spent
+        self.order: Sequence[int] = ()
+        self.stretch = Stretch([])
+        self.size = 0
+        self.taken: deque[range] = deque()
+        self.stands_in = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.taken.clear()
+        if self.stands_in:
+            yield list(self.order[: self.size])
+            return
+        while take := self._take():
+            self.taken.append(take)
+            yield [self.order[place] for part in self.stretch.places(take) for place in part]
+
+    def _take(self) -> range:
+        with self._spent.waiting():
+            return self.cursor.take(self.size)
 
 
 class MegaBatches:

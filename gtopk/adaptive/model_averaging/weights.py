@@ -2,6 +2,8 @@
 
 Where the learning rate follows the batch, a replica has come as far as it has seen samples with
 every update of its own: updates are the weight. Where it does not, samples are.
+
+A rank's Report tells all ranks what it has done since the last merge.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
+from collectives.vector import Array
+
 SMALL_NORM: Final = 0.1  # |w|_2 / n of every replica, below which the perturbation is applied
 
 
 class Report(NamedTuple):
-    """What a rank has done since the last merge.
+    """A rank's work since the last merge.
 
     size: of its batches.
     norm: |w|_2 / n of its n parameters.
@@ -86,3 +92,20 @@ WEIGHTS: Final[Mapping[str, Callable[[Sequence[Report]], list[float]]]] = {
     "published": published,
     "equal": equally,
 }
+
+
+def encode(report: Report, count: int) -> Array:
+    """Return a report, and how far its rank has seen the cursor, as a message."""
+    numbers = [report.size, report.updates, report.samples, report.finite, count]
+    takes = [bound for take in report.takes for bound in (take.start, take.stop)]
+    head = np.array([report.norm]).view(np.int64)
+    return np.concatenate([head, np.array([*numbers, *takes], np.int64)]).view(np.uint8)
+
+
+def decode(message: Array) -> tuple[Report, int]:
+    """Return what `encode` made a message of."""
+    numbers = message.view(np.int64)
+    norm = float(numbers[:1].view(np.float64)[0])
+    size, updates, samples, finite, count, *bounds = numbers[1:].tolist()
+    takes = [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
+    return Report(size, updates, samples, norm, bool(finite), takes), count

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What the sizes of one step must keep to.
+    """The bounds of the sizes of one step.
 
     total: samples of all ranks.
     low, high: of each rank, inclusive.

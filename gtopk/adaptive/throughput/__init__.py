@@ -1,8 +1,6 @@
-"""Speeds: what a batch takes on each rank, and the sizes that follow.
+"""Throughput: the seconds of a batch on each rank, and the batch sizes that follow.
 
-timing.py       what a rank computes on a batch
-speed.py        seconds = a + c b
-policies.py     from what all batches took to the sizes of the next ones
-goodput.py      the global batch that makes most progress a second
+speed.py        a rank's seconds for a batch of b, measured, and modelled as a + c b
+policies.py     the next sizes from the last seconds; the global batch of most progress a second
 controller.py   when sizes change, and by how much
 """

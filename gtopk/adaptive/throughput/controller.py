@@ -42,7 +42,7 @@ _MOST_SAMPLES: Final = 1 << 40  # of a rank, in a step: there is no memory for m
 
 
 class Window(NamedTuple):
-    """What one rank saw in a window: its size, the median of its seconds, its most samples."""
+    """One rank's window: its size, the median of its seconds, the most samples that fit."""
 
     size: int
     seconds: float

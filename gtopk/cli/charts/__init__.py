@@ -1,1 +1,1 @@
-"""What every picture and table is made of: axes and marks as SVG, and in the terminal."""
+"""Charts: axes and marks as SVG, and the page that reports share."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 from typing import Final
+
+
+def prose(words: str) -> str:
+    """Return words as HTML that no line break tears "top-" from "k" in."""
+    return re.sub("g?[Tt]op-k", r'<span class="whole">\g<0></span>', escape(words))
+
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # load, run nothing
 

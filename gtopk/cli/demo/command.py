@@ -18,11 +18,9 @@ from collectives.cores import usable_cores
 from ...runtime.launch import LaunchError, explain, rank_environment, run
 from ...units import about_bandwidth_text, bytes_text, count_text
 from ..run import parse_link
-from .model import LATENCY_SECONDS, pays_below
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
-from .reaching import epochs_text, level
-from .record import METHODS, PARTS, Record, over_link
-from .verdicts import link_verdict
+from .record import LATENCY_SECONDS, METHODS, PARTS, Record, over_link, pays_below
+from .verdicts import epochs_text, level, link_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,9 +21,9 @@ from ...runtime.launch import (
     mpirun_settings,
 )
 from ...runtime.runner.ranks import launcher_at_hand
-from ..charts.terminal import wants_colour
+from ...runtime.standard_streams import wants_colour
 from . import ranks
-from .finding import Finding, State
+from .basics import Finding, State
 from .isolation import PROBES, look
 from .mpi import look_at_launcher
 

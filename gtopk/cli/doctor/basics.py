@@ -1,6 +1,6 @@
-"""Probes of Python, the cores, and the packages that need neither MPI nor a GPU.
+"""Findings, and the probes of Python, the cores, and the packages that need neither MPI nor a GPU.
 
-A probe looks at one thing and says what it knows; it may raise. `isolation` turns what it raises
+A probe looks at one thing and returns a Finding; it may raise. `isolation` turns what it raises
 into a finding.
 """
 
@@ -9,21 +9,62 @@ from __future__ import annotations
 import math
 import platform
 import shutil
-from importlib import import_module, metadata
+from enum import Enum
+from importlib import import_module, metadata, util
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from ...settings import KERNELS
-from .finding import PACKAGE, Finding, State, installed
+
+# What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
+PACKAGE: Final = "."
+
+
+class State(str, Enum):
+    """OK; WARN: training works, but mind this; MISSING: optional, and not there; FAIL: in the way.
+
+    Where a report has a FAIL, several ranks cannot train here, and the exit code says so.
+    """
+
+    OK = "OK"
+    WARN = "WARN"
+    MISSING = "MISSING"
+    FAIL = "FAIL"
+
+
+class Finding(NamedTuple):
+    """A line of the report; `advice` says what to run, and is "" where all is well."""
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
+
+def installed(module: str) -> bool:
+    """Tell whether a top-level module can be found, without importing it."""
+    return util.find_spec(module) is not None
+
+
+def gist(output: str) -> str:
+    """Return the line that says most of what a failed program printed; "" when it was silent."""
+    lines = [line.strip() for line in output.splitlines()]
+    said = [line for line in lines if any(character.isalpha() for character in line)]
+    if not said:
+        return ""
+    # Python says it last, mpirun first.
+    line = said[-1] if any(line.startswith("Traceback") for line in said) else said[0]
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def look_at_python() -> Finding:
-    """Which Python this is."""
+    """Probe which Python this is."""
     detail = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     return Finding("Python", State.OK, detail)
 
 
 def look_at_gtopk() -> Finding:
-    """Which gtopk is imported, and from where."""
+    """Probe which gtopk is imported, and from where."""
     if not installed("msgpack"):
         return Finding("gtopk", State.FAIL, "it needs msgpack", "pip install msgpack")
     package = import_module("gtopk")
@@ -37,7 +78,7 @@ def look_at_gtopk() -> Finding:
 
 
 def look_at_cores() -> Finding:
-    """How many cores ranks can share."""
+    """Probe how many cores ranks can share."""
     if not installed("numpy"):
         return Finding("cores", State.MISSING, "counted once numpy is here", "pip install numpy")
     from collectives.cores import core_quota, usable_cores
@@ -48,7 +89,7 @@ def look_at_cores() -> Finding:
 
 
 def look_at_numpy() -> Finding:
-    """Whether numpy adds."""
+    """Probe whether numpy adds."""
     if not installed("numpy"):
         return Finding("numpy", State.MISSING, "gtopk computes with it", "pip install numpy")
     numpy = import_module("numpy")
@@ -58,7 +99,7 @@ def look_at_numpy() -> Finding:
 
 
 def look_at_torch() -> Finding:
-    """Whether torch differentiates."""
+    """Probe whether torch differentiates."""
     if not installed("torch"):
         return Finding("torch", State.MISSING, "gtopk trains its models", "pip install torch")
     torch = import_module("torch")
@@ -70,7 +111,7 @@ def look_at_torch() -> Finding:
 
 
 def look_at_torch_distributed() -> Finding:
-    """Which backends torch.distributed has, and whether gloo reduces."""
+    """Probe which backends torch.distributed has, and whether gloo reduces."""
     name, mend = "torch.distributed", "pip install --force-reinstall torch"
     if not installed("torch"):
         return Finding(name, State.MISSING, "comes with torch", "pip install torch")
@@ -92,7 +133,7 @@ def look_at_torch_distributed() -> Finding:
 
 
 def look_at_kernels() -> Finding:
-    """Which implementation of the hot loops is in use."""
+    """Probe which implementation of the hot loops is in use."""
     if not installed("numpy"):
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
     kernels = import_module("collectives.kernels")
@@ -115,7 +156,7 @@ def _how_to_build() -> str:
 
 
 def look_at_horovod() -> Finding:
-    """Whether Horovod is there, and what it was built with."""
+    """Probe whether Horovod is there, and what it was built with."""
     if not installed("horovod"):
         # Its build asks for C++14, torch's headers for C++17 or more.
         advice = (
@@ -129,7 +170,7 @@ def look_at_horovod() -> Finding:
 
 
 def look_at_demo() -> Finding:
-    """Whether `gtopk demo` has what it needs beside MPI."""
+    """Probe whether `gtopk demo` has what it needs beside MPI."""
     packages = {"sklearn": "scikit-learn", "rich": "rich"}
     absent = [package for module, package in packages.items() if not installed(module)]
     if absent:

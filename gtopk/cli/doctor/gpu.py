@@ -11,13 +11,13 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Final
 
-from .finding import Finding, State, installed
+from .basics import Finding, State, installed
 
 CHECK_DRIVER: Final = "see whether the driver works: nvidia-smi"
 
 
 def look_at_cuda() -> Finding:
-    """Whether torch computes on a GPU."""
+    """Probe whether torch computes on a GPU."""
     if not installed("torch"):
         return Finding("CUDA", State.MISSING, "comes with torch", "pip install torch")
     torch = import_module("torch")
@@ -40,7 +40,7 @@ def look_at_cuda() -> Finding:
 
 
 def look_at_cupy() -> Finding:
-    """Whether there is one CuPy, for torch's CUDA, and whether it computes."""
+    """Probe whether there is one CuPy, for torch's CUDA, and whether it computes."""
     packages = cupy_packages()
     if not packages and not installed("cupy"):
         advice = f"on a machine with an NVIDIA GPU: pip install {_packages()}"
@@ -63,7 +63,7 @@ def look_at_cupy() -> Finding:
 
 
 def look_at_nccl() -> Finding:
-    """Whether CuPy finds NCCL; else whether torch brings one."""
+    """Probe whether CuPy finds NCCL; else whether torch brings one."""
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_packages()}"
         return _torchs_nccl(advice) or Finding(

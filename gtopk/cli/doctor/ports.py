@@ -1,7 +1,10 @@
-"""Probe of gtopk's own ports: whether one would be bound to an address of the public internet.
+"""Probes of the network: the interface between hosts, and gtopk's own ports.
+
+Ranks of several hosts would find each other over the interface. A port must not be bound to an
+address of the public internet:
 
     heartbeat    UDP, on the interface that is named, or by the route to the other hosts
-    desk         of gtopk.run with ranks on other hosts: TCP, by the route to them
+    calls        of gtopk.run with ranks on other hosts: TCP, by the route to them
     meeting      MASTER_ADDR, where that is this host and no torchrun serves it: TCP
     metrics      GTOPK_PROMETHEUS: TCP
 
@@ -20,8 +23,78 @@ from typing import Final, NamedTuple
 
 from ... import settings
 from ...runtime.liveness.address import OURS, THEIRS, Choice, choose, interfaces
-from .finding import Finding, State
-from .interface import INNER
+from .basics import Finding, State
+
+INTERFACE: Final = "interface"
+
+# Begin the names of interfaces that lead to containers on this host, and to no other host.
+INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
+
+
+def look_at_interface() -> Finding:
+    """Probe which interface the heartbeat would hear on, and whether others could be meant."""
+    host = socket.gethostname()
+    try:
+        resolved = socket.gethostbyname(host)
+    except OSError:
+        resolved = ""
+    return judge_interface(choose(False), interfaces(), host, resolved, os.environ)
+
+
+def judge_interface(
+    choice: Choice,
+    found: Mapping[str, str],
+    host: str,
+    resolved: str,
+    environ: Mapping[str, str] = os.environ,
+) -> Finding:
+    """Say what was chosen, and how to choose another where that may be wrong.
+
+    found: addresses by interface; resolved: what the host's name stands for; "" for nothing.
+    """
+    outer = {name: each for name, each in found.items() if not each.startswith("127.")}
+    chosen = next((name for name, each in outer.items() if each == choice.address), "")
+    if choice.address and not chosen:
+        detail = f"the heartbeat hears on the loopback, by {choice.by}: no other host reaches it"
+        return Finding(INTERFACE, State.WARN, detail, f"for several hosts: unset {choice.by}")
+    if not chosen:
+        detail = "only the loopback has an address: ranks of this host alone find each other"
+        return Finding(INTERFACE, State.WARN, detail, "bring a network up: ip -brief address")
+    detail = f"between hosts the heartbeat hears on {chosen} ({choice.address}), by {choice.by}"
+    others = {name: each for name, each in outer.items() if name != chosen}
+    if others:
+        detail += f"; there are also {_listed(others)}"
+    wrong = _what_is_wrong(chosen, others, host, resolved, environ)
+    if not wrong:
+        return Finding(INTERFACE, State.OK, detail)
+    real = [name for name in (chosen, *others) if not name.startswith(INNER)]
+    advice = " ".join(f"{variable}={(real or [chosen])[0]}" for variable in (OURS, *THEIRS))
+    return Finding(
+        INTERFACE,
+        State.WARN,
+        f"{detail}; {'; '.join(wrong)}",
+        f"for several hosts: export {advice}",
+    )
+
+
+def _what_is_wrong(
+    chosen: str, others: Mapping[str, str], host: str, resolved: str, environ: Mapping[str, str]
+) -> list[str]:
+    named = [variable for variable in (OURS, *THEIRS) if environ.get(variable)]
+    wrong = []
+    if chosen.startswith(INNER):
+        wrong.append(f"{chosen} leads to containers of this host, not to other hosts")
+    elif not named and any(not name.startswith(INNER) for name in others):
+        wrong.append("none is named, and the transport may choose another one")
+    if not environ.get("GLOO_SOCKET_IFNAME") and (not resolved or resolved.startswith("127.")):
+        stands_for = f"stands for {resolved}" if resolved else "stands for no address"
+        wrong.append(f"this host's name, '{host}', {stands_for}, where gloo looks for it")
+    return wrong
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in found.items())
+
 
 NAME: Final = "ports"
 
@@ -42,9 +115,9 @@ class Port(NamedTuple):
 
 
 def look_at_ports() -> Finding:
-    """Whether the internet may reach what gtopk would listen on."""
+    """Probe whether the internet may reach what gtopk would listen on."""
     own = own_addresses()
-    return judge(ports(_choice(), own), own)
+    return judge_ports(ports(_choice(), own), own)
 
 
 def ports(
@@ -59,7 +132,7 @@ def ports(
     if choice.address and settings.HEARTBEAT_TIMEOUT.text(environ) != "0":
         what = "the heartbeat (UDP)"
         if choice.by not in (OURS, *THEIRS):
-            what += " and the desk of gtopk.run (TCP)"
+            what += " and the call server of gtopk.run (TCP)"
         named = [f"{variable}={private[0]}" for variable in (OURS, *THEIRS)] if private else []
         found.append(Port(what, choice.address, choice.by, named))
     if address := _meeting(own, environ):
@@ -67,7 +140,7 @@ def ports(
         found.append(Port("where ranks meet (TCP)", address, "MASTER_ADDR", moved))
     if settings.PROMETHEUS.read(environ):
         # Here, as it needs NumPy, without which the other findings still count.
-        from ...telemetry.settings import settings_from
+        from ...telemetry.start import settings_from
 
         asked = settings_from(environ).prometheus
         if asked is not None and (address := _resolved(asked.host)):
@@ -76,7 +149,7 @@ def ports(
     return found
 
 
-def judge(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
+def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
     """Say which of the ports the internet may reach."""
     names = {address: f"{address} ({interface})" for interface, address in own}
     reached = [(port, public) for port in found if (public := _public(port.address, own))]

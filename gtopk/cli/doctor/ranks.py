@@ -26,7 +26,7 @@ from ...runtime.launch import (
     run,
 )
 from ...runtime.runner.ranks import launcher_at_hand
-from .finding import Finding, State, gist, installed
+from .basics import Finding, State, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process
 from .mpi import INSTALL_MPI
 
@@ -190,9 +190,8 @@ def add_up(measure_network: bool = True) -> None:
 
     from collectives.cores import allowed_cores, core_quota
 
-    from ...runtime.world.emulated_link import emulate_on
-    from ...runtime.world.gpu_messages import find_out
     from ...runtime.world.joining import join
+    from ...runtime.world.state import emulate_on, find_out
 
     world = join()
     emulate_on(world)

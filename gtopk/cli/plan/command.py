@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,13 @@ from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
 from collectives.wire.values import VALUE_CODES
 
-from ...planning.comparison import LABELS, SHARDS, Cluster, Comparison, compare
+from ...planning.comparison import SHARDS, Cluster, Comparison, compare
 from ..arguments import as_argument, number_in, share
-from ..replay.simulate import SimulationError
-from . import simulation
-from .models import PARAMETERS
-from .quantities import bandwidth, count, duration
+from .quantities import PARAMETERS, bandwidth, count, duration
 from .show import render, show
+
+# In a checkout; a wheel is without it.
+SIMULATED: Final = Path(__file__).parents[3] / "mpi_scripts" / "simulated_plan.py"
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
 MOST_RANKS = 65_536
@@ -112,7 +113,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the figures as JSON; without FILE: print only them",
     )
-    simulation.add_arguments(described)
+    described.add_argument(
+        "--simulate",
+        action="store_true",
+        help="in a checkout of gtopk: send every message of the real code over shared links, by "
+        f"SimGrid; more options: python mpi_scripts/{SIMULATED.name} --help",
+    )
     return described
 
 
@@ -123,16 +129,38 @@ def milliseconds(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
-    options = parser().parse_args(arguments)
-    if idle := simulation.idle_option(options):
-        return _fail(idle)
+    grammar = parser()
+    options, unknown = grammar.parse_known_args(arguments)
+    if options.simulate:
+        if not SIMULATED.exists():
+            return fail(
+                f"--simulate needs a checkout of gtopk, with mpi_scripts/{SIMULATED.name}: "
+                "git clone its source, and call gtopk from there"
+            )
+        code: int = runpy.run_path(str(SIMULATED))["main"](arguments)
+        return code
+    if unknown:
+        grammar.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        comparison, rates, origin = compared(options)
+    except ValueError as error:
+        return fail(str(error))
+    content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
+    return deliver(content, lines, options.json)
+
+
+def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
+    """Return the methods compared, by which rates, and where these are from.
+
+    Raises ValueError for a cluster that cannot be.
+    """
     if options.ranks > MOST_RANKS:
-        return _fail(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
+        raise ValueError(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
     length = options.elements or PARAMETERS[options.model]
     if length > MOST_ELEMENTS:
-        return _fail(f"--elements must be at most {MOST_ELEMENTS:,}, got {length:,}")
+        raise ValueError(f"--elements must be at most {MOST_ELEMENTS:,}, got {length:,}")
     if options.ranks_per_node > options.ranks:
-        return _fail(
+        raise ValueError(
             f"--ranks-per-node must be at most --ranks {options.ranks}, "
             f"got {options.ranks_per_node}"
         )
@@ -158,32 +186,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if network.is_one_node:
         network = network._replace(native_bytes=0)
-    comparison = compare(
-        Cluster(length, network, options.density, options.backward_ms), rates, formats
-    )
-    content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
-    if options.simulate:
-        try:
-            platform = simulation.platform_of(options, network)
-            found = simulation.simulated(comparison, platform)
-        except (SimulationError, ValueError) as error:
-            return _fail(str(error))
-        content["simulated"] = simulation.as_record(found, platform, options.backward_ms)
-        lines += simulation.render(found, platform, comparison, LABELS)
+    cluster = Cluster(length, network, options.density, options.backward_ms)
+    return compare(cluster, rates, formats), rates, origin
+
+
+def deliver(content: dict[str, Any], lines: list[str], file: str | None) -> int:
+    """Print the lines, or with the file "-" only the JSON, write the file, return the exit code."""
     record = json.dumps(content, indent=1)
-    if options.json == "-":
+    if file == "-":
         print(record)
         return 0
     show(lines)
-    if options.json:
+    if file:
         try:
-            Path(options.json).write_text(record + "\n", encoding="utf-8")
+            Path(file).write_text(record + "\n", encoding="utf-8")
         except OSError as error:
-            return _fail(f"--json {options.json} cannot be written: {error.strerror}")
+            return fail(f"--json {file} cannot be written: {error.strerror}")
     return 0
 
 
-def _fail(reason: str) -> int:
+def fail(reason: str) -> int:
+    """Print why nothing can be estimated, and return the exit code."""
     print(f"gtopk plan: {reason}", file=sys.stderr)
     return 2
 

@@ -12,8 +12,8 @@ from collectives.planning import Prediction, Rates
 from collectives.wire.indices import USUAL_INDICES
 
 from ...planning.comparison import LABELS, Comparison, deciding, pays_clearly, where_it_pays
+from ...runtime.standard_streams import wants_colour
 from ...units import SPACE, bandwidth_text, bytes_text, count_text, digits, seconds_text
-from ..charts.terminal import wants_colour
 
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")

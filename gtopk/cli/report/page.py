@@ -1,18 +1,363 @@
-"""The report's page."""
+"""The report's page: figures, each with how to read it, and what was run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from ..charts.markup import prose
-from ..charts.page import facts
+from ...telemetry.lines import shown
+from ...telemetry.reading import Run, Step
+from ...telemetry.step_report import PARTS, batch
+from ...units import digits, percent_text, seconds_text
+from ..charts.page import facts, legend, prose
 from ..charts.page import page as shared_page
-from ...telemetry.reading import Run
-from ...telemetry.soundness import shown
-from ...units import seconds_text
-from .figures import figures
+from . import plots, series
+from .series import MEANINGS, WAITS, Point, a, several
 from .words import Tile, happenings, steps_taken, tiles, verdict, what_was_run
+
+_MANY_RANKS = 64  # bars beyond are left out
+_EXPLAINED = {
+    "compute": "compute is forward, backward and the optimizer's own step",
+    "wait": "wait is for the other ranks to be ready, and for the exchange's turn",
+    "select": "select is accumulate, select, and the gradients in and out of their bucket",
+    "pack": "pack is encode and decode",
+    "exchange": "exchange is messages on their way",
+    "merge": "merge is to add up what has come, and to select of that",
+}
+
+
+def figures(run: Run) -> dict[str, list[str]]:
+    """Return the figures there is something for, under the headings they stand below."""
+    found = {
+        "What was learnt": learnt(run),
+        "Where the time went": [
+            parts_figure(run),
+            over_steps_figure(run),
+            utilisation_figure(run),
+            stragglers_figure(run),
+            prediction_figure(run),
+        ],
+        "What each rank worked on": [batches_figure(run)],
+        "What was sent, and the residual": [
+            density_figure(run),
+            bits_figure(run),
+            norm_figure(run),
+            age_figure(run),
+        ],
+    }
+    kept = {heading: [each for each in those if each] for heading, those in found.items()}
+    return {heading: those for heading, those in kept.items() if those}
+
+
+def learnt(run: Run) -> list[str]:
+    """Show each logged value over steps, time and bytes, one at a time."""
+    axes = series.axes(run)
+    if series.steps_alone(run):
+        del axes["steps"]  # those that go by at different paces are no axis
+    return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
+
+
+def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -> str:
+    share = "accuracy" in name.lower()
+    drawn = {}
+    for over, place_of in axes.items():
+        points = series.logged(run, name, place_of)
+        if not points or (over == "bytes" and points[-1].x == 0):
+            continue
+        share = share and all(p.low >= 0 and p.high <= 1 for p in points)
+        written = plots.share_text if share else plots.plain_text
+        title = f"{name} over {plots.X_NAMES[over]}"
+        drawn[over] = plots.lines_plot(title, {name: points}, name, over=over, written=written)
+    if not drawn:
+        return ""
+    logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
+    whose = "one rank's" if logging == 1 else f"{logging} ranks'"
+    reading = (
+        f"The line is the mean of {whose} values, its band goes from the least to the most of "
+        "what lies in the same place."
+    )
+    if "bytes" in drawn:
+        reading += " Bytes are those a rank has sent by then, on average, not received."
+    return figure(f"{name[0].upper()}{name[1:]}", tabs(f"learnt-{place}", drawn), reading)
+
+
+def tabs(identity: str, drawn: dict[str, str]) -> str:
+    """Return drawings of which one is shown at a time, without a script; the first at first."""
+    if len(drawn) == 1:
+        return next(iter(drawn.values()))
+    inputs, panels = [], []
+    for place, (over, drawing) in enumerate(drawn.items()):
+        own = f"{identity}-{over}"
+        checked = " checked" if place == 0 else ""
+        inputs.append(
+            f'<input type="radio" name="{identity}" id="{own}"{checked}>'
+            f'<label for="{own}">over {over}</label>'
+        )
+        panels.append(f"<div>{drawing}</div>")
+    return f'<div class="tabs">{"".join(inputs)}<div class="panels">{"".join(panels)}</div></div>'
+
+
+def parts_figure(run: Run) -> str:
+    """Show each rank's mean step by part."""
+    by_rank = {
+        rank.rank: series.mean_parts(series.settled(rank))
+        for rank in run.ranks[:_MANY_RANKS]
+        if rank.steps
+    }
+    left_out = max(0, len(run.ranks) - _MANY_RANKS)
+    steps = [step for rank in run.ranks for step in series.settled(rank)]
+    hidden = sum(step.report.hidden_seconds for step in steps)
+    working = sum(step.report.working_seconds for step in steps)
+    covers = series.covers(run)
+    shown = _shown(by_rank.values())
+    explained = {**_EXPLAINED, "wait": WAITS.get(covers, _EXPLAINED["wait"])}
+    reading = (
+        f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock: "
+        f"{'; '.join(explained[part] for part in shown)}. "
+    )
+    if hidden and working:
+        reading += (
+            f"{percent_text(hidden / working)} of the exchange went on while ranks computed, and "
+            "is no part of the bars. "
+        )
+    reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
+    return figure(
+        f"{a(covers).capitalize()} of each rank",
+        _parts_legend(shown) + plots.parts_of_ranks(by_rank),
+        reading,
+    )
+
+
+def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the parts that take any time."""
+    found = list(of)
+    return [part for part in PARTS if any(each[part] > 0 for each in found)]
+
+
+def _parts_legend(shown: Sequence[str]) -> str:
+    return legend((plots.part_key(part), part) for part in shown)
+
+
+def over_steps_figure(run: Run) -> str:
+    """Show the parts of a step over the steps, or over time where ranks step at their own paces."""
+    alone = series.steps_alone(run)
+    found = series.parts_over_time(run) if alone else series.parts_over_steps(run)
+    if len(found) < 2:
+        return ""
+    covers = series.covers(run)
+    if alone:
+        drawn = plots.parts_over_time(found)
+        reading = f"All ranks' time, of neighbouring {several(covers)} together. "
+    else:
+        drawn = plots.parts_over_steps(found, covers)
+        reading = (
+            "Means over the ranks, and over neighbouring steps where there are more than a line "
+            "can show. "
+        )
+    reading += "A place where it changes for good is where the machines or the network changed."
+    return figure(
+        f"{several(covers).capitalize()}, one after the other",
+        _parts_legend(_shown(parts for _, parts in found)) + drawn,
+        reading,
+    )
+
+
+def prediction_figure(run: Run) -> str:
+    """Show what the exchange was expected to take, and what it took."""
+    rank = run.first
+    steps = [step for step in series.settled(rank) if step.report.predicted_seconds]
+    if not steps:
+        return ""
+    found = {
+        "measured": series.binned((s.report.step, s.report.exchange_seconds) for s in steps),
+        "predicted": series.binned((s.report.step, s.report.predicted_seconds) for s in steps),
+    }
+    apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
+    return figure(
+        "The exchange, predicted and measured",
+        legend((plots.series_key(place), name) for place, name in enumerate(found))
+        + plots.lines_plot(
+            "Seconds of a step's exchange, predicted and measured",
+            found,
+            "a step's exchange takes",
+            written=seconds_text,
+            logarithmic=plots.are_apart([p for points in found.values() for p in points], 8),
+            from_zero=True,
+            bands=False,
+        ),
+        f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
+        f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
+        "waiting for a rank that is late counts as measured, and nobody predicts it. The ranks' "
+        "agreement to begin, which the line at the run's start adds to each bucket, is in neither.",
+    )
+
+
+def batches_figure(run: Run) -> str:
+    """Show the samples of each rank's steps."""
+    found = {
+        f"rank {rank.rank}": series.binned(
+            (series.place(run, step), batch(step.report)) for step in rank.steps
+        )
+        for rank in run.ranks
+    }
+    found = {name: points for name, points in found.items() if points}
+    if not found:
+        return ""
+    shown = dict(list(found.items())[: plots.MANY])
+    if series.covers(run) == "round":
+        reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
+    else:
+        reading = (
+            "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds "
+            "has dealt them, or the script has told."
+        )
+        if series.is_of_several(run):
+            reading += " A mean over what is recorded as one."
+    return figure(
+        "Batch sizes",
+        legend((plots.series_key(place), name) for place, name in enumerate(shown))
+        + plots.lines_plot(
+            "Samples of each rank's steps",
+            shown,
+            "samples",
+            over=series.over(run),
+            from_zero=True,
+            bands=False,
+        ),
+        reading
+        + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+    )
+
+
+def utilisation_figure(run: Run) -> str:
+    """Show the share of its time that each rank computed."""
+    shares = {
+        rank.rank: series.utilisation(series.mean_parts(series.settled(rank)))
+        for rank in run.ranks[:_MANY_RANKS]
+        if rank.steps
+    }
+    return figure(
+        "Utilisation",
+        plots.shares_of_ranks(shares),
+        "The share of its time that a rank computed; the rest it waited for others, or for "
+        "updates. Ranks that are alike in this finish together.",
+    )
+
+
+def stragglers_figure(run: Run) -> str:
+    """Show how fast the ranks compute beside the fastest."""
+    notes = [note for rank in run.ranks for note in rank.scores]
+    return _one_line(
+        run,
+        series.of_notes(run, notes, "score"),
+        "Straggler score",
+        "score",
+        "How fast a rank computes: the least of all ranks' median seconds over its own, told every "
+        "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
+        "quarters of their time for the slowest.",
+        plots.plain_text,
+    )
+
+
+def density_figure(run: Run) -> str:
+    """Show the share of the values that is sent, and updated."""
+    sent = series.of_steps(run, _share_of("selected"))
+    updated = series.of_steps(run, _share_of("updated"))
+    if not sent or all(point.low == 1 for point in sent):
+        return ""
+    found = {"a rank selects": sent, "the update holds": updated}
+    return figure(
+        "Density",
+        legend((plots.series_key(place), name) for place, name in enumerate(found))
+        + plots.lines_plot(
+            "Share of the gradient's values that a rank selects, and that the update holds",
+            found,
+            "of the gradient's values",
+            over=series.over(run),
+            written=plots.share_text,
+            logarithmic=plots.are_apart([*sent, *updated], 30),
+            from_zero=True,
+        ),
+        "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
+        "Parameters that are kept dense count in both.",
+    )
+
+
+def _share_of(what: str) -> Callable[[Step], float | None]:
+    def share(step: Step) -> float | None:
+        report = step.report
+        if not report.elements or report.skipped:
+            return None
+        return float(getattr(report, what)) / report.elements
+
+    return share
+
+
+def bits_figure(run: Run) -> str:
+    """Show what an entry takes on the wire."""
+    return _one_line(
+        run,
+        series.of_steps(run, series.bits_per_entry),
+        "Bits per entry",
+        "bits",
+        "What an entry, index and value, took in the messages that a rank wrote, headers included. "
+        "Index and value as they are in memory take 64.",
+        plots.plain_text,
+    )
+
+
+def norm_figure(run: Run) -> str:
+    """Show the norm of the residual."""
+    notes = [note for rank in run.ranks for note in rank.residuals]
+    return _one_line(
+        run,
+        series.of_notes(run, notes, "norm"),
+        "Norm of the residual",
+        "norm",
+        "What a rank has accumulated and not sent; looked at now and then. It settles where a "
+        "step sends as much as it brings; one that goes on growing asks for a higher density.",
+        plots.plain_text,
+    )
+
+
+def age_figure(run: Run) -> str:
+    """Show the age of the residual."""
+    notes = [note for rank in run.ranks for note in rank.residuals]
+    return _one_line(
+        run,
+        series.of_notes(run, notes, "age_steps"),
+        "Age of the residual",
+        "steps",
+        "How many steps like the last would send as much as the residual: the sum of its absolute "
+        "values over that of those sent. About so long does a value wait (Little's law), "
+        "where nothing cancels out.",
+        plots.plain_text,
+    )
+
+
+def _one_line(
+    run: Run,
+    points: Sequence[Point],
+    title: str,
+    y_name: str,
+    reading: str,
+    written: plots.Written,
+) -> str:
+    if not points:
+        return ""
+    drawn = plots.lines_plot(
+        title, {title: points}, y_name, over=series.over(run), written=written, from_zero=True
+    )
+    return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
+
+
+def figure(title: str, drawing: str, reading: str) -> str:
+    """Return a figure: title, legend and drawing, and how to read it."""
+    return (
+        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawing}</div>'
+        f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
+    )
 
 
 def page(run: Run, name: str) -> str:

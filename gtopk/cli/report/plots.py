@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from ..charts.svg import (WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical)
 from ...telemetry.step_report import PARTS
 from ...units import SPACE, bytes_text, percent_text, seconds_text
-from .covered import a
-from .series import Point
+from ..charts.svg import WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical
+from .series import Point, a
 
 ROW, BAR = 54, 16  # units of the drawing
 MANY: Final = 8  # ranks; beyond, a row has no words below its bar

@@ -14,7 +14,7 @@ from ...telemetry.reading import RankRecord, Run
 from ...telemetry.step_report import Balance
 from ...units import bytes_text, count_text, digits, percent_text, seconds_text
 from . import series
-from .covered import a, several
+from .series import a, several
 
 _FEW = 12  # messages shown
 

@@ -19,19 +19,12 @@ from collectives.cost import Link
 
 from ...adaptive.hogbatch.sizes import Thresholds, checked
 from ..arguments import above_zero, as_argument, number_in, share
-from ..plan.models import PARAMETERS
-from ..plan.quantities import bandwidth, count, duration
-from .classes import Classes
-from .cluster import GIGABIT, Cluster, Death, Slowdown
-from .log_filter import filtered_logs
+from ..plan.quantities import PARAMETERS, bandwidth, count, duration
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
-from .networks import NETWORKS
-from .page import page
-from .ranks import Processes, processes_launched
-from .record import Record
-from .setting import Setting
-from .show import render
-from .tasks import open_task
+from .ranks import Processes, filtered_logs, processes_launched
+from .setting import GIGABIT, Classes, Cluster, Death, Record, Setting, Slowdown
+from .show import page, render
+from .tasks import NETWORKS, open_task
 
 _SLOWEST, _FASTEST = 1e-6, 1e9  # beyond, a batch's seconds are lost beside others, or others in it
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")

@@ -18,10 +18,8 @@ from collectives.transports import Transport
 
 from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
 from ...adaptive.local_training.round_exchange import RoundExchange
-from ...adaptive.partitioning.cuts import shuffled
-from ...adaptive.partitioning.dealing import Passes
-from .record import Record
-from .setting import Setting
+from ...adaptive.partitioning.cuts import Passes, shuffled
+from .setting import Record, Setting
 
 
 class Time:
@@ -103,7 +101,7 @@ class SimulatedWire:
 
 
 class Ends:
-    """What lies between the ranks' ends: buckets, residuals, and the meetings that are open.
+    """The exchange between ranks: buckets, residuals, and the meetings that are open.
 
     models: of the ranks that are here.
     """
@@ -159,7 +157,7 @@ class Ends:
 
 
 class SimulatedRank:
-    """What a rank in mode "abs" does, `DelayedLoader` and the script's loop together."""
+    """A rank in mode "abs": `DelayedLoader` and the script's loop together."""
 
     def __init__(
         self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record

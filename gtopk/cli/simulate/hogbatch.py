@@ -14,8 +14,7 @@ import torch
 
 from ...adaptive.hogbatch.sizes import Sizer
 from ...adaptive.partitioning.cuts import shuffled
-from .record import Record
-from .setting import Setting
+from .setting import Record, Setting
 from .tasks import mean_loss
 
 

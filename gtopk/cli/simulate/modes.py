@@ -26,8 +26,7 @@ from ...adaptive.partitioning.cuts import shuffled
 from ...adaptive.partitioning.shares import Limits, whole
 from ...compression import Compression
 from . import delayed, hogbatch, replicas, synchronous
-from .record import Record
-from .setting import Setting
+from .setting import Record, Setting
 
 
 class Rank:

@@ -10,8 +10,10 @@ collectives of the training, and what is told besides by `broadcast`.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +25,31 @@ from ... import settings
 from ...runtime.launch import launched_by
 from ...runtime.world import world
 from ...runtime.world.state import World
+
+
+class _Hush(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if record.module == "stragglers" or said in self._said:
+            return False
+        self._said.add(said)
+        return True
+
+
+@contextlib.contextmanager
+def filtered_logs() -> Iterator[None]:
+    """Pass over what is no word on the cluster that is simulated: ranks share these cores."""
+    logger, hush = logging.getLogger("gtopk"), _Hush()
+    logger.addFilter(hush)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hush)
+
 
 T = TypeVar("T")
 _CHANNEL: Final = 0

@@ -21,12 +21,11 @@ from ...adaptive.model_averaging.options import MergingOptions
 from ...adaptive.model_averaging.weights import Report
 from ...adaptive.partitioning.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
 from ...adaptive.partitioning.cuts import shuffled
-from .record import Record
-from .setting import Setting
+from .setting import Record, Setting
 
 
 class Trained(NamedTuple):
-    """What a rank trains, where it is here."""
+    """A rank's model, optimizer and data, where the rank is simulated in this process."""
 
     model: torch.nn.Module
     replica: Replica

@@ -14,8 +14,7 @@ from ...adaptive.adapt import adapt
 from ...optim.distributed import DistributedOptimizer
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
-from .record import Record
-from .setting import Setting
+from .setting import Record, Setting
 from .tasks import mean_loss
 
 NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal

@@ -1,4 +1,4 @@
-"""How ranks come to be: mpirun to start them, and who started this one. It needs no package."""
+"""Launch: start ranks by mpirun, and tell who started this one. It needs no other package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks meet whose launcher brings no MPI: the address of torch.distributed's store.
+"""The meeting point of ranks whose launcher brings no MPI: torch.distributed's store.
 
 MASTER_ADDR, MASTER_PORT    both set: there (torchrun sets them; anyone may)
 horovodrun                  where rank 0 says on horovodrun's own key-value server (HTTP)

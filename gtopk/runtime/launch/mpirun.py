@@ -1,4 +1,4 @@
-"""How ranks are started on one machine: mpirun, with the settings it needs here, or torchrun."""
+"""Start ranks on one machine: by mpirun, with the settings it needs here, or torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Final
 
 from ...errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
-from .torchrun import torchrun_command
+from .launched import torchrun_command
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Roll(NamedTuple):
 
 
 class Lookout(NamedTuple):
-    """What to look for, and what to say, before the watched process is ended.
+    """The watchdog's order: the conditions to look for, and the message before it ends the process.
 
     late:     when `seconds` are over.
     orphaned: when the process `launcher` is its parent no more; 0: none is looked for.

@@ -27,8 +27,7 @@ import struct
 import time
 from typing import Final, NamedTuple
 
-from .beat import BEAT_BYTES, Beat, State
-from .watch import Peer, Watch
+from .watch import BEAT_BYTES, Beat, Peer, State, Watch
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10
@@ -49,7 +48,7 @@ _LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once 
 
 
 class Setting(NamedTuple):
-    """What a companion is told.
+    """The setting that a companion is started with.
 
     parent:   the rank's process.
     launcher: the process that started it, if it is to end with that; else 0.
@@ -80,7 +79,7 @@ class Setting(NamedTuple):
 
 
 class Process(NamedTuple):
-    """What /proc says of a process; state: a letter, "" for one that has ended."""
+    """A process as /proc has it; state: a letter, "" for one that has ended."""
 
     state: str
     parent: int

@@ -1,21 +1,90 @@
-"""Watch: what follows from the beats that a companion hears, and from those that it does not.
+"""Watch: what a companion concludes from the beats that it receives, or misses.
+
+A beat is the datagram by which companions tell each other how ranks are:
+
+    byte 0            8        12      16      20      24         32        40
+         +------------+--------+-------+-------+-------+----------+---------+------+-------------+
+         | "GTKBEAT1" | sender | about | state | bytes | sequence | seconds | text | HMAC-SHA256 |
+         +------------+--------+-------+-------+-------+----------+---------+------+-------------+
+                                               of the text                          of all before
+
+Little-endian. A beat without the job's secret in its HMAC, or that is no later than the last one of
+its sender, is dropped: it is a stranger's, or a copy.
+
+Every rank is watched by log2 of the others:
 
     a rank tells   rank + 1, rank + 2, rank + 4, ...      modulo the number of ranks: each is
     and watches    rank - 1, rank - 2, rank - 4, ...      watched by log2 of them
 
-A rank is watched from its first beat on: where a firewall lets none through, a job still runs. Who
-could not look (its rank was stopped, or it was kept from running itself) begins to count anew: it
-is others who have been waiting.
+A rank is watched from its first beat on: where a firewall lets none through, a job still runs. A
+companion that could not look (its rank was stopped, or it was kept from running itself) begins to
+count anew: the silence was its own.
 
-Nothing here communicates, waits or knows the time.
+Nothing here communicates, waits or reads a clock.
 """
 
 from __future__ import annotations
 
+import hmac
+import struct
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import Final, NamedTuple
 
-from .beat import Beat, State
+_FIELDS: Final = struct.Struct("<8sIIIIQd")
+_MAGIC: Final = b"GTKBEAT1"
+_HMAC_BYTES: Final = 32
+_TEXT_BYTES: Final = 600  # a beat fits any link in one packet
+BEAT_BYTES: Final = _FIELDS.size + _TEXT_BYTES + _HMAC_BYTES
+
+
+class State(IntEnum):
+    """The state of a rank; LOST is said about another rank, the rest by a rank's own companion."""
+
+    ALIVE = 0
+    STOPPED = 1
+    LEFT = 2  # in good order: nobody needs it any more
+    ENDED = 3  # without having left
+    LOST = 4  # given up: the job is at its end
+
+
+class Beat(NamedTuple):
+    """A message of a rank's companion.
+
+    sequence: grows with each beat of a sender; nanoseconds of its clock, where that is so.
+    seconds:  for how long a rank has been stopped, or its end or its loss is past.
+    text:     why it ended or is lost.
+    """
+
+    sender: int
+    about: int
+    state: State
+    sequence: int
+    seconds: float = 0.0
+    text: str = ""
+
+    def encode(self, secret: bytes) -> bytes:
+        """Return the datagram."""
+        text = self.text.encode(errors="replace")[:_TEXT_BYTES]
+        head = _FIELDS.pack(
+            _MAGIC, self.sender, self.about, self.state, len(text), self.sequence, self.seconds
+        )
+        return head + text + hmac.digest(secret, head + text, "sha256")
+
+    @classmethod
+    def decode(cls, datagram: bytes, secret: bytes) -> Beat | None:
+        """Return what a datagram says; None for one that nobody with the secret has made."""
+        content, signature = datagram[:-_HMAC_BYTES], datagram[-_HMAC_BYTES:]
+        if len(content) < _FIELDS.size or len(datagram) > BEAT_BYTES:
+            return None
+        if not hmac.compare_digest(signature, hmac.digest(secret, content, "sha256")):
+            return None
+        magic, sender, about, state, size, sequence, seconds = _FIELDS.unpack_from(content)
+        text = content[_FIELDS.size :]
+        if magic != _MAGIC or size != len(text) or state not in tuple(State):
+            return None
+        return cls(sender, about, State(state), sequence, seconds, text.decode(errors="replace"))
+
 
 _LATE_SECONDS: Final = 5.0  # a clock that is farther off is another one's
 _GAP: Final = 0.25  # of the timeout: who has not looked for so long was kept from it
@@ -43,7 +112,7 @@ def distances(size: int) -> Iterator[int]:
 
 
 class _Seen:
-    """What is known of a rank; times are on the clock of who asks."""
+    """The last word on a rank; times are on the caller's clock."""
 
     def __init__(self) -> None:
         self.sequence = -1

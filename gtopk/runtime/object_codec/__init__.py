@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from .decode import decode, holds_pickle
 from .encode import encode
-from .format import HEADER_BYTES, MAX_DEPTH, Code, ObjectFormatError
-from .pickles import pickle_allowed
+from .format import HEADER_BYTES, MAX_DEPTH, Code, ObjectFormatError, pickle_allowed
 
 __all__ = [
     "HEADER_BYTES",

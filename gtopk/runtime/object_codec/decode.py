@@ -9,8 +9,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from .composites import COMPOSITES, Composite
-from .dataclass import import_module_of
+from .composites import COMPOSITES, Composite, import_module_of
 from .format import (
     HAS_PICKLE,
     HEADER,
@@ -23,10 +22,10 @@ from .format import (
     ObjectFormatError,
     Plain,
     malformed,
+    pickle_allowed,
     type_name,
 )
 from .leaves import LEAVES
-from .pickles import pickle_allowed
 
 
 def decode(

@@ -11,9 +11,20 @@ from typing import Any
 import msgpack
 
 from .composites import Step, composite_of
-from .format import HAS_PICKLE, HEADER, MAGIC, MAX_DEPTH, VERSION, Buffer, Code, Plain, type_name
+from .format import (
+    HAS_PICKLE,
+    HEADER,
+    MAGIC,
+    MAX_DEPTH,
+    VERSION,
+    Buffer,
+    Code,
+    Plain,
+    pickle_allowed,
+    pickler,
+    type_name,
+)
 from .leaves import UnsupportedError, leaf_of
-from .pickles import pickle_allowed, pickler
 
 
 def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:

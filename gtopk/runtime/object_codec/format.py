@@ -15,13 +15,20 @@ plain values, and the number of its bytes in the bulk follows them:
 
     {"lr": (0.5, zeros(3))}    head   DICT 2 "lr" TUPLE 2 0.5 TENSOR 3 "float32" False 3 12
                                bulk   the 12 bytes of the tensor
+
+Objects of other types are pickled, only where GTOPK_ALLOW_PICKLE is 1, since pickles execute.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import pickle
 import struct
 from enum import IntEnum
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from ... import settings
 
 MAGIC: Final = b"GTKO"
 VERSION: Final = 1
@@ -81,3 +88,14 @@ def type_name(kind: type) -> str:
     """Return a type's name as one would import it."""
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{where}{kind.__qualname__}"
+
+
+def pickle_allowed() -> bool:
+    """Return whether this process writes and executes pickles: GTOPK_ALLOW_PICKLE=1."""
+    return settings.ALLOW_PICKLE.read()
+
+
+def pickler() -> Any:
+    """Return cloudpickle, which knows lambdas and local classes, where it is installed."""
+    found = importlib.util.find_spec("cloudpickle")
+    return importlib.import_module("cloudpickle") if found else pickle

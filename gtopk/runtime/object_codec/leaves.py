@@ -16,7 +16,7 @@ from .format import MAX_DIMENSIONS, Buffer, Code, Plain, malformed
 
 
 class Leaf(NamedTuple):
-    """How a type made of plain parts and bytes is taken apart and put together."""
+    """The codec of a type made of plain parts and bytes: it takes it apart and puts it together."""
 
     code: Code
     take_apart: Callable[[Any], tuple[Sequence[Plain], Buffer]]

@@ -3,7 +3,7 @@
     this process                              rank r of np
     Arguments      what was asked for
     Call           func by name, args ------> worker: imports func, calls it
-    Desk           one result a rank <------- its result, or its error with the traceback
+    CallServer     one result a rank <------- its result, or its error with the traceback
     Ranks          mpirun or torchrun; ended, with every process of theirs, when run returns
 
 What travels is typed msgpack (the object codec) over TCP, after both sides have shown that they

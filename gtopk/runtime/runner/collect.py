@@ -1,23 +1,77 @@
-"""Collecting: every rank's result, or the one error that says which rank failed, and how.
+"""Collect every rank's report: its result, or the one error that says which rank failed, and how.
 
-A rank that lost its peers says so at once, the one that they lost perhaps a little later: the cause
-is waited for, and told.
+A rank that lost its peers reports so at once; the lost one reports its error perhaps a little
+later. Collecting waits for that cause, and raises it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, NamedTuple
 
-from ...errors import RankError
+from ...errors import HorovodInternalError, RankError
+from .. import object_codec as objects
 from ..coordinator.agreement import name_ranks
 from ..launch import LaunchError
-from . import report
-from .desk import Desk
+from .call_server import CallServer
+
+
+class Failure(NamedTuple):
+    """An exception on a rank.
+
+    what:        "raised ValueError: ...", or how else it failed.
+    traceback:   as Python prints it.
+    consequence: whether another rank's end or failure is the likely cause.
+    place:       host and process.
+    """
+
+    what: str
+    traceback: str
+    consequence: bool
+    place: str
+
+
+def place() -> str:
+    """Return where this process is, in words."""
+    return f"host {socket.gethostname()}, pid {os.getpid()}"
+
+
+def of_result(result: Any, allow_pickle: bool) -> bytes:
+    """Return the report of a call that returned; raise TypeError where the result cannot travel."""
+    return objects.encode({"result": result}, allow_pickle=allow_pickle)
+
+
+def of_error(error: BaseException, own_frames: int) -> bytes:
+    """Return the report of a call that failed; own_frames: how many of the outermost are ours."""
+    trace: TracebackType | None = error.__traceback__
+    for _ in range(own_frames):
+        trace = trace.tb_next if trace is not None else None
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if isinstance(error, SystemExit):
+        what = f"called sys.exit({error.code!r}) and returned no result"
+    else:
+        words = " ".join(str(error).split())
+        what = f"raised {type(error).__name__}{words and f': {words}'}"
+    consequence = isinstance(error, HorovodInternalError)
+    failure = Failure(what, text, consequence, place())
+    return objects.encode({"failure": [*failure]}, allow_pickle=False)
+
+
+def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
+    """Return the result, or the failure, of a report."""
+    report = objects.decode(content, allow_pickle=allow_pickle)
+    if "failure" in report:
+        return None, Failure(*report["failure"])
+    return report["result"], None
+
 
 _LOOK_SECONDS: Final = 0.1  # between two looks whether the launcher has ended
 _CAUSE_SECONDS: Final = 5.0  # what the cause gets to be reported, after a consequence was
@@ -27,7 +81,7 @@ _END_SECONDS: Final = 30.0  # what ranks get to end, after they have reported
 
 
 def collect(
-    desk: Desk,
+    server: CallServer,
     launcher: subprocess.Popen[bytes],
     ranks: int,
     start_seconds: float,
@@ -39,18 +93,20 @@ def collect(
     begun start_seconds after the first call, or when the launcher ended without it.
     """
     results: dict[int, Any] = {}
-    failures: dict[int, report.Failure] = {}
+    failures: dict[int, Failure] = {}
     begun = time.monotonic()
     ended: float | None = None  # since when the launcher has ended
     failed: float | None = None  # since when a rank has failed or is lost
     while len(results) < ranks:
-        with desk.changed:
-            desk.changed.wait(_LOOK_SECONDS)
-            new = {r: c for r, c in desk.reports.items() if r not in results and r not in failures}
-            lost = [rank for rank in desk.left if rank not in desk.reports]
-            absent = sorted(set(range(ranks)) - desk.came)
+        with server.changed:
+            server.changed.wait(_LOOK_SECONDS)
+            new = {
+                r: c for r, c in server.reports.items() if r not in results and r not in failures
+            }
+            lost = [rank for rank in server.left if rank not in server.reports]
+            absent = sorted(set(range(ranks)) - server.came)
         for rank, content in new.items():
-            result, failure = report.read(content, allow_pickle)
+            result, failure = read(content, allow_pickle)
             if failure is None:
                 results[rank] = result
             else:
@@ -83,14 +139,14 @@ def _let_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
     return launcher.poll() is not None
 
 
-def _of_failure(rank: int, ranks: int, failure: report.Failure) -> RankError:
+def _of_failure(rank: int, ranks: int, failure: Failure) -> RankError:
     return RankError(
         rank, f"rank {rank} of {ranks} ({failure.place}) {failure.what}", failure.traceback
     )
 
 
 def _without_cause(
-    failures: dict[int, report.Failure],
+    failures: dict[int, Failure],
     lost: Sequence[int],
     absent: list[int],
     ranks: int,

@@ -1,4 +1,4 @@
-"""How ranks are started: mpirun here or on other hosts, srun in its allocation, torchrun here.
+"""Start ranks: by mpirun here or on other hosts, by srun in its allocation, by torchrun here.
 
 How Open MPI's mpirun starts ranks on other hosts: over ssh, with this process's environment.
 """
@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 from ... import settings
 from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
-from ..launch.hosts import Host, refuse_too_few_slots
+from ..launch.job import Host, refuse_too_few_slots
+from ..launch.launched import torchrun_command
 from ..launch.mpirun import Mpi, require_mpirun
-from ..launch.torchrun import torchrun_command
 from .worker import BEGIN
 
 # Of this host, this shell or this job, and of no use to another.
@@ -79,7 +79,7 @@ LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
 
 @dataclass(frozen=True)
 class Places:
-    """Where and by what ranks are to be started; None and empty: what is at hand, here."""
+    """Hosts and launcher to start ranks with; None and empty: here, with what is at hand."""
 
     ranks: int
     hosts: Sequence[Host] = ()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ... import settings
-from ..launch.hosts import parse_hosts, read_hostfile
-from ..launch.job import job, refuse_inside_a_job
-from .desk import Desk, own_address
+from ..launch.job import job, parse_hosts, read_hostfile, refuse_inside_a_job
+from .call_server import CallServer, own_address
 from .ranks import Places, start_of
 
 _ELASTIC: Final = (
@@ -101,17 +100,19 @@ def run(
         executable or sys.executable,
         output_filename,
     )
-    desk = Desk(ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1")
+    server = CallServer(
+        ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
+    )
     try:
         seconds = start_timeout or settings.START_TIMEOUT.read()
-        variables = {**desk.environment(), settings.START_TIMEOUT.name: str(seconds)}
+        variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
         start = start_of(places, variables)
         if verbose:
             print("gtopk.run:", " ".join(start.command), file=sys.stderr)
         with job(start.command, start.variables) as launcher:
-            return collect(desk, launcher, ranks, seconds, may_pickle)
+            return collect(server, launcher, ranks, seconds, may_pickle)
     finally:
-        desk.close()
+        server.close()
 
 
 def _refuse_elastic(given: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from ... import settings
 from .. import standard_streams
 from ..launch import launched_by
-from .desk import visit
+from .call_server import visit
 
 # Begins a rank wherever gtopk lies: argv is [-c, the folder that gtopk lies in].
 BEGIN: Final = (
@@ -21,18 +21,19 @@ _FRAMES: Final = 2  # main and call.make, above the function's own
 
 
 def main() -> None:
-    """Make the call of the desk that the environment names, and report what it came to."""
+    """Make the call of the call server that the environment names, and report what it came to."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
-    channel, preparation, content = visit(address, secret, rank)
+    connection, preparation, content = visit(address, secret, rank)
 
-    # torch is first imported here: by now the desk knows that this rank has come.
+    # torch is first imported here: by now the call server knows that this rank has come.
     from ... import __version__
     from .. import object_codec as objects
-    from . import call, report
+    from . import call
+    from . import collect as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]
@@ -49,8 +50,8 @@ def main() -> None:
     except BaseException as error:
         said = report.of_error(error, _FRAMES)
     standard_streams.flush()
-    channel.send(said)
-    channel.close()
+    connection.send(said)
+    connection.close()
 
 
 def _print_into(folder: Path) -> None:

@@ -70,7 +70,7 @@ _DISK_SECONDS: Final = 1.0  # what a disk gets to take them: it may be of the ho
 
 
 class Member(Protocol):
-    """What the guard needs to know of the rank it guards."""
+    """The rank that the guard guards, and the ways to end its job."""
 
     transport: Transport
     engine: Engine

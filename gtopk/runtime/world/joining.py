@@ -1,4 +1,4 @@
-"""Joining: from what the launcher says to the transport that joins its ranks.
+"""Joining: from the launcher's variables, or mpi4py's communicators, to the transport of the ranks.
 
     launcher                             transport
     mpirun, srun with PMI or PMIx        mpi
@@ -9,7 +9,8 @@ GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" s
 over NCCL, "staged" through pinned host memory. Where none is named, `gpu_messages` lays NCCL over
 the launcher's, if every rank has a GPU.
 
-An end to what no Python code can interrupt: MPI's start waits for ever for a rank that ended.
+A watchdog ends a start that no Python code can interrupt: MPI's waits for ever for a rank that
+ended.
 """
 
 from __future__ import annotations
@@ -31,16 +32,42 @@ from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
 from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
+from ..launch.launched import is_gone, launcher, ranks_here
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
-from ..launch.parent import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
 from ..standard_streams import occupy_closed_descriptors
 from . import failure_file
-from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import TCPStore
+
+
+def is_communicator(comm: object) -> bool:
+    """Tell whether this is an mpi4py communicator."""
+    return hasattr(comm, "Split_type")
+
+
+def communicator_of(ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of these ranks of MPI.COMM_WORLD; only they call this."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(ranks))
+
+
+def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
+    """Return a communicator's ranks, as ranks of a transport; all of the transport call this.
+
+    Each may come with a communicator of its own: what MPI's Split makes on half of the ranks
+    differs from what it makes on the other half.
+    """
+    from mpi4py import MPI
+
+    of_mpi = transport.gather_object(MPI.COMM_WORLD.rank)
+    places = {number: rank for rank, number in enumerate(of_mpi)}
+    numbers = range(comm.size)
+    translated = MPI.Group.Translate_ranks(comm.group, list(numbers), MPI.COMM_WORLD.group)
+    return sorted(places[rank] for rank in translated)
 
 
 _LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to

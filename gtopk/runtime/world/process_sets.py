@@ -14,7 +14,7 @@ from ... import settings
 from ..coordinator import Engine
 from ..coordinator.members import Members
 from . import world
-from .communicators import is_communicator, ranks_of
+from .joining import is_communicator, ranks_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,7 +93,7 @@ class ProcessSet:
 
     @property
     def engine(self) -> Engine:
-        """What runs the set's operations; ValueError where there is none, as in `members`."""
+        """The engine of the set's operations; ValueError where there is none, as in `members`."""
         engine = self.members.engine
         assert engine is not None
         return engine

@@ -1,8 +1,17 @@
-"""World: what a rank has of the job: its transport, its engine, where it sits, its records.
+"""World: a rank's part of the job: its transport, its engine, where it sits, its records.
 
-Checked messages: whether all that ranks send each other travels with a checksum.
+GPU messages: NCCL carries them where every rank saw a GPU when the ranks met.
 
-Unfinished: what all ranks have under way together, and finish before they leave.
+    every rank sees a GPU             NCCL, where it turns out at their first array on one that each
+                                      has one of its own, and that NCCL works (`device_choice`)
+    some do, or GTOPK_TRANSPORT=...   the ranks' own transport, through the hosts' memory
+    none does                         there are none
+
+Rank 0 logs which, once, and why.
+
+GTOPK_LINK has the ranks of one host talk as if a slow network joined them; with
+GTOPK_CHECK_MESSAGES everything they send has a checksum. Unfinished operations of all ranks are
+finished before they leave.
 """
 
 from __future__ import annotations
@@ -13,7 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
+import torch
+
+from collectives.cost import Link
 from collectives.transports import Transport
+from collectives.transports.device_choice import Carrying, Choice
+from collectives.transports.nccl import NcclTransport
 from collectives.transports.transport import CHANNELS
 
 from ... import __version__, settings
@@ -21,8 +35,123 @@ from ...errors import HorovodInternalError
 from ..coordinator import Engine
 from ..coordinator.clocks import Offset, agree_on_now, clock_offset
 from ..coordinator.members import Members
-from .emulated_link import emulate_on
-from .gpu_messages import gpus_in_sight, over_gpus
+from ..logs import EVERYWHERE
+
+_log = logging.getLogger("gtopk")
+
+
+def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> None:
+    """Pace the messages of a transport as GTOPK_LINK asks for; every rank calls it.
+
+    Raises ValueError, on every rank, for a text that is none, or another on some ranks, for ranks
+    on several hosts, and for NCCL, whose messages cannot be paced.
+    """
+    if transport.size == 1:
+        settings.LINK.read(environ)
+        return
+    texts = transport.gather_object(settings.LINK.text(environ))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"{settings.LINK.name} must be the same on all ranks, got {texts[0]!r} on rank 0 "
+                f"and {text!r} on rank {rank}"
+            )
+    asked = settings.LINK.read(environ)
+    if asked is None:
+        return
+    if transport.name == "nccl":
+        raise ValueError(
+            f"{settings.LINK.name} cannot have NCCL's messages paced: unset it, or let the GPUs' "
+            "messages go through the hosts (GTOPK_TRANSPORT=staged)"
+        )
+    try:
+        transport.emulate(Link.of(*asked))
+    except ValueError as error:
+        raise ValueError(f"{settings.LINK.name}={texts[0]}: {error}") from None
+    if transport.rank == 0:
+        _log.info(
+            "%s, for each rank: messages of gtopk wait as they would there, and every time that "
+            "follows is emulated. A process group of torch.distributed is not paced",
+            transport.link_text,
+            extra=EVERYWHERE,
+        )
+
+
+def gpus_in_sight() -> int:
+    """Return how many GPUs torch can use here; opens none of them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def over_gpus(
+    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> Transport:
+    """Return what carries the messages of hosts and GPUs; sends nothing.
+
+    in_sight: how many GPUs each rank sees, the same on all ranks.
+    """
+    if transport.size == 1 or not any(in_sight):
+        return transport
+    choice = settled(transport, in_sight, environ)
+    if choice is not None:
+        _tell(transport, choice)
+        return transport
+    said: set[Choice] = set()
+
+    def tell(choice: Choice) -> None:
+        if choice not in said:
+            said.add(choice)
+            _tell(transport, choice)
+
+    return NcclTransport(
+        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=tell
+    )
+
+
+def settled(
+    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> Choice | None:
+    """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
+    if isinstance(transport, NcclTransport):
+        return transport.choice
+    if settings.LINK.text(environ):
+        return Choice(Carrying.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
+    if wanted := settings.TRANSPORT.read(environ):
+        return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
+    if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
+        who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+        return Choice(Carrying.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
+    return None
+
+
+def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
+    """Return what carries the messages of GPUs, tried by all ranks together; "" where none has one.
+
+    Each takes the GPU of its place on its host.
+    """
+    in_sight = transport.gather_object(gpus_in_sight())
+    if transport.size == 1 or not any(in_sight):
+        return ""
+    choice = settled(transport, in_sight, environ)
+    if choice is None:
+        place = transport.neighbours().index(transport.rank)
+        nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
+        nccl.connect(0 if in_sight[transport.rank] == 1 else place)
+        choice = nccl.choice
+        nccl.disconnect("it was tried")
+    assert choice is not None
+    return describe(choice, transport.name)
+
+
+def _tell(transport: Transport, choice: Choice) -> None:
+    if transport.rank == 0:
+        _log.info("%s", describe(choice, transport.name), extra=EVERYWHERE)
+
+
+def describe(choice: Choice, name: str) -> str:
+    """Return the line; name: of the transport that carries the hosts' messages."""
+    if choice.carrying is Carrying.STAGED:
+        return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
+    return f"messages of GPUs go over NCCL: {choice.reason}"
 
 
 class Unfinished(Protocol):
@@ -49,12 +178,11 @@ def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.env
     return is_wanted
 
 
-_log = logging.getLogger("gtopk")
 FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
 
 
 class WorldObserver(Protocol):
-    """What happens to a world, in this order; each is called on the rank's own thread."""
+    """Listen to the events of a world, in this order; each is called on the rank's own thread."""
 
     def join(self, world: World, before: World | None) -> bool:
         """Begin to observe; tell whether the ranks' clocks must be compared for it.
@@ -264,7 +392,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps this rank has made."""
+        """Return how many optimizer steps this rank has made."""
         return self._step
 
     @step.setter
@@ -274,7 +402,7 @@ class World:
 
     @property
     def advice(self) -> str:
-        """How the job can go on when it ends before its time."""
+        """Return how the job can go on when it ends before its time."""
         return self._advice
 
     @advice.setter

@@ -29,7 +29,6 @@ from ...runtime.logs import say
 from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
-from .agreement import as_told, by_rank, on_all, spread, take_on_all
 from .files import (
     ALL,
     LAST_NUMBER,
@@ -45,6 +44,7 @@ from .files import (
     remove_checkpoints,
     write_part,
 )
+from .soundness import as_told, by_rank, on_all, spread, take_on_all
 from .tree import Json, Taken, put_together
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ _APART: Final = (
 
 
 class Snapshot(NamedTuple):
-    """What is written: what every rank has alike, which rank 0 writes, and what is a rank's own."""
+    """A rank's part to write: its own values, and on rank 0 those that all ranks have alike."""
 
     step: int
     replicated: Taken
@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """What was a rank's own."""
+    """A rank's own values."""
 
     rank: int
     state: Any

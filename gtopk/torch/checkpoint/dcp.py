@@ -165,8 +165,10 @@ class Reader(StorageReader):
         for optimizer in ours:
             if not any(name.startswith(f"{optimizer}.") for name in asked):
                 continue
-            held = f"{optimizer}.{KEY}.held."
-            left = {n: v for n, v in self._values.items() if n.startswith(held) and n not in asked}
+            prefix = f"{optimizer}.{KEY}.held."
+            left = {
+                n: v for n, v in self._values.items() if n.startswith(prefix) and n not in asked
+            }
             if any(map(torch.any, left.values())):
                 _log.warning(
                     "%s has the ranks' residuals of '%s', and the state that it is loaded into has "

@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a part holds.
+    """The content of a checkpoint's part.
 
     attempt: a word that all parts of one checkpoint share.
     before: the number of the newest that was whole when this one was begun; 0: none was.

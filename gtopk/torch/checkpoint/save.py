@@ -20,9 +20,9 @@ from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..functions import allgather_object
-from .agreement import on_all
 from .archive import Archive, Found, Writing, tell_outcomes
 from .files import whole_number
+from .soundness import on_all
 from .state import Assembled, assemble, check, put, should_agree, snapshot, take
 
 _log = logging.getLogger("gtopk")
@@ -61,7 +61,7 @@ class Saving:
 
 
 class Loaded(NamedTuple):
-    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data.
+    """A loaded checkpoint: its folder, the step it was saved at, by how many ranks, and plain data.
 
     missing: the ranks whose own part was lost, with their residuals.
     """
@@ -142,7 +142,7 @@ _opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
 class _Put(NamedTuple):
-    """What was loaded of a checkpoint; refusal: what kept this rank from loading it."""
+    """The loaded parts of a checkpoint; refusal: the reason why this rank could not load it."""
 
     found: Found
     values: dict[str, Any]

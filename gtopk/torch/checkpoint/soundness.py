@@ -1,4 +1,4 @@
-"""Whether a sealed state can be what it is loaded into: looked at before anything is put in.
+"""Checks of a loaded state before any of it is put in; all ranks fail, or none does.
 
 A right checksum says that a file is as it was written, not who wrote it. Most load_state_dict()s
 take what they get: a text for a momentum fails in the next step, a NaN for a batch size never ends.
@@ -7,15 +7,76 @@ take what they get: a text for a momentum fails in the next step, a NaN for a ba
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
-from ...errors import DamagedError
+from ...errors import CheckpointError, DamagedError
+from ...exchange.buckets.arrays import as_bytes
 from ...exchange.residual_state import fits
+from ...runtime.coordinator.agreement import name_ranks
+from ..functions import allgather_object, broadcast_object, broadcast_parameters
+from ..mpi_ops import rank, size
+
+T = TypeVar("T")
+
+
+def on_all(take: Callable[[], T], what: str) -> T:
+    """Return what this rank takes; all ranks call it together.
+
+    Raises CheckpointError, on every rank alike, where one of them fails: none waits for it.
+    """
+    problem, taken = "", None
+    try:
+        taken = take()
+    except Exception as error:  # of any kind
+        problem = f"{type(error).__name__}: {error}"
+    if problems := by_rank(allgather_object(as_told(problem), "checkpoint.problem")):
+        raise CheckpointError(f"{what}: {problems}")
+    return cast(T, taken)
+
+
+def take_on_all(take: Callable[[Any], Any], given: Any) -> tuple[Any | None, str]:
+    """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
+    problem, taken = "", None
+    try:
+        taken = take(given)
+    except DamagedError as error:
+        problem = str(error)
+    return taken, by_rank(allgather_object(as_told(problem), "checkpoint.taken"))
+
+
+def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
+    """Return one rank's tensors on every rank; all ranks call it together."""
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    layout = broadcast_object(layout, source, "checkpoint.layout")
+    if rank() != source:
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="cpu")
+            for name, (dtype, shape) in layout.items()
+        }
+    if size() > 1:
+        bits = [
+            (f"checkpoint.{name}", as_bytes(tensor))
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        broadcast_parameters(bits, source)
+    return tensors
+
+
+def by_rank(problems: Sequence[str]) -> str:
+    """Return every rank's problem in one text, each behind its rank; "": none has any."""
+    return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
+
+
+def as_told(problem: str) -> str:
+    """Return what this rank tells the others of a problem: where it is, and what; "": of none."""
+    return f"(host {socket.gethostname()}): {problem}" if problem else ""
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:
@@ -59,12 +120,12 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
         check_alike(f"{name}.param_groups.{place}", group, options)
 
 
-def check_held(held: Any) -> None:
+def check_residual(residuals: Any) -> None:
     """Raise DamagedError for what no rank has as its residual state, by parameter.
 
     A loss of a part would be one of gradients, unseen.
     """
-    for name, tensors in held.items():
+    for name, tensors in residuals.items():
         if "residual" not in tensors:
             raise DamagedError(f"the residual state of '{name}' lacks its residual")
         shape = tensors["residual"].shape
@@ -81,8 +142,8 @@ def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
 
     part: a rank's residual state, or None; parameters go by the same names mostly.
     """
-    for held in part["held"].values() if part else ():
-        for name, tensors in held.items():
+    for residuals in part["held"].values() if part else ():
+        for name, tensors in residuals.items():
             parameter = model.get(name)
             if isinstance(parameter, torch.Tensor) and parameter.shape != tensors["residual"].shape:
                 raise DamagedError(

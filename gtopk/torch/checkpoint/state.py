@@ -26,7 +26,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,12 +39,36 @@ from ...optim.wrapped.wrapping import Wrapping
 from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
-from .agreement import spread
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
-from .residuals import share
-from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes
+from .soundness import (
+    check_alike,
+    check_model,
+    check_optimizer,
+    check_residual,
+    check_shapes,
+    spread,
+)
 from .tree import Taken, put_together, take_apart
+
+_log = logging.getLogger("gtopk")
+
+
+def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
+    """Return what this rank's optimizer loads under optimizer_checkpoint.KEY; None: nothing.
+
+    parts: of the ranks whose residuals this one takes over, those that there are.
+    saved: how many ranks there were.
+    is_missing: what this rank had is lost; its residual is zero, in the same buckets as others.
+    All ranks call it together: one that has no part learns from the others which buckets there
+    were.
+    """
+    mine = [optimizer_checkpoint.frame(part) for part in islice(parts.values(), 1)]
+    frames = allgather_object(mine, "checkpoint.frames")
+    frame = next(chain(mine, *frames), None)
+    if frame is None or (not parts and saved == size() and not is_missing):
+        return None  # a plain optimizer's, or one of ranks that this one is none of
+    return optimizer_checkpoint.summed(frame, parts, rank(), size())
 
 
 def keyed(written: Any, like: Any) -> Any:
@@ -125,8 +149,6 @@ def put_generators(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
-
-_log = logging.getLogger("gtopk")
 
 # Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's are.
 _HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")
@@ -250,7 +272,7 @@ def assemble(found: Found) -> Assembled:
         for each in found.owned:
             _check_own(each.state)
         tree = found.tree
-        held = {
+        residuals = {
             name: _held_by_loader(found, name, tensors[name])
             for name in tensors.keys() & set(_HELD_BY_LOADERS)
         }
@@ -258,7 +280,7 @@ def assemble(found: Found) -> Assembled:
             tree = tree if own["tree"] is None else json.loads(own["tree"])
             tensors |= own["differing"]
         # A host's ranks may have the parts of several: its folder is its own, and it has more now.
-        tensors |= held
+        tensors |= residuals
         state = put_together(tree, tensors)
         _check(state)
     except Exception as error:  # of any kind: nobody knows what wrote it
@@ -287,8 +309,8 @@ def _check_own(own: Any) -> None:
     for part in own["held"].values():
         if part is not None:
             optimizer_checkpoint.check_part(part)
-            for held in part["held"].values():
-                check_held(held)
+            for residuals in part["held"].values():
+                check_residual(residuals)
     if own["generators"] is not None:
         check_generators(own["generators"])
 
@@ -341,7 +363,7 @@ def put(
         like = {name: _state_of(target) for name, target in targets.items()}
         like["others"] = {name: _state_of(other) for name, other in others.items()}
         state = keyed(state, like)
-    held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
+    residuals = {name: _residual_of(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         saved = _of(state, "model", found)
         try:
@@ -353,16 +375,16 @@ def put(
             ) from error
     if optimizer is not None:
         saved = _of(state, "optimizer", found)
-        optimizer.load_state_dict(_with(held["optimizer"], saved))
+        optimizer.load_state_dict(_with(residuals["optimizer"], saved))
     if loader is not None:
         loader.load_state_dict(_of(state, "loader", found))
     ours = {"optimizer", *state["others"]}
-    values = {name: part for name, part in held.items() if name not in ours}
-    values |= {name: _with(held.get(name), other) for name, other in state["others"].items()}
+    values = {name: part for name, part in residuals.items() if name not in ours}
+    values |= {name: _with(residuals.get(name), other) for name, other in state["others"].items()}
     for name, target in others.items():
         if hasattr(target, "load_state_dict") and values.get(name) is not None:
             target.load_state_dict(values.pop(name))
-    for name in others.keys() - state["others"].keys() - held.keys():
+    for name in others.keys() - state["others"].keys() - residuals.keys():
         _of(state["others"], name, found)
     for each in (optimizer, *others.values()):
         if isinstance(each, torch.optim.Optimizer):
@@ -378,16 +400,16 @@ def _state_of(target: Any) -> Any:
     return target.state_dict() if hasattr(target, "state_dict") else target
 
 
-def _held(found: Found, name: str) -> Any | None:
+def _residual_of(found: Found, name: str) -> Any | None:
     """Return the residual for this rank's optimizer, or hook, of this name."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
     there = {r: part for r, part in parts.items() if part is not None}
     return share(there, found.ranks, is_missing=rank() in found.missing)
 
 
-def _with(held: Any | None, saved: Any) -> Any:
+def _with(residuals: Any | None, saved: Any) -> Any:
     """Return an optimizer's state with its residual."""
-    return saved if held is None else {**saved, optimizer_checkpoint.KEY: held}
+    return saved if residuals is None else {**saved, optimizer_checkpoint.KEY: residuals}
 
 
 def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:

@@ -16,8 +16,7 @@ With GTOPK_ELASTIC_DIR=folder every commit is also on the disk, and a job that i
 the same folder goes on from there, on as many ranks as it has then.
 """
 
-from .base import ObjectState, State
-from .recovery import run, run_fn
+from .base import ObjectState, State, run, run_fn
 from .sampler import ElasticSampler
 from .state import TorchState
 

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 from ... import settings
 from ...runtime.world import world
 from ...runtime.world.state import World
-from ..checkpoint.agreement import on_all
 from ..checkpoint.archive import Archive, Snapshot
+from ..checkpoint.soundness import on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
 from ..mpi_ops import rank
@@ -26,7 +26,7 @@ ADVICE: Final = f"with {FOLDER}=folder its commits would be kept, for when it is
 
 
 class Commit(NamedTuple):
-    """What is committed: what every rank has alike, and what is this rank's own, by name."""
+    """A commit: the values that every rank has alike, and this rank's own, by name."""
 
     replicated: Mapping[str, Any]
     own: Mapping[str, Any]

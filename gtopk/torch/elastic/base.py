@@ -1,27 +1,49 @@
-"""What all states share: committing, word of changed hosts, plain objects."""
+r"""State: what all elastic states share: commits, word of changed hosts, plain objects.
+
+`State` and `StateHandler` are Horovod's, to derive from; their methods are abstract as there: they
+raise when they are called, not when an object is made.
+
+`run` runs a function again from the last commit, as long as every rank is there:
+
+    sync -> function -> done
+      ^        |
+      |        |-- HorovodInternalError    restore \
+      |        `-- HostsUpdatedInterrupt            > join anew -> on_reset -.
+      `----------- (unless skip_sync) --------------------------------------'
+
+A rank that has died cannot be called back from inside. The others then end, the job with them; what
+starts it again (torchrun --max-restarts, a person) finds the commits that GTOPK_ELASTIC_DIR keeps.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import queue
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntFlag
-from typing import Any
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
-from ...errors import HostsUpdatedInterrupt
+from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
 from ..checkpoint.tree import put_together
 from ..functions import broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
 from .archive import ADVICE, FOLDER, Commit, advice_of, open_archive, write
-from .left_out import left_out
+
+WHERE_KEPT: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
+
+
+def left_out(of: object, method: str, why: str = "") -> NotImplementedError:
+    """Return the error that says so."""
+    return NotImplementedError(f"{type(of).__name__} must define {method}(){why}")
 
 
 class HostUpdateResult(IntFlag):
-    """What became of the hosts, as Horovod's launcher numbers it."""
+    """A change of the hosts, as Horovod's launcher numbers it."""
 
     no_update = 0
     removed = 1
@@ -30,7 +52,7 @@ class HostUpdateResult(IntFlag):
 
 
 class State:
-    """What a training process must not lose; a subclass says how it is saved.
+    """The state that a training process must not lose; a subclass says how it is saved.
 
     bcast_object: broadcasts an object from rank 0.
     get_rank: returns this process's rank.
@@ -230,3 +252,54 @@ class ObjectState(State):
 
     def _resume_here(self, found: Found) -> None:
         """Take over, on every rank, what ranks of an earlier job had for their own."""
+
+
+S = TypeVar("S", bound=State)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# An error that comes at every attempt is no accident.
+_ATTEMPTS: Final = 10  # from one commit
+
+
+def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Decorate a training function, whose first argument is a State, to survive failures.
+
+    Needs no elastic launcher: any that starts gtopk's ranks will do. When an operation fails on
+    ranks that all live (they disagreed, or one raised HorovodInternalError), every rank returns to
+    its last commit and calls the function again. When a rank has died or stays silent, the others
+    raise HorovodInternalError, which names it and says how the job can go on.
+    """
+    return run_fn(func, world.rejoin)
+
+
+def run_fn(
+    func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
+) -> Callable[Concatenate[S, P], T]:
+    """Decorate as `run` does, with another way for the ranks to come together anew."""
+
+    @functools.wraps(func)
+    def recovering(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        skip_sync = False
+        attempts, commits = 1, state._commits
+        while True:
+            restored = False
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError:
+                attempts = 1 if state._commits > commits else attempts + 1
+                commits = state._commits
+                if attempts > _ATTEMPTS:
+                    raise
+                state.restore()
+                restored, skip_sync = True, False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            reset()
+            if restored:
+                state._go_back()
+            state.on_reset()
+
+    return recovering

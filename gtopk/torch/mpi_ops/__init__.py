@@ -1,18 +1,13 @@
-"""Horovod's operations on tensors, and what they are asked about: `horovod.torch.mpi_ops`.
+"""Horovod's operations on tensors, and its queries: `horovod.torch.mpi_ops`.
 
-lifecycle.py     init, ranks and sizes, barrier, join, the timeline
-builds.py        what can be used here
-handles.py       operations in flight
-tensors.py       what tensors are taken, and how they travel
+lifecycle.py     init, ranks and sizes, barrier, join, the timeline; `mpi_built` and the like
+tensors.py       which tensors are taken, how they travel, and handles of operations in flight
 reduction.py     which reduction, and its factors
-adasum.py        the one that is not element by element
-compressing.py   the form in which tensors are reduced
-allreducing.py   allreduce and its forms
-allgathering.py  allgather and its forms
+allreducing.py   allreduce and its forms, Adasum and Horovod's compressors
+allgathering.py  allgather and its forms, and allreduce of sparse tensors
 broadcasting.py  broadcast and its forms
 exchanging.py    alltoall
 scattering.py    reducescatter and its forms
-sparse.py        allreduce of sparse tensors
 
 Operations are matched across ranks by name, and checked before data moves. Names are optional:
 without one, an operation is named by a counter.
@@ -28,7 +23,13 @@ from ...runtime.world.process_sets import (
     remove_process_set,
 )
 from ...runtime.world.world import is_initialized, shutdown
-from .allgathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from .allgathering import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    sparse_allreduce_async,
+)
 from .allreducing import (
     allreduce,
     allreduce_,
@@ -40,30 +41,27 @@ from .allreducing import (
     grouped_allreduce_async_,
 )
 from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .builds import (
+from .exchanging import alltoall, alltoall_async
+from .lifecycle import (
+    barrier,
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from .exchanging import alltoall, alltoall_async
-from .handles import poll, synchronize
-from .lifecycle import (
-    barrier,
-    cross_rank,
-    cross_size,
     init,
     is_homogeneous,
     join,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     size,
     start_timeline,
     stop_timeline,
@@ -74,7 +72,7 @@ from .scattering import (
     reducescatter,
     reducescatter_async,
 )
-from .sparse import sparse_allreduce_async
+from .tensors import poll, synchronize
 
 __all__ = [
     "Adasum",

@@ -1,9 +1,11 @@
 """Allgather: every rank gets the rows of the ranks' tensors, or lists of tensors.
 
-What a rank sends, for a list of n tensors:
+A rank sends, for a list of n tensors:
 
     rows             elements
     i64 [n]          of the first tensor, of the second, ...
+
+Sparse allreduce: the entries of all ranks' sparse tensors, side by side.
 """
 
 from __future__ import annotations
@@ -21,11 +23,10 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...exchange.buckets.arrays import flattened
-from ...reduce_ops import Average
+from ...reduce_ops import NAMES, Average, Sum
 from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
-from .handles import submit, synchronize
 from .tensors import (
     carried,
     check,
@@ -36,6 +37,8 @@ from .tensors import (
     require_tensor,
     require_tensors,
     row_bytes,
+    submit,
+    synchronize,
     view_bytes,
 )
 
@@ -200,3 +203,44 @@ class _Allgather(torch.autograd.Function):
             gradient.narrow(0, *place) for gradient, place in zip(reduced, ctx.places, strict=True)
         ]
         return None, None, None, *own
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str,
+    op: int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Begin to add a sparse COO tensor over the ranks; return what waits for it and returns it.
+
+    Where ranks have entries at one place, the result has several there: it is not coalesced.
+    Raises ValueError for a dense tensor, and for another op than Average and Sum.
+    """
+    require_tensor(tensor, "sparse_allreduce_async")
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(f"a sparse COO tensor is needed, got one of layout {tensor.layout}")
+    shape = tensor.shape
+    signature = [f"{tensor.dtype} {list(shape)}"]
+    size = process_set.engine.transport.size
+    indices, values = tensor._indices().t(), tensor._values()
+    in_flight_indices, in_flight_values = (
+        begin_allgather(
+            [part], f"{name}.{what}", process_set, lambda g: g[0].rows, signature=signature
+        )
+        for what, part in (("indices", indices), ("values", values))
+    )
+
+    def finish() -> torch.Tensor:
+        try:
+            indices = synchronize(in_flight_indices)
+        finally:  # leave none in flight
+            values = synchronize(in_flight_values)
+        if op == Average:
+            values = (values / size).to(values.dtype)
+        return torch.sparse_coo_tensor(
+            indices.t(), values, shape, device=values.device, check_invariants=False
+        )
+
+    return finish

@@ -1,22 +1,26 @@
-"""Allreduce: every rank gets what the ranks' tensors, or lists of tensors, reduce to."""
+"""Allreduce: every rank gets what the ranks' tensors, or lists of tensors, reduce to.
+
+Tensors travel in the forms of Horovod's compressors. Adasum combines each tensor by itself; those
+of one dtype share their messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from collectives.algorithms import adasum
 from collectives.transports import Transport
 
 from ...compression import Compression, Compressor
 from ...exchange.buckets.arrays import await_copies
 from ...reduce_ops import Adasum
+from ...runtime.coordinator.fusion import Dense, scale
 from ...runtime.coordinator.on_gpu import Finish, OnGpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
-from .adasum import combine
-from .compressing import compress
-from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
 from .tensors import (
     carried,
@@ -29,8 +33,45 @@ from .tensors import (
     place_flags,
     require_tensor,
     require_tensors,
+    submit,
+    synchronize,
     write,
 )
+
+
+def compress(
+    compression: type[Compressor], tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """Return the tensors as they are reduced, and the function that returns them to their form.
+
+    Raises TypeError for a compression that is none of Horovod's kind.
+    """
+    if not hasattr(compression, "compress"):
+        raise TypeError(
+            f"compression must be Compression.none, .fp16, .bf16 or a Compressor class, got "
+            f"{compression!r}: top-k needs the residual that DistributedOptimizer keeps"
+        )
+    pairs = [compression.compress(tensor) for tensor in tensors]
+
+    def decompress(reduced: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        contexts = (context for _, context in pairs)
+        return [compression.decompress(*pair) for pair in zip(reduced, contexts, strict=True)]
+
+    return [compressed for compressed, _ in pairs], decompress
+
+
+def combine(denses: Sequence[Dense], transport: Transport) -> None:
+    """Combine arrays of floats over the ranks, in their own memory."""
+    for dtype in dict.fromkeys(dense.on_host.dtype for dense in denses):
+        alike = [dense for dense in denses if dense.on_host.dtype == dtype]
+        for dense in alike:
+            scale(dense.on_host, dense.prescale)
+        lengths = [dense.on_host.size for dense in alike]
+        whole = np.concatenate([dense.on_host for dense in alike])
+        adasum.allreduce(transport, whole, lengths)
+        for dense, part in zip(alike, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
+            dense.on_host[...] = part
+            scale(dense.on_host, dense.postscale)
 
 
 def allreduce(

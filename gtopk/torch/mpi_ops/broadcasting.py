@@ -17,7 +17,6 @@ from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
 from .allreducing import allreduce
-from .handles import submit, synchronize
 from .tensors import (
     carried,
     check,
@@ -28,6 +27,8 @@ from .tensors import (
     from_bytes,
     place_flags,
     require_tensor,
+    submit,
+    synchronize,
     touched,
     view_bytes,
 )

@@ -15,7 +15,6 @@ from collectives.transports import Transport
 from ...exchange.buckets.arrays import as_bytes
 from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
-from .handles import submit, synchronize
 from .tensors import (
     carried,
     check,
@@ -24,6 +23,8 @@ from .tensors import (
     place_flags,
     require_tensor,
     row_bytes,
+    submit,
+    synchronize,
     view_bytes,
 )
 

@@ -32,7 +32,7 @@ _WIDE: Final[dict[int, Any]] = {1: np.dtype(np.int32), 2: np.dtype(np.int32), 4:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the elements at one place on all ranks.
+    """A reduction of the elements at one place on all ranks.
 
     Integers are averaged, and multiplied by a factor (in float64), truncating toward zero; an
     average with a postscale_factor is truncated once, when both are done. float16 and bfloat16

@@ -22,8 +22,7 @@ from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
 from ...runtime.coordinator.on_gpu import scale as scale_tensor
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
-from .compressing import compress
-from .handles import submit, synchronize
+from .allreducing import compress
 from .reduction import Reduction, reduction_of
 from .tensors import (
     carried,
@@ -33,6 +32,8 @@ from .tensors import (
     place_flags,
     require_tensor,
     require_tensors,
+    submit,
+    synchronize,
 )
 
 

@@ -1,10 +1,14 @@
-"""What tensors collectives take, and how they become messages and come back."""
+"""Tensors as messages: which ones collectives take, and how they travel and come back.
+
+An asynchronous operation is known to scripts by its handle, a number.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +27,64 @@ from ...exchange.buckets.arrays import (
     to_device,
     view_dense,
 )
+from ...runtime.coordinator import Operation, Work
+from ...runtime.coordinator.fusion import Dense
 from ...runtime.coordinator.on_gpu import ON_GPU, ON_HOST
+from ...runtime.world.process_sets import ProcessSet
+
+_handles: Final[dict[int, tuple[Operation, Callable[[Any], Any]]]] = {}
+_next_handle: Final = itertools.count(1)  # a handle is never false
+
+
+def submit(
+    kind: str,
+    name: str | None,
+    process_set: ProcessSet,
+    signature: Sequence[str],
+    work: Work,
+    finish: Callable[[Any], Any],
+    *,
+    flags: int = 0,
+    fusion: Sequence[Dense] = (),
+) -> int:
+    """Queue an operation of a process set's ranks, and return its handle.
+
+    finish: makes the output of what `work` returns, in the thread that synchronizes.
+    Raises ValueError on a rank outside the set, and while an operation of this name is in flight.
+    """
+    members = process_set.members
+    full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
+    operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
+    handle = next(_next_handle)
+    _handles[handle] = operation, finish
+    return handle
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous operation and return its output; None for an unknown handle.
+
+    The output of a group is a tuple, that of alltoall the pair of its rows and their numbers.
+    Raises HorovodInternalError when the ranks disagreed or one is gone.
+    """
+    if handle not in _handles:
+        return None
+    operation, finish = _handles.pop(handle)
+    return finish(operation.wait())
+
+
+def poll(handle: int) -> bool:
+    """Tell whether `synchronize` would return at once.
+
+    Raises ValueError for an unknown handle: one that was synchronized is.
+    """
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handles[handle][0].done
+
+
+def forget_all() -> None:
+    """Forget the handles of an earlier world."""
+    _handles.clear()
 
 
 def require_tensor(tensor: object, what: str) -> None:

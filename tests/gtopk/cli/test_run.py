@@ -23,7 +23,8 @@ PLENTY_SECONDS = 100.0
 RUN = """
 import pathlib, sys
 from gtopk.runtime.launch import job
-from gtopk.runtime.runner import command, ranks
+from gtopk.cli import run as command
+from gtopk.runtime.runner import ranks
 job._GRACE_SECONDS = 0.0
 ranks.require_mpirun = lambda: pathlib.Path(sys.argv[1])
 sys.exit(command.main(["-n", "1", "--launcher", "mpirun", *sys.argv[2:]]))

@@ -14,13 +14,11 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.cli.report.words import happenings, tiles
-from gtopk.cli.top.command import _looks
-from gtopk.cli.top.show import rows
-from gtopk.cli.top.status import status_of
+from gtopk.cli.top import _snapshots, rows, status_of
 from gtopk.runtime.world import world
-from gtopk.telemetry.files import LineFile
 from gtopk.telemetry.lines import path_of
 from gtopk.telemetry.reading import RankRecord, read_run
+from gtopk.telemetry.start import LineFile
 from tests.gtopk.made_runs import lines_of
 
 CHECKOUT = Path(__file__).parents[3]
@@ -127,7 +125,7 @@ def test_a_recovery_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     join, seen = world.join, []
 
     def look_and_join(comm: Any) -> Any:
-        looks = _looks(tmp_path, 0.001)
+        looks = _snapshots(tmp_path, 0.001)
         seen.extend(next(looks) + next(looks))
         return join(comm)
 

@@ -22,13 +22,10 @@ from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
 from gtopk.telemetry import start
 from gtopk.telemetry.endpoint import Address, Endpoint, Metrics, parse_address
-from gtopk.telemetry.files import LineFile
 from gtopk.telemetry.lines import as_text, path_of, report_of, step_line
-from gtopk.telemetry.looks import is_due, look
 from gtopk.telemetry.reading import read_run
-from gtopk.telemetry.recorder import Recorder
-from gtopk.telemetry.settings import Settings, settings_from
-from gtopk.telemetry.start import recorder_of
+from gtopk.telemetry.recorder import Recorder, is_sampling_due, sample_residual
+from gtopk.telemetry.start import LineFile, Settings, recorder_of, settings_from
 from gtopk.telemetry.step_report import batch
 from tests.gtopk.made_runs import begin, report
 
@@ -391,15 +388,26 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
             return found
 
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 1, lambda: 3)
-    look(recorder, [BucketExchange(), BucketExchange()])
+    sample_residual(recorder, [BucketExchange(), BucketExchange()])
     recorder.close()
     line = lines_in(tmp_path / "file")[-1]
     assert line["norm"] == pytest.approx((2 * found.square) ** 0.5)
     assert line["age_steps"] == pytest.approx(found.mass / sent, rel=1e-4)
 
 
-def test_looks_grow_rare() -> None:
-    assert [n for n in range(1, 201) if is_due(n)] == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200]
+def test_residual_samples_grow_rare() -> None:
+    assert [n for n in range(1, 201) if is_sampling_due(n)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        50,
+        100,
+        150,
+        200,
+    ]
 
 
 def test_a_step_of_an_earlier_version_is_read_as_what_it_was() -> None:

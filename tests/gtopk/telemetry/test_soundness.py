@@ -11,11 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gtopk.cli.report.page import page
-from gtopk.cli.top.show import as_lines, as_table
-from gtopk.cli.top.status import status_of
-from gtopk.telemetry.lines import as_text, path_of
+from gtopk.cli.top import as_lines, as_table, status_of
+from gtopk.telemetry.lines import MOST_RANKS, as_text, path_of
 from gtopk.telemetry.reading import Reader, read_run
-from gtopk.telemetry.soundness import MOST_RANKS
 from tests.gtopk.made_runs import begin, lines_of, write_run
 
 FORGED = [

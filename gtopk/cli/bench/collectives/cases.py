@@ -1,10 +1,28 @@
-"""Cases: what is measured, and in which order."""
+"""Cases to measure, the picks that ranks exchange in them, and the records that are written.
+
+Picks are invented and seeded, so that every rank can compute those of all others:
+
+    uniform     positions all over the vector, each rank's its own: hardly any two ranks agree
+    clustered   half of a rank's positions come from runs of 64 that all ranks share, as those of
+                the hot rows of a layer do: neighbours in position, and large on many ranks at once
+
+Values are above a threshold, most of them near it, as those of a selection are.
+
+The benchmark writes one JSON object with a record for each contender of each case.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypedDict, cast
+
+import numpy as np
+
+from collectives.vector import Array, SparseVector, index_dtype
+
+from ....runtime.machine import Machine
+from ..harness import PerRank, Spread
 
 
 class Case(NamedTuple):
@@ -42,3 +60,138 @@ def cases(
             itertools.product(densities, distributions)
         ):
             yield Case(size, length, density, distribution), place == 0
+
+
+RUN: Final = 64
+# From here on a vector's positions are not shuffled to draw some of them: 8 bytes for each.
+_LONG: Final = 1 << 26
+Random = np.random.Generator
+
+
+def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> SparseVector:
+    """Return what a rank selects: at most k entries of a vector of float32."""
+    shared = np.random.default_rng([seed, length, k])
+    own = np.random.default_rng([seed, length, k, rank + 1])
+    indices = np.sort(DISTRIBUTIONS[distribution](length, k, shared, own))
+    values = (1.0 + own.standard_exponential(indices.size)) * own.choice([-1.0, 1.0], indices.size)
+    return SparseVector(indices.astype(index_dtype(length)), values.astype(np.float32), length)
+
+
+def uniform(length: int, k: int, shared: Random, own: Random) -> Array:
+    if length < _LONG or 4 * k > length:
+        return own.choice(length, k, replace=False, shuffle=False)
+    drawn = np.unique(own.integers(length, size=k))
+    while drawn.size < k:  # some twice, a quarter of them at the most
+        drawn = np.union1d(drawn, own.integers(length, size=k - drawn.size))
+    return drawn
+
+
+def clustered(length: int, k: int, shared: Random, own: Random) -> Array:
+    runs = min(max(1, k // RUN), length // RUN)
+    starts = RUN * shared.choice(max(1, length // RUN), runs, replace=False)
+    hot = (starts[:, None] + np.arange(RUN)).reshape(-1)
+    mine = own.choice(hot, min(k // 2, hot.size), replace=False)
+    return np.union1d(mine, uniform(length, k - mine.size, shared, own))
+
+
+DISTRIBUTIONS: Final[dict[str, Callable[[int, int, Random, Random], Array]]] = {
+    "uniform": uniform,
+    "clustered": clustered,
+}
+
+
+SCHEMA: Final = 1
+
+
+class ModelLink(TypedDict):
+    """The link that the model assumes, and where its figures come from."""
+
+    latency_seconds: float
+    bits_per_second: float
+    burst_bytes: float  # that pass at once after a pause
+    bandwidth_from: str  # "measured", or "given"
+    latency_from: str
+
+
+class Record(TypedDict):
+    """One contender in one case.
+
+    modelled_link: seconds of latency, seconds per byte, and burst bytes, as these ranks measured or
+                   were given them.
+    modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
+    modelled_code_seconds: encode, decode, merge; where all ranks share cores, as many times longer
+                           as there are ranks to a core, with the work on the others' messages.
+    cpu_seconds: of a rank's process.
+    measured_over_modelled: the median over modelled_wire_seconds.
+    measured_over_wire_and_code: the median over both.
+    interface_bytes: what the network interface says it sent, headers, acknowledgements and barriers
+                     included; None where no interface was named.
+    """
+
+    contender: str
+    label: str
+    ours: bool
+    reference: bool  # the one that ratios are told against: gtopk, as the model would send it
+    selective: bool  # looks at the picks only; else its time holds for every density
+    algorithm: str | None
+    options: dict[str, Any]
+    format: str | None
+    ranks: int
+    length: int
+    density: float
+    k: int
+    distribution: str
+    rounds: int
+    seconds: Spread  # of the slowest rank
+    seconds_by_round: list[float]
+    cpu_seconds: PerRank
+    sent_bytes: PerRank
+    sent_messages: PerRank
+    counted: bool  # message by message; else reckoned
+    interface_bytes: PerRank | None
+    updated: int  # coordinates that the update holds
+    modelled_link: list[float]
+    modelled_wire_seconds: float | None
+    modelled_code_seconds: float | None
+    measured_over_modelled: float | None
+    measured_over_wire_and_code: float | None
+
+
+class Run(TypedDict):
+    """The run: its options, link and machines."""
+
+    command: str
+    transport: str
+    library: str
+    ranks: int  # that were launched
+    hosts: int
+    link: ModelLink  # of all that were launched
+    calibration: str
+    shared_cores: int | None  # of all ranks together, as given; None: as found
+    seed: int
+
+
+class Results(TypedDict):
+    """The whole file."""
+
+    schema: int
+    benchmark: str
+    machine: Machine
+    run: Run
+    records: list[Record]
+
+
+def checked(results: Any, source: str) -> Results:
+    """Return what was read from a file; raise ValueError for what is not this program's."""
+    if not isinstance(results, dict) or results.get("benchmark") != "collectives":
+        raise ValueError(f"{source} must be written by `gtopk bench collectives --json`")
+    if results.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it anew"
+        )
+    if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
+        raise ValueError(f"{source} lacks its records or what is told of its run")
+    for record in results["records"]:
+        if lacking := Record.__required_keys__ - record.keys():
+            raise ValueError(f"a record of {source} lacks {', '.join(sorted(lacking))}")
+    return cast("Results", results)

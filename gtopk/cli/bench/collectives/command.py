@@ -8,18 +8,14 @@ import json
 import shlex
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives.errors import PeerError
-from collectives.transports import local_world, run_ranks
+from collectives.transports import Transport, local_world, run_ranks
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
 from ....runtime.launch import carried_by, launched_by
-from ....runtime.world.emulated_link import emulate_on
-from ....runtime.world.joining import join
 from ...arguments import (
     above_zero,
     as_argument,
@@ -29,27 +25,30 @@ from ...arguments import (
     share,
     whole_number,
 )
-from ...replay.invented_picks import DISTRIBUTIONS
-from ..words import add_words, one_of
+from ..harness import (
+    TIMEOUT_SECONDS,
+    add_words,
+    bench_parser,
+    on_launched_rank,
+    one_of,
+    refuse,
+    write_json,
+)
+from .cases import DISTRIBUTIONS, Results, checked
 from .contenders import BASELINES, KNOWN, parse, spelled
-from .picture import picture
-from .plan import Plan
-from .record import Results, checked
-from .report import markdown, table
-from .run import run
+from .report import markdown, picture, table
+from .run import Plan, run
 
 TRANSPORTS = ("mpi", "torch.distributed", "local")
-TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk bench collectives",
-        description="Time every reduction, the baselines and the model. Start it on the ranks to "
+    described = bench_parser(
+        "collectives",
+        "Time every reduction, the baselines and the model. Start it on the ranks to "
         "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
-        epilog="example:\n  mpirun -n 4 gtopk bench collectives --json collectives.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        launched=True,
     )
     add = described.add_argument
     add(
@@ -105,7 +104,6 @@ def parser() -> argparse.ArgumentParser:
         help="network interface whose sent bytes to record, such as eth0",
     )
     add("--seed", type=as_argument(from_zero), default=0)
-    add("--json", type=as_argument(output_file), help="file to write")
     add("--plot", type=as_argument(output_file), help="SVG to write; default: next to the JSON")
     printed = "measure nothing, print these JSON files' tables"
     words("--markdown", Path, metavar="FILE", help=printed)
@@ -141,33 +139,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(markdown([read(path) for path in options.markdown]))
             return 0
     except (OSError, ValueError) as error:
-        print(f"gtopk bench collectives: {error}", file=sys.stderr)
-        return 2
+        return refuse("collectives", error)
     plan = plan_of(options, given)
     if (options.transport or carried_by(launched_by())) == "local":
         size = max(plan.ranks or (4,))
         found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
         deliver(found[0], options)
         return 0
-    return on_this_rank(plan, options)
 
-
-def on_this_rank(plan: Plan, options: argparse.Namespace) -> int:
-    """Take part as one rank of a launcher's; a failure here ends the job."""
-    transport = join(over=options.transport, timeout_seconds=TIMEOUT_SECONDS)
-    try:
-        emulate_on(transport)
+    def measured(transport: Transport) -> None:
         results = run(plan, transport)
         if transport.rank == 0:
             deliver(results, options)
-    except BaseException as error:
-        if not isinstance(error, PeerError) or transport.rank == 0:
-            traceback.print_exc()
-        sys.stderr.flush()
-        transport.abort(1)
-        raise
-    transport.leave("the benchmark is done")
-    return 0
+        transport.leave("the benchmark is done")
+
+    return on_launched_rank(measured, options.transport)
 
 
 def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
@@ -194,8 +180,7 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
 def deliver(results: Results, options: argparse.Namespace) -> None:
     """Print the table; write the JSON and the picture."""
     print(table(results), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(results, options.json)
     plot = options.plot or (options.json and options.json.with_suffix(".svg"))
     if plot:
         plot.write_text(picture(results), encoding="utf-8")

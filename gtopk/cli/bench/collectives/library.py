@@ -93,7 +93,7 @@ class GlooLibrary:
 
 
 class Library(Protocol):
-    """What the baselines need, on arrays in the host's memory."""
+    """The operations that the baselines need, on arrays in the host's memory."""
 
     name: str
 

@@ -1,11 +1,22 @@
-"""Report: the results as a table in the terminal, or as Markdown for the documentation."""
+"""Report: the results as a table, as Markdown for the documentation, or as one SVG picture.
+
+8 ranks, n = 25,557,032, density 0.001, uniform picks
+gtopk raw+exact    ...|-o-|               52 ms    1.05 x model    the reference
+plain-allgather    .........|o--|         121 ms   1.06 x model    2.3 times as long
+dense-library      ..............|...o    29 s     2.01 x model    557 times as long
+
+o median of the rounds   --- fastest to slowest   | the model's time
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Final
 
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from .record import Record, Results
+from ...charts.svg import Axis, text
+from .cases import Record, Results
 
 Panel = tuple[int, int, float, str]  # ranks, length, density, distribution
 
@@ -154,3 +165,121 @@ def _cell(label: str, rows: Sequence[Record]) -> str:
         words.append(f"{against:.3g}x the time")
     words.append(f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}")
     return ", ".join(words)
+
+
+WIDTH: Final = 1100
+LEFT, RIGHT, VALUES = 300, 730, 750  # where times are drawn, and told
+ROW, HEAD, AXIS, GAP = 26, 34, 30, 26
+TOP: Final = 152
+
+STYLE: Final = """
+svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
+  --ours: #0072b2; --baseline: #7a5c00; }
+@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --muted: #9ba6b2;
+  --rule: #303943; --ours: #5ab4ee; --baseline: #e0b84c; } }
+.ground { fill: var(--ground); }
+text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: var(--text); }
+text.title { font-size: 20px; font-weight: 650; } text.case { font-weight: 650; font-size: 15px; }
+text.tick, text.fact { fill: var(--muted); font-size: 12px; } text.reference { font-weight: 650; }
+.middle { text-anchor: middle; } .end { text-anchor: end; }
+.grid { stroke: var(--rule); } .model { stroke: var(--text); stroke-width: 2; }
+.ours { --ink: var(--ours); } .baseline { --ink: var(--baseline); }
+.range { stroke: var(--ink); stroke-width: 3; opacity: 0.45; } .median { fill: var(--ink); }
+.stem { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 1 4; }
+"""
+
+
+def picture(results: Results) -> str:
+    """Return the SVG file's text."""
+    cases = panels(results["records"])
+    axis = _axis(results["records"])
+    parts: list[str] = []
+    y = TOP
+    for case, rows in cases.items():
+        parts.append(text((20, y + 14), title(case), "case"))
+        y += HEAD
+        bottom = y + ROW * len(rows)
+        parts += _grid(axis, y, bottom)
+        for row in rows:
+            parts += _row(row, rows, axis, y + ROW / 2)
+            y += ROW
+        y += AXIS + GAP
+    head = [
+        text((20, 34), "Time of a reduction: slowest rank, median of the rounds", "title"),
+        *_key(122),
+        *(
+            text((20, 56 + 17 * i), line.replace("`", ""), "fact")
+            for i, line in enumerate(_head(results))
+        ),
+    ]
+    described = "Time of each contender in each case, on a logarithmic axis, beside the model's"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" '
+        f'height="{y}" role="img" aria-label="{escape(described)}"><style>{STYLE}</style>'
+        f'<rect class="ground" width="{WIDTH}" height="{y}"/>'
+        + "".join([*head, *parts])
+        + "</svg>\n"
+    )
+
+
+def _head(results: Results) -> list[str]:
+    first, second, model, _ = facts(results)
+    return [first, second, model]
+
+
+def _key(y: float) -> Iterator[str]:
+    """Draw what the marks mean."""
+    for x, kind, words in (
+        (26, "ours", "gtopk's algorithms"),
+        (190, "baseline", "baselines"),
+    ):
+        yield f'<g class="{kind}"><circle class="median" cx="{x}" cy="{y}" r="5.5"/></g>'
+        yield text((x + 12, y + 4), words, "fact")
+    yield f'<g class="ours"><path class="range" d="M300 {y}h26"/></g>'
+    yield text((334, y + 4), "fastest to slowest round", "fact")
+    yield f'<path class="model" d="M520 {y - 8}v16"/>'
+    yield text((530, y + 4), "the model: latency and bandwidth alone", "fact")
+
+
+def _axis(records: Sequence[Record]) -> Axis:
+    """Return one axis for all cases, so that they compare."""
+    times = [time for r in records for time in (r["seconds"]["min"], r["seconds"]["max"])]
+    times += [r["modelled_wire_seconds"] for r in records if r["modelled_wire_seconds"]]
+    return Axis(min(times) / 1.3, max(times) * 1.3, LEFT, RIGHT, logarithmic=True)
+
+
+def _grid(axis: Axis, top: float, bottom: float) -> Iterator[str]:
+    for value in axis.ticks():
+        at = axis.place(value)
+        yield f'<path class="grid" d="M{at:.1f} {top:.1f}V{bottom + 5:.1f}"/>'
+        yield text((at, bottom + 20), seconds_text(value), "tick middle")
+
+
+def _row(row: Record, rows: Sequence[Record], axis: Axis, y: float) -> Iterator[str]:
+    seconds = row["seconds"]
+    at = axis.place(seconds["median"])
+    kind = "ours" if row["ours"] else "baseline"
+    weight = " reference" if row["reference"] else ""
+    yield text((LEFT - 12, y + 4), row["contender"], f"end{weight}")
+    yield f'<g class="{kind}"><path class="stem" d="M{LEFT} {y:.1f}H{at:.1f}"/>'
+    low, high = axis.place(seconds["min"]), axis.place(seconds["max"])
+    yield f'<path class="range" d="M{low:.1f} {y:.1f}H{max(high, low + 0.1):.1f}"/>'
+    yield f'<circle class="median" cx="{at:.1f}" cy="{y:.1f}" r="5.5"/></g>'
+    words = [(0, seconds_text(median(row)))]
+    if row["modelled_wire_seconds"]:
+        model = axis.place(row["modelled_wire_seconds"])
+        yield f'<path class="model" d="M{model:.1f} {y - 8:.1f}v16"/>'
+        words.append((76, f"{row['measured_over_modelled']:.2f} x model"))
+    against = times_reference(row, rows)
+    if row["reference"]:
+        words.append((184, "the reference"))
+    elif against is not None:
+        words.append((184, _against(against)))
+    for offset, word in words:
+        yield text((VALUES + offset, y + 4), word, weight.strip() or "value")
+
+
+def _against(ratio: float) -> str:
+    if ratio >= 10:
+        return f"{count_text(ratio)} times as long"
+    return f"{ratio:.2f} times as long"

@@ -1,28 +1,258 @@
-"""Run: a plan on the ranks of a transport, from calibration to records."""
+"""Run a plan on the ranks of a transport, from calibration to records.
+
+The contenders of a case take turns; a go's time is that of the slowest rank.
+
+    round 1   gtopk   topk-allgather   dense-library   ...
+    round 2   gtopk   topk-allgather   dense-library   ...
+
+    a go      rest | barrier | reduce | tell the time     begun behind the barrier, by its own clock
+
+All contenders meet the same noise of machine and network. One that has used up its budget of
+seconds sits out the rest of the rounds. Links rest before a go, as they do while gradients are
+computed: what a token bucket lets pass at once, it has ready.
+
+A contender whose result is wrong gets no time.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
+from collectives.errors import CollectiveError
 from collectives.planning import Calibration, Format, Network
 from collectives.planning.calibration import agree_on_rates, measure_network, measure_rates
 from collectives.planning.per_call_overhead import measure_calls
 from collectives.transports import Transport
+from collectives.vector import Array, SparseVector
 
 from ....runtime.machine import load, this_machine
-from ..progress import silent, tell
-from . import record, rounds
-from .cases import Case, cases
-from .contenders import BASELINES, Contender, own_contenders, reference_of, to_measure
+from ..harness import per_rank, silent, spread, tell
+from .cases import SCHEMA, Case, ModelLink, Record, Results, Run, cases, picks
+from .contenders import (
+    BASELINES,
+    Contender,
+    Outcome,
+    Task,
+    own_contenders,
+    reference_of,
+    to_measure,
+)
 from .library import Reckoning, open_library
-from .plan import Plan
-from .record import Record, Results
+
+
+class Plan(NamedTuple):
+    """One run; every rank has the same.
+
+    ranks:     how many of the launched ranks take part, one measurement after the other; none: all.
+    formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
+    bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
+    shared_cores: of all ranks together; None: as many as are found.
+    interface: whose sent bytes are noted; None: nobody's.
+    """
+
+    command: str
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    densities: tuple[float, ...]
+    distributions: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    baselines: tuple[str, ...]
+    formats: tuple[str, ...]
+    rounds: int
+    budget_seconds: float
+    bandwidth: float | None
+    latency: float | None
+    shared_cores: int | None
+    interface: str | None
+    seed: int
+
+    def check(self, size: int) -> None:
+        """Raise ValueError for what cannot be measured on `size` ranks."""
+        for ranks in self.ranks:
+            if ranks > size:
+                raise ValueError(
+                    f"--ranks must lie in 1..{size} (the ranks that were started), got {ranks}"
+                )
+        if self.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
+        if self.shared_cores is not None and self.shared_cores < 1:
+            raise ValueError(f"--shared-cores must be at least 1, got {self.shared_cores}")
+
+
+class WrongResultError(CollectiveError):
+    """A reduction gave a wrong result; its time means nothing."""
+
+
+def digest(update: SparseVector | Array) -> Array:
+    """Return what two updates share when they are the same to the bit, uint8 [16]."""
+    hashed = hashlib.blake2b(digest_size=16)
+    parts = (update.indices, update.values) if isinstance(update, SparseVector) else (update,)
+    for array in parts:
+        hashed.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return np.frombuffer(hashed.digest(), np.uint8)
+
+
+def check_agreement(name: str, digests: Sequence[Array]) -> None:
+    """Raise WrongResultError unless all ranks have the same update."""
+    differ = [rank for rank, each in enumerate(digests) if (each != digests[0]).any()]
+    if differ:
+        raise WrongResultError(
+            f"{name} must leave the same update on all ranks; rank {differ[0]} has another"
+        )
+
+
+def check_conservation(
+    name: str, everyones_picks: Sequence[SparseVector], outcome: Outcome, transport: Transport
+) -> None:
+    """Raise WrongResultError unless what was selected is in the update or has returned.
+
+    Coordinate by coordinate, up to the rounding of the additions. All ranks must call it.
+    """
+    update, returned = outcome
+    if not isinstance(update, SparseVector):
+        update = SparseVector.from_dense(update)
+    if returned is None:
+        returned = SparseVector.empty(update.length)
+    after = [update, *_of_all_ranks(returned, transport)]
+    indices = np.concatenate([vector.indices for vector in (*everyones_picks, *after)])
+    places, place = np.unique(indices, return_inverse=True)
+    before = [vector.values.astype(np.float64) for vector in everyones_picks]
+    taken = [-vector.values.astype(np.float64) for vector in after]
+    lost = np.bincount(place, np.concatenate([*before, *taken]), places.size)
+    there = place[: sum(vector.entries for vector in everyones_picks)]
+    total = np.bincount(there, np.abs(np.concatenate(before)), places.size)
+    bound = len(everyones_picks) * float(np.finfo(np.float32).eps) * total
+    wrong = np.flatnonzero(np.abs(lost) > bound)
+    if wrong.size:
+        raise WrongResultError(
+            f"{name} must lose nothing of what is selected; at {wrong.size} coordinates it does, "
+            f"the first is {places[wrong[0]]}, where {lost[wrong[0]]:g} are missing"
+        )
+
+
+def _of_all_ranks(vector: SparseVector, transport: Transport) -> list[SparseVector]:
+    gathered = [
+        transport.allgather(np.ascontiguousarray(part).view(np.uint8))
+        for part in (vector.indices, vector.values)
+    ]
+    return [
+        SparseVector(
+            np.frombuffer(indices.tobytes(), vector.indices.dtype),
+            np.frombuffer(values.tobytes(), vector.values.dtype),
+            vector.length,
+        )
+        for indices, values in zip(*gathered, strict=True)
+    ]
+
+
+REST_SECONDS: Final = 0.02
+
+
+@dataclass
+class Measured:
+    """The times of one contender's goes; lists by round.
+
+    cpu_seconds, sent_bytes, sent_messages, interface_bytes: by rank in the last round.
+    counted: message by message; else reckoned.
+    """
+
+    contender: Contender
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
+    sent_messages: list[float] = field(default_factory=list)
+    interface_bytes: list[float] | None = None
+    updated: int = 0
+    counted: bool = False
+
+
+def measure(
+    case: Case,
+    contenders: Sequence[Contender],
+    transport: Transport,
+    library: Reckoning,
+    rounds: int,
+    budget_seconds: float,
+    seed: int,
+    interface: str | None,
+    progress: Callable[[str], None],
+) -> list[Measured]:
+    """Return what every contender took; the same on every rank of `transport`.
+
+    Raises WrongResultError when the ranks' updates differ, or a first go loses something.
+    """
+    everyone = [
+        picks(case.distribution, case.length, case.k, rank, seed) for rank in range(transport.size)
+    ]
+    task = Task(everyone[transport.rank], case.k, transport, library)
+    found = [Measured(contender) for contender in contenders]
+    for number in range(rounds):
+        for measured in found:
+            if number == 0 or sum(measured.seconds) < budget_seconds:
+                progress(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
+                go(measured, task, everyone if number == 0 else None, interface)
+    return found
+
+
+def go(
+    measured: Measured, task: Task, everyone: Sequence[SparseVector] | None, interface: str | None
+) -> None:
+    """Let a contender go once; where everyone's picks are given, check that nothing is lost."""
+    contender, transport = measured.contender, task.transport
+    own = contender.algorithm is not None
+    counters = transport.traffic if own else task.library.traffic
+    prepared = contender.prepare(task)
+    interface_before = interface_bytes(interface)
+    time.sleep(REST_SECONDS)
+    transport.barrier()
+    counters.take()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    outcome = prepared()
+    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
+    sent = counters.take()
+    report = np.array(
+        [
+            seconds,
+            cpu_seconds,
+            sent.sent_bytes,
+            sent.sent_messages,
+            interface_bytes(interface) - interface_before,
+        ]
+    )
+    reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(outcome.update)]))
+    check_agreement(contender.name, [message[report.nbytes :] for message in reports])
+    if everyone is not None and contender.conserves:
+        check_conservation(contender.name, everyone, outcome, transport)
+    rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
+    everyones_seconds, *by_rank, on_interface = np.stack(rows, axis=1).tolist()
+    measured.seconds.append(max(everyones_seconds))
+    measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
+    measured.interface_bytes = on_interface if interface else None
+    measured.updated = entries(outcome.update)
+    measured.counted = own and (contender.algorithm != "dense" or transport.counts_allreduce)
+
+
+def entries(update: SparseVector | Array) -> int:
+    """Return how many coordinates an update changes."""
+    return update.entries if isinstance(update, SparseVector) else int(np.count_nonzero(update))
+
+
+def interface_bytes(interface: str | None) -> float:
+    """Return what a network interface has sent since it came up; 0 where none is named."""
+    if interface is None:
+        return 0.0
+    return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
 
 _GATHERS: Final = 32
 _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
@@ -67,10 +297,10 @@ def run(plan: Plan, transport: Transport) -> Results:
     say("")
     machine["load_after"] = load()
     return Results(
-        schema=record.SCHEMA,
+        schema=SCHEMA,
         benchmark="collectives",
         machine=machine,
-        run=record.Run(
+        run=Run(
             command=plan.command,
             transport=transport.name,
             library=library_name,
@@ -100,7 +330,7 @@ def on_these_ranks(
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
             contenders = chosen(plan, case, first, calibration)  # anew: they keep boundaries
-            found = rounds.measure(
+            found = measure(
                 what,
                 contenders,
                 transport,
@@ -145,13 +375,13 @@ def _warm_up(case: Case) -> Case:
     return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
 
 
-def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link]:
+def modelled_network(plan: Plan, network: Network) -> tuple[Network, ModelLink]:
     """Return the network of the model: one rank a host, link and cores given or measured."""
     measured = network.link(1)
     latency = measured.latency_seconds if plan.latency is None else plan.latency
     seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte
     link = Link(latency, seconds_per_byte, measured.burst_bytes)
-    told = record.Link(
+    told = ModelLink(
         latency_seconds=latency,
         bits_per_second=8.0 / seconds_per_byte if seconds_per_byte else 0.0,
         burst_bytes=measured.burst_bytes,
@@ -171,14 +401,14 @@ def count_hosts(transport: Transport) -> int:
 
 
 def _record(
-    measured: rounds.Measured,
+    measured: Measured,
     case: Case,
     calibration: Calibration,
     reference: str | None,
     sharing_seconds: float,
 ) -> Record:
     contender = measured.contender
-    seconds = record.spread(measured.seconds)
+    seconds = spread(measured.seconds)
     network, rates = calibration.network, calibration.rates
     modelled = contender.modelled(case.length, case.k, network, rates)
     wire = modelled and modelled.wire_seconds
@@ -201,11 +431,11 @@ def _record(
         rounds=len(measured.seconds),
         seconds=seconds,
         seconds_by_round=measured.seconds,
-        cpu_seconds=record.per_rank(measured.cpu_seconds),
-        sent_bytes=record.per_rank(measured.sent_bytes),
-        sent_messages=record.per_rank(measured.sent_messages),
+        cpu_seconds=per_rank(measured.cpu_seconds),
+        sent_bytes=per_rank(measured.sent_bytes),
+        sent_messages=per_rank(measured.sent_messages),
         counted=measured.counted,
-        interface_bytes=None if on_interface is None else record.per_rank(on_interface),
+        interface_bytes=None if on_interface is None else per_rank(on_interface),
         updated=measured.updated,
         modelled_link=list(network.between),
         modelled_wire_seconds=wire,

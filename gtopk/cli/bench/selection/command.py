@@ -9,10 +9,8 @@ begins with. What is selected is right all the same; what it takes is the questi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,15 +26,21 @@ from collectives.kernels.device.timing import Row
 from collectives.kernels.device.timing import measure as measure_kernels
 from collectives.kernels.device.timing import table as kernel_table
 
-from ...arguments import as_argument, output_file, share, whole_number
-from ..progress import tell
-from ..words import add_words, one_of
+from ...arguments import as_argument, share, whole_number
+from ..harness import add_words, bench_parser, one_of, refuse, tell, write_json
 from .gpu import MAKERS, open_gpu, why_no_gpu
 from .gradients import Array, open_source
-from .measure import MergeRecord, Record, measure, measure_merges, records_of, rows_of, run_round
-from .methods import COPY, FLOOR, Method, all_methods, floor, torch_topk
-from .places import Host, Place, wanted
-from .rescans import count_rescans
+from .measure import (
+    MergeRecord,
+    Record,
+    count_rescans,
+    measure,
+    measure_merges,
+    records_of,
+    rows_of,
+    run_round,
+)
+from .methods import COPY, FLOOR, Host, Method, Place, all_methods, floor, torch_topk, wanted
 
 
 class Case(NamedTuple):
@@ -110,12 +114,10 @@ OURS = ("gtopk-compiled", "gtopk-reference", "gtopk-cuda")
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk bench selection",
-        description="Time a step of error feedback (accumulate, select, clear) by our kernels and "
+    described = bench_parser(
+        "selection",
+        "Time a step of error feedback (accumulate, select, clear) by our kernels and "
         "by others, in turn in one run, and check what each of them selects.",
-        epilog="example:\n  gtopk bench selection --json selection.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_words(
         described, "--elements", whole_number, [25_600_000], metavar="N", help="default: 25600000"
@@ -145,9 +147,6 @@ def parser() -> argparse.ArgumentParser:
         help="time nothing: count over so many steps, with changes of density and drops of the "
         "learning rate, those that read the residual again",
     )
-    described.add_argument(
-        "--json", type=as_argument(output_file), help="file to write the records to"
-    )
     return described
 
 
@@ -157,13 +156,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("rounds", "threads", "warm_up"):
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
-            return _refuse(f"--{option} must be at least 1, got {getattr(options, name)}")
+            return refuse(
+                "selection", f"--{option} must be at least 1, got {getattr(options, name)}"
+            )
     methods = all_methods(options.threads)
     no_gpu = why_no_gpu()
     known = dict.fromkeys([*(method.name for method in methods), *([] if no_gpu else MAKERS)])
     unknown = set(options.methods or known) - set(known)
     if unknown:
-        return _refuse(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
+        return refuse(
+            "selection", f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
+        )
     torch.set_num_threads(1)
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
@@ -209,11 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         print()
         merges += merged
-    if options.json:
-        options.json.write_text(
-            json.dumps(as_json(machine, records, merges, rows), indent=1) + "\n"
-        )
-        print(f"written to {options.json}")
+    write_json(as_json(machine, records, merges, rows), options.json)
     return 0
 
 
@@ -237,16 +236,9 @@ def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
             f"({record.share:.2%}), {record.at_changes} of them just after one of "
             f"{record.density_changes} changes of density and {record.rate_drops} drops; {right}"
         )
-    if options.json:
-        fields = [record._asdict() | {"share": record.share} for record in counted]
-        options.json.write_text(json.dumps({"machine": machine, "rescans": fields}, indent=1))
-        print(f"written to {options.json}")
+    fields = [record._asdict() | {"share": record.share} for record in counted]
+    write_json({"machine": machine, "rescans": fields}, options.json)
     return 0
-
-
-def _refuse(reason: str) -> int:
-    print(f"gtopk bench selection: {reason}", file=sys.stderr)
-    return 2
 
 
 def describe() -> dict[str, str]:

@@ -18,9 +18,7 @@ from collectives.vector import index_dtype
 
 from ....exchange.buckets.arrays import current_stream, view_array
 from .gradients import Array
-from .methods import COPY, FLOOR, Ours
-from .places import Timed
-from .torch_selectors import TORCH_SELECTORS, Selector
+from .methods import COPY, FLOOR, TORCH_SELECTORS, Ours, Selector, Timed
 
 # What one call of a method leaves: positions and values, tensors or arrays of its device.
 Picks = tuple[Any, Any]

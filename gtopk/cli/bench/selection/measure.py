@@ -1,10 +1,18 @@
-"""Time the methods in turn, round by round, on one residual that goes on as error feedback has it.
+"""Time the methods in turns on one residual, which error feedback carries from round to round.
 
 round    gradient g   residual e
          method 1:  copy of e, timed: += g, select, clear
          method 2:  copy of e, timed: ...                       every one is checked
          ...        on a GPU, too, where there is one: the same e and g
          e += g, less the exact picks, which the network applies
+
+It also counts how often a search reads the residual twice, over many steps. A search is guided by a
+threshold from the step before. Where that hid some of the k largest, or let far too many through,
+the residual is read again: right all the same, but late. Steps go on as in training, with error
+feedback, and at shares of them something changes:
+
+    0 %           5 %      10 %        40 %          55 %          70 %        80 %
+    k * 64   k * 16   k * 4   k        rate / 10     k * 4         k           rate / 10
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +29,7 @@ from collectives import SparseVector
 from collectives.kernels import host, reference, why_not_compiled
 
 from .gradients import Array, Source
-from .places import Place
+from .methods import Place
 
 
 class Spread(NamedTuple):
@@ -60,7 +68,7 @@ class Record(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What one method did, round by round."""
+    """One method's rounds."""
 
     seconds: list[float]
     over_floor: list[float]
@@ -162,7 +170,7 @@ class Answer:
 
 
 class MergeRecord(NamedTuple):
-    """What makes one list of several: two are merged into their k largest, more are summed."""
+    """A way to make one list of several: two are merged into their k largest, more are summed."""
 
     method: str
     lists: int
@@ -197,3 +205,112 @@ def measure_merges(k: int, rounds: int, most_lists: int = 8) -> list[MergeRecord
             if number >= 3:
                 row.append(1e9 * (time.thread_time() - begun) / (lists * k))
     return [MergeRecord(*key, k, Spread.of(row)) for key, row in times.items()]
+
+
+# At which share of the steps: what the density is multiplied by from then on.
+DENSITIES: Final = {0.0: 64.0, 0.025: 16.0, 0.05: 4.0, 0.1: 1.0, 0.55: 4.0, 0.7: 1.0}
+MOST_DENSE: Final = 0.25
+# And at which the learning rate is divided by 10.
+DROPS: Final = (0.4, 0.8)
+
+# (residual, gradient, k, threshold) -> picks, the next threshold, how often the residual was read.
+Search = Callable[[Array, Array, int, float], tuple[SparseVector, float, int]]
+
+
+class Rescans(NamedTuple):
+    """One method over all steps.
+
+    rescans:    the steps after the first that read the residual more than once.
+    at_changes: those of them in which the density or the learning rate had just changed.
+    exact:      whether every step selected k entries, and no other was larger.
+    """
+
+    method: str
+    data: str
+    n: int
+    density: float
+    steps: int
+    density_changes: int
+    rate_drops: int
+    rescans: int
+    at_changes: int
+    exact: bool
+
+    @property
+    def share(self) -> float:
+        """Return the share of the steps that read the residual again."""
+        return self.rescans / self.steps
+
+
+class _Twin:
+    """One method with its own residual, and what it counted."""
+
+    def __init__(self, search: Search, length: int) -> None:
+        self.search = search
+        self.residual = np.zeros(length, np.float32)
+        self.threshold = 0.0
+        self.rescans = self.at_changes = 0
+        self.exact = True
+
+
+def searches() -> dict[str, Search]:
+    """Return the ways to search that are here, by the names of their methods."""
+    found: dict[str, Search] = {"gtopk-reference": reference.search}
+    if not why_not_compiled():
+        found["gtopk-compiled"] = _compiled
+    return found
+
+
+def _compiled(
+    residual: Array, gradient: Array, k: int, threshold: float
+) -> tuple[SparseVector, float, int]:
+    from collectives.kernels.host import selection
+
+    picked, report = selection.search(residual, gradient, k, threshold)
+    return picked, report.next_threshold, report.scans
+
+
+def count_rescans(
+    source: Source,
+    density: float,
+    steps: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Rescans]:
+    """Return how each way to search fares on the same gradients."""
+    twins = {name: _Twin(search, source.length) for name, search in searches().items()}
+    densities = {int(share * steps): factor for share, factor in DENSITIES.items()}
+    drops = {int(share * steps) for share in DROPS}
+    k = 0
+    for step in range(steps):
+        changed = step in densities or step in drops
+        if step in densities:
+            k = max(1, round(source.length * min(MOST_DENSE, density * densities[step])))
+        if step in drops:
+            source.slow_down(0.1)
+        if step % 10 == 0:
+            progress(f"{source.label}: step {step} of {steps}")
+        gradient = source.next_gradient()
+        for twin in twins.values():
+            answer = Answer(twin.residual + gradient, k)
+            picked, twin.threshold, scans = twin.search(twin.residual, gradient, k, twin.threshold)
+            twin.exact &= answer.is_given_by(picked)
+            if step and scans > 1:
+                twin.rescans += 1
+                twin.at_changes += changed
+            reference.clear_at(twin.residual, picked.indices)
+        source.apply(picked)
+    return [
+        Rescans(
+            method=name,
+            data=source.label,
+            n=source.length,
+            density=density,
+            steps=steps,
+            density_changes=len(densities) - 1,
+            rate_drops=len(drops),
+            rescans=twin.rescans,
+            at_changes=twin.at_changes,
+            exact=twin.exact,
+        )
+        for name, twin in twins.items()
+    ]

@@ -1,15 +1,28 @@
-"""The methods of the host: each accumulates, selects and clears, and gives what it selected."""
+"""Methods of the host: each accumulates, selects and clears, and returns what it selected.
+
+Those of a GPU are in gpu.py. The published selectors are also here by torch's operators, for
+tensors of any device: each takes a sum, float32 [n], and k, and returns the positions it selects,
+int64 [about k]. They decide as `collectives.SELECTORS` do, which name the papers; what they read is
+rounded a little differently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from collectives import SELECTORS, SparseVector, kernels
 from collectives.kernels import reference
+from collectives.kernels.host import threads
+from collectives.selectors.gaussian import CORRECTIONS
+from collectives.selectors.mstopk import PASSES
+from collectives.selectors.sampled import FEWEST, ROUNDS, SHARE
+from collectives.selectors.sidco import FIRST, STAGES
 
 from .gradients import Array
 
@@ -102,3 +115,157 @@ def all_methods(threads: int) -> list[Method]:
     methods.append(Method("numpy.argpartition", numpy_argpartition))
     methods.extend(Method(name, _approximate(name)) for name in SELECTORS)
     return methods
+
+
+class Timed(NamedTuple):
+    """One method's time in one round, and its selection, on the host."""
+
+    picked: SparseVector
+    seconds: dict[str, float]  # by each of the place's clocks
+
+
+class Place(Protocol):
+    """One device, with its own memory for what all methods of a round begin with."""
+
+    device: str  # its name
+    names: list[str]  # of the methods, the floor first
+
+    def clock(self, method: str) -> str:
+        """Return by which clock a method is told: "cpu", "wall" or "gpu"."""
+
+    def begin_round(self, residual: Array, gradient: Array, k: int) -> None:
+        """Take the arrays that every method is to begin with."""
+
+    def time(self, method: str) -> Timed:
+        """Run one method on a copy of the residual."""
+
+
+class Host:
+    """This process: the CPU seconds of its one thread, or wall seconds where there are several."""
+
+    def __init__(self, device: str, methods: Sequence[Method]) -> None:
+        self.device = device
+        self._methods = {method.name: method for method in methods}
+        self.names = list(self._methods)
+        self._copy = np.empty(0, np.float32)
+
+    def clock(self, method: str) -> str:
+        """Return "cpu" where one thread works, else "wall"."""
+        return "cpu" if self._methods[method].threads == 1 else "wall"
+
+    def begin_round(self, residual: Array, gradient: Array, k: int) -> None:
+        """Remember the arrays: they stay as they are until the round is over."""
+        self._begin = residual, gradient, k
+        if self._copy.size != residual.size:
+            self._copy = np.empty_like(residual)
+
+    def time(self, method: str) -> Timed:
+        """Run one method by both clocks."""
+        residual, gradient, k = self._begin
+        step = self._methods[method]
+        np.copyto(self._copy, residual)
+        with threads.using(step.threads):
+            begun, began = time.thread_time(), time.perf_counter()
+            picked = step.step(self._copy, gradient, k)
+            cpu, wall = time.thread_time() - begun, time.perf_counter() - began
+        return Timed(picked, {"cpu": cpu, "wall": wall})
+
+
+def wanted(names: Sequence[str], words: Sequence[str] | None) -> list[str]:
+    """Return those of a place's methods that were asked for, or all; the floor is always there."""
+    return [name for name in names if words is None or name in (FLOOR, *words)]
+
+
+Selector = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def topk(total: torch.Tensor, k: int) -> torch.Tensor:
+    """abs, torch.topk, as most implementations do it; exact."""
+    return torch.topk(total.abs(), k, sorted=False).indices
+
+
+def sampled_dgc(total: torch.Tensor, k: int) -> torch.Tensor:
+    """Take the threshold from a strided sample, lower it while it finds too few; at most k."""
+    magnitudes = total.abs()
+    stride = max(1, min(round(1 / SHARE), k // 2)) | 1
+    sample = magnitudes[::stride]
+    rank = max(1, round(k * sample.numel() / total.numel()))
+    threshold = float(torch.topk(sample, rank).values[-1])
+    for _ in range(ROUNDS):
+        if _count(magnitudes, threshold) >= FEWEST * k:
+            break
+        threshold *= FEWEST
+    found = _above(magnitudes, threshold)
+    if found.numel() <= k:
+        return found
+    return found[torch.topk(magnitudes[found], k, sorted=False).indices]
+
+
+def gaussian_k(total: torch.Tensor, k: int) -> torch.Tensor:
+    """Fit mean and deviation, and correct the threshold a few times by half."""
+    deviation, mean = (float(number) for number in torch.std_mean(total, correction=0))
+    magnitudes = total.abs()
+    if deviation == 0 or k == total.numel():
+        return _above(magnitudes, 0.0)
+    threshold = NormalDist(mean, deviation).inv_cdf(1 - k / total.numel() / 2)
+    for _ in range(CORRECTIONS):
+        count = _count(magnitudes, threshold)
+        if count < 2 * k / 3:
+            threshold *= 0.5
+        elif count > 4 * k / 3:
+            threshold *= 1.5
+        else:
+            break
+    return _above(magnitudes, threshold)
+
+
+def mstopk(total: torch.Tensor, k: int) -> torch.Tensor:
+    """Search between mean and maximum; what is missing to k comes from just under the threshold."""
+    magnitudes = total.abs()
+    mean, highest = float(magnitudes.mean()), float(magnitudes.max())
+    low, high = 0.0, 1.0
+    too_many, enough = 0.0, highest
+    for _ in range(PASSES):
+        middle = (low + high) / 2
+        threshold = mean + middle * (highest - mean)
+        if _count(magnitudes, threshold) <= k:
+            high, enough = middle, threshold
+        else:
+            low, too_many = middle, threshold
+    sure = _above(magnitudes, enough)[:k]
+    nearly = _above(magnitudes, too_many)
+    spare = nearly[magnitudes[nearly] < enough][: k - sure.numel()]
+    return torch.cat([sure, spare])
+
+
+def sidco(total: torch.Tensor, k: int) -> torch.Tensor:
+    """Fit the mean of the exceedances in each stage; the stages' shares multiply to k / n."""
+    magnitudes = total.abs()
+    share = k / total.numel()
+    first = max(FIRST, share)
+    rest = (share / first) ** (1 / STAGES)
+    threshold = -float(magnitudes.mean()) * math.log(first)
+    exceeding = magnitudes
+    for _ in range(STAGES):
+        exceeding = exceeding[exceeding > threshold]
+        if not exceeding.numel():
+            break
+        threshold -= (float(exceeding.mean()) - threshold) * math.log(rest)
+    return _above(magnitudes, threshold)
+
+
+def _above(magnitudes: torch.Tensor, threshold: float) -> torch.Tensor:
+    return torch.nonzero((magnitudes >= threshold) & (magnitudes > 0)).flatten()
+
+
+def _count(magnitudes: torch.Tensor, threshold: float) -> int:
+    return int(torch.count_nonzero(magnitudes >= threshold))
+
+
+TORCH_SELECTORS: Final[dict[str, Selector]] = {
+    "torch.topk": topk,
+    "sampled-dgc": sampled_dgc,
+    "gaussian-k": gaussian_k,
+    "mstopk": mstopk,
+    "sidco": sidco,
+}

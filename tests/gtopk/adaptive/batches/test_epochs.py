@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from gtopk.adaptive.batches.epochs import Epochs
+from gtopk.adaptive.loader_base import Epochs
 
 
 def iterating(epochs: Epochs, steps: int = 8) -> Iterator[int]:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.delayed_sync.agreed_settings import AgreedSettings
-from gtopk.adaptive.delayed_sync.rounds import Ready, Reduced, Rounds
+from gtopk.adaptive.delayed_sync.rounds import AgreedSettings, Ready, Reduced, Rounds
 from gtopk.adaptive.local_training.round_exchange import RoundExchange
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks

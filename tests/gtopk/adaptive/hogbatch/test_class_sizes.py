@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.board import Board
-from gtopk.adaptive.hogbatch.class_sizes import ClassSizes
-from gtopk.adaptive.hogbatch.device_classes import CLASSES
-from gtopk.adaptive.hogbatch.sizes import Sizer, Thresholds
+from gtopk.adaptive.hogbatch.board import CLASSES, Board
+from gtopk.adaptive.hogbatch.sizes import ClassSizes, Sizer, Thresholds
 
 DEFAULT = Thresholds(1, 64)
 

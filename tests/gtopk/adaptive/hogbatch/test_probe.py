@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.adaptive.hogbatch.probe import GAIN, Probe, fits, memory_of
+from gtopk.adaptive.hogbatch.sizes import GAIN, Probe, fits, memory_of
 
 
 @pytest.mark.parametrize("overhead", [0.0, 1.0, 30.0, 1e9])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from gtopk.adaptive.hogbatch.device_copy import DeviceCopy
 from gtopk.adaptive.hogbatch.shared_model import (
     Layout,
     SharedModel,
@@ -17,6 +16,7 @@ from gtopk.adaptive.hogbatch.shared_model import (
     require_shareable,
     states_of,
 )
+from gtopk.adaptive.hogbatch.writer import DeviceCopy
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

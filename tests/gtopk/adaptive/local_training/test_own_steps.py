@@ -17,8 +17,7 @@ from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch import loader as periods
 from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.cli.report.page import page
-from gtopk.cli.top.show import as_lines
-from gtopk.cli.top.status import status_of
+from gtopk.cli.top import as_lines, status_of
 from gtopk.runtime.world import world
 from gtopk.runtime.world.state import World
 from gtopk.telemetry import timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.adaptive.local_training import spent
+from gtopk.adaptive.local_training import own_steps as spent
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.model_averaging.batch_scaling import RULES, multiplicative, published
+from gtopk.adaptive.model_averaging.options import RULES, multiplicative, published
 from gtopk.adaptive.partitioning.shares import Limits
 
 MOST = 1024

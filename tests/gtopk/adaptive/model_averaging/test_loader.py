@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from gtopk.adaptive.model_averaging.strategies import STRATEGIES
+from gtopk.adaptive.model_averaging.options import STRATEGIES
 from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.optim.replicas.replicas import BUFFERS_STAY
 from gtopk.runtime.world.state import World

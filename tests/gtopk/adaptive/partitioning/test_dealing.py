@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.dealing import Passes, deal, left_over, speeds_after
+from gtopk.adaptive.partitioning.cuts import Passes, deal, left_over, speeds_after
 
 
 @settings(deadline=None)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from gtopk.adaptive.partitioning.shares import Limits
-from gtopk.adaptive.throughput.goodput import (
+from gtopk.adaptive.throughput.policies import (
     LEAST_GAIN,
     MOST_CHANGE,
     Seen,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.bench.engine.command import resnet50, small
+from gtopk.cli.bench.engine import resnet50, small
 from gtopk.cli.main import main
 
 

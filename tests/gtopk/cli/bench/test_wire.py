@@ -9,9 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gtopk.cli.bench.wire.command import main
-from gtopk.cli.bench.wire.lists import from_file, trained, uniform
-from gtopk.cli.bench.wire.measure import FORMATS, break_even_gbit_per_second
+from gtopk.cli.bench.wire import (
+    FORMATS,
+    break_even_gbit_per_second,
+    from_file,
+    main,
+    trained,
+    uniform,
+)
 from gtopk.cli.main import main as gtopk
 
 SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densities", "0.01"]

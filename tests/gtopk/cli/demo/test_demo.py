@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[4]
 
 def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "gtopk.cli.main", "demo", *arguments],
+        [sys.executable, "-m", "gtopk", "demo", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -10,7 +10,6 @@ import pytest
 
 from collectives.cost import Link
 from gtopk.cli.charts.svg import LEFT, RIGHT
-from gtopk.cli.demo.model import LATENCY_SECONDS, modelled_step_seconds, pays_below
 from gtopk.cli.demo.plots import (
     accuracy_over_bytes,
     accuracy_over_epochs,
@@ -19,7 +18,7 @@ from gtopk.cli.demo.plots import (
     sent_and_accuracy,
     step_time_by_part,
 )
-from gtopk.cli.demo.record import Record
+from gtopk.cli.demo.record import LATENCY_SECONDS, Record, modelled_step_seconds, pays_below
 
 
 @pytest.mark.parametrize(

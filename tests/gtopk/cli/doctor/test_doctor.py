@@ -17,7 +17,7 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk.cli import doctor
 from gtopk.cli.doctor import Finding, State, basics, gpu, mpi, ranks
-from gtopk.cli.doctor.finding import gist
+from gtopk.cli.doctor.basics import gist
 from gtopk.cli.doctor.isolation import PROBES, look
 from gtopk.cli.doctor.network import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.cli.doctor.finding import State
-from gtopk.cli.doctor.interface import judge, look_at_interface
+from gtopk.cli.doctor.basics import State
+from gtopk.cli.doctor.ports import judge_interface, look_at_interface
 from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
 
 ROUTE = "default route"
@@ -44,7 +44,7 @@ def test_what_would_be_used_is_said_and_what_to_set(
     found, chosen, resolved, environ, state, parts
 ) -> None:
     choice = Choice(found.get(chosen, ""), ROUTE)
-    finding = judge(choice, found, "node1", resolved, environ)
+    finding = judge_interface(choice, found, "node1", resolved, environ)
     assert finding.state is state
     said = f"{finding.detail} -> {finding.advice}"
     assert not [part for part in parts if part not in said], said

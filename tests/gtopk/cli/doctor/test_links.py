@@ -14,7 +14,7 @@ import pytest
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.cli.doctor import main
-from gtopk.cli.doctor.finding import State
+from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.links import Links, Swapped, name_slow, rounds, try_links
 from gtopk.runtime.launch import Launched, find_mpirun, run
 

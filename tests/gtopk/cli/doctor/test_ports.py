@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from gtopk.cli.doctor import ports
-from gtopk.cli.doctor.finding import State
-from gtopk.cli.doctor.ports import judge, look_at_ports
+from gtopk.cli.doctor.basics import State
+from gtopk.cli.doctor.ports import judge_ports, look_at_ports
 from gtopk.runtime.liveness.address import Choice
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
@@ -25,7 +25,7 @@ BY_ROUTE = Choice(PUBLIC, "default route")
 
 
 def look(choice: Choice, own: list[tuple[str, str]], **environ: str) -> tuple[State, str, str]:
-    finding = judge(ports.ports(choice, own, environ), own)
+    finding = judge_ports(ports.ports(choice, own, environ), own)
     assert finding.name == "ports"
     return finding.state, finding.detail, finding.advice
 
@@ -34,7 +34,7 @@ def test_private_addresses_are_no_matter() -> None:
     inside = Choice("10.0.0.5", "default route")
     state, detail, advice = look(inside, INSIDE, GTOPK_PROMETHEUS="9400")
     assert state is State.OK
-    assert "heartbeat (UDP) and the desk of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
+    assert "heartbeat (UDP) and the call server of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
     assert "metrics (TCP) at 127.0.0.1 (lo)" in detail
     assert advice == ""
 
@@ -46,7 +46,7 @@ def test_private_addresses_are_no_matter() -> None:
 def test_a_heartbeat_at_a_public_address_is_warned_of(own, advice: str) -> None:
     state, detail, said = look(BY_ROUTE, own)
     assert state is State.WARN
-    assert f"heartbeat (UDP) and the desk of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
+    assert f"heartbeat (UDP) and the call server of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
     assert "by default route" in detail
     assert said == advice
 

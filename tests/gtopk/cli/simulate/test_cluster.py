@@ -7,7 +7,7 @@ import pytest
 
 from collectives.cost import Link
 from collectives.planning import Candidate
-from gtopk.cli.simulate.cluster import Cluster, Slowdown
+from gtopk.cli.simulate.setting import Cluster, Slowdown
 
 
 def test_a_batch_takes_its_overhead_and_its_samples(random: np.random.Generator) -> None:

@@ -8,11 +8,8 @@ from functools import cache
 import pytest
 
 from gtopk.adaptive.hogbatch.sizes import Thresholds
-from gtopk.cli.simulate.classes import Classes
-from gtopk.cli.simulate.cluster import Cluster
 from gtopk.cli.simulate.modes import SIMULATED
-from gtopk.cli.simulate.record import Record
-from gtopk.cli.simulate.setting import Setting
+from gtopk.cli.simulate.setting import Classes, Cluster, Record, Setting
 from gtopk.cli.simulate.show import render
 from gtopk.cli.simulate.tasks import open_task
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from gtopk.cli.simulate.log_filter import filtered_logs
+from gtopk.cli.simulate.ranks import filtered_logs
 from gtopk.telemetry import stragglers
 
 

@@ -11,10 +11,8 @@ import pytest
 
 from gtopk.adaptive.throughput.policies import spread_of
 from gtopk.cli.simulate import delayed, modes, synchronous
-from gtopk.cli.simulate.cluster import Cluster, Death, Slowdown
 from gtopk.cli.simulate.modes import SIMULATED
-from gtopk.cli.simulate.record import Record
-from gtopk.cli.simulate.setting import Setting
+from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown
 from gtopk.cli.simulate.tasks import open_task
 
 TASK = open_task("digits", 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.runtime.launch.hosts import Host, parse_hosts, read_hostfile, refuse_too_few_slots
+from gtopk.runtime.launch.job import Host, parse_hosts, read_hostfile, refuse_too_few_slots
 
 
 def test_a_list_names_hosts_and_slots() -> None:

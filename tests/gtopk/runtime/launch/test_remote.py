@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.runtime.launch import LaunchError, Mpi
-from gtopk.runtime.launch.hosts import Host
+from gtopk.runtime.launch.job import Host
 from gtopk.runtime.runner.ranks import (
     host_options,
     interface_environment,

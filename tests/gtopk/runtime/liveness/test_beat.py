@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtopk.runtime.liveness.beat import BEAT_BYTES, Beat, State
+from gtopk.runtime.liveness.watch import BEAT_BYTES, Beat, State
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 NUMBERS = st.integers(0, 2**32 - 1)

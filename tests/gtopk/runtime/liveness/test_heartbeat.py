@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gtopk.runtime.liveness.beat import Beat, State
 from gtopk.runtime.liveness.companion import look_at, segments_of
+from gtopk.runtime.liveness.watch import Beat, State
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT = 1.2

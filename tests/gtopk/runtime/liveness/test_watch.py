@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gtopk.runtime.liveness.beat import Beat, State
-from gtopk.runtime.liveness.watch import Peer, Watch
+from gtopk.runtime.liveness.watch import Beat, Peer, State, Watch
 
 TIMEOUT, WARNING, PAUSE = 4.0, 2.0, 0.5
 

@@ -13,8 +13,8 @@ import pytest
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.launch import LaunchError
 from gtopk.runtime.runner import RankError, collect
-from gtopk.runtime.runner.desk import Desk
-from gtopk.runtime.runner.report import of_error, of_result
+from gtopk.runtime.runner.call_server import CallServer
+from gtopk.runtime.runner.collect import of_error, of_result
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +45,11 @@ def outcome(
     came: range | None = None,
     start_seconds: float = 60,
 ) -> list[Any]:
-    """Collect from a desk where all this has happened already."""
-    desk = Desk(ranks, [])
-    desk.close()
-    desk.came, desk.left, desk.reports = set(came or range(ranks)), [*reports, *left], reports
-    return collect.collect(desk, launcher, ranks, start_seconds, allow_pickle=False)
+    """Collect from a server where all this has happened already."""
+    server = CallServer(ranks, [])
+    server.close()
+    server.came, server.left, server.reports = set(came or range(ranks)), [*reports, *left], reports
+    return collect.collect(server, launcher, ranks, start_seconds, allow_pickle=False)
 
 
 def raised(error: BaseException) -> bytes:

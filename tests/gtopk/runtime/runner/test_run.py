@@ -105,7 +105,7 @@ def test_no_secret_of_the_job_is_on_a_command_line_or_written_anywhere(
     told: dict[str, Any],
 ) -> None:
     kept = told["keeps_secrets"]
-    assert kept["secrets"] == 2, "the desk's and the heartbeat's"
+    assert kept["secrets"] == 2, "the call server's and the heartbeat's"
     assert kept["files"] >= 2 * 2 + 2 * 2 + 1  # printed; run and timeline; the launcher's
     assert kept["on_command_lines"] == []
     assert kept["written"] == []

@@ -11,8 +11,7 @@ import pytest
 from collectives.cost import Link
 from collectives.transports import local_world, run_ranks
 from gtopk.runtime.world import world
-from gtopk.runtime.world.emulated_link import emulate_on
-from gtopk.runtime.world.gpu_messages import settled
+from gtopk.runtime.world.state import emulate_on, settled
 
 SIZE = 3
 LINK = "1gbit,0.1ms"

@@ -17,8 +17,9 @@ from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.runtime.coordinator import on_gpu
 from gtopk.runtime.coordinator.on_gpu import ON_GPU, ON_HOST, Finish, all_on_gpu
-from gtopk.runtime.world import gpu_messages, world
-from gtopk.runtime.world.gpu_messages import over_gpus
+from gtopk.runtime.world import state as gpu_messages
+from gtopk.runtime.world import world
+from gtopk.runtime.world.state import over_gpus
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allreduce": lambda t: hvd.allreduce(t, op=hvd.Sum),

@@ -7,9 +7,9 @@ import pytest
 
 from collectives.transports import Transport
 from collectives.vector import SparseVector
-from gtopk.cli.bench.collectives import baselines
+from gtopk.cli.bench.collectives import contenders as baselines
+from gtopk.cli.bench.collectives.cases import picks
 from gtopk.cli.bench.collectives.library import open_library
-from gtopk.cli.replay.invented_picks import picks
 
 LENGTH, K = 2_000, 100
 

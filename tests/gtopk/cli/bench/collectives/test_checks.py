@@ -7,14 +7,14 @@ import pytest
 
 from collectives import reduce
 from collectives.transports import Transport
+from gtopk.cli.bench.collectives.cases import picks
 from gtopk.cli.bench.collectives.contenders import Outcome
-from gtopk.cli.bench.collectives.rounds import (
+from gtopk.cli.bench.collectives.run import (
     WrongResultError,
     check_agreement,
     check_conservation,
     digest,
 )
-from gtopk.cli.replay.invented_picks import picks
 
 SIZE = 3
 EVERYONE = [picks("uniform", 500, 50, rank, seed=1) for rank in range(SIZE)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
+from gtopk.cli.bench.collectives.cases import Results
 from gtopk.cli.bench.collectives.command import main, parser, read
-from gtopk.cli.bench.collectives.record import Results
 from tests.matrix import some_of
 
 
@@ -156,7 +156,7 @@ def test_it_joins_as_a_training_does(
 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("gtopk.cli.bench.collectives.command.join", joined)
+    monkeypatch.setattr("gtopk.cli.bench.harness.join", joined)
     with pytest.raises(JoinedError):
         main(["--transport", over] if over else [])
 

@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gtopk.cli.bench.collectives.picture import picture
-from gtopk.cli.bench.collectives.record import Results
-from gtopk.cli.bench.collectives.report import panels
+from gtopk.cli.bench.collectives.cases import Results
+from gtopk.cli.bench.collectives.report import panels, picture
 
 
 def test_it_is_well_formed_and_the_same_every_time(results: Results) -> None:

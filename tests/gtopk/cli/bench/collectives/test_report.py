@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gtopk.cli.bench.collectives.cases import Results
 from gtopk.cli.bench.collectives.command import main
-from gtopk.cli.bench.collectives.record import Results
 from gtopk.cli.bench.collectives.report import markdown, panels, table, times_reference
 
 

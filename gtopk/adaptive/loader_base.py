@@ -1,0 +1,251 @@
+"""LoaderBase: the part that the loaders of all adaptive modes share.
+
+Epochs count, resume in the middle, and follow a DistributedSampler's set_epoch. A state names the
+mode that it was saved with, and another one refuses it. Ranks that drain within an epoch wait until
+all have come there. After elastic's recovery, or `shutdown` and `init`, mode "balanced" goes on in
+the next world: only the batch in hand is under way. The other modes' gradients, replicas and shared
+models end with their world.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from ..runtime.world import world
+from ..runtime.world.state import World
+from .batches.sources import order_of
+from .options import Job
+
+
+class LoaderBase(ABC):
+    """An iterable of this rank's batches, one optimizer step for each.
+
+    A mode derives from it and says how an iteration goes (`_batches`), what a state of it holds
+    (`_state`, `_load`), and how ranks finish what is under way (`drain`).
+
+    num_samples:  of the batch in hand; 0 where it stands in for none and weighs nothing.
+    drain_wanted: other ranks drain, and wait for this one to do so.
+    """
+
+    def __init__(self, job: Job[Any], mode: str) -> None:
+        self._mode, self._world, self._optimizer = mode, job.world, job.optimizer
+        self.dataset = job.loader.dataset
+        self._epochs = Epochs(job.loader)
+        self.num_samples = 0
+        self.drain_wanted = False
+
+    @abstractmethod
+    def _batches(self) -> Generator[Any, None, None]:
+        """Yield the batches of one iteration."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Finish, with all ranks, what is under way: before a checkpoint or an evaluation."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """Return what later batches depend on, besides the mode."""
+
+    @abstractmethod
+    def _load(self, state: dict[str, Any]) -> None:
+        """Close the iteration that batches come from, and go on from a state of this mode."""
+
+    def _indexed(self, job: Job[Any]) -> int:
+        """Take the order of the data set's samples, and return how many there are."""
+        length = len(job.loader.dataset)  # type: ignore[arg-type]
+        self._order = job.order or order_of(job.loader, length, job.options.seed)
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches until every sample was in one, on one rank."""
+        return self._epochs.loop(self._batches(), self._world.rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
+        self._epochs.set(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next batch lies, and what later ones depend on.
+
+        Raises RuntimeError where work is under way that a state would lose: call drain() before.
+        """
+        return {"mode": self._mode, **self._state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped: the same samples are left, in the same order.
+
+        Raises ValueError for a state of another mode, or one that this loader cannot go on from.
+        """
+        if state["mode"] != self._mode:
+            raise ValueError(
+                f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
+                "loader with the mode it was saved with"
+            )
+        self._load(state)
+
+    def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:
+        """Return whether all ranks drain, or all go on; if not, those that go on are asked to.
+
+        said: of every rank, whether it drains.
+        counted, number: what a script goes by, of its loader, and what that is.
+        Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
+        """
+        alike = len(set(said)) == 1
+        if not alike and self.drain_wanted:
+            drained = [rank for rank, each in enumerate(said) if each]
+            others = [rank for rank, each in enumerate(said) if not each]
+            raise RuntimeError(
+                f"rank {self._world.rank}: ranks {drained} called loader.drain() at {counted} "
+                f"{number}, and ranks {others} did not; every rank must call it (or "
+                "gtopk.save_checkpoint, which does) after the first optimizer.step() that finds "
+                f"{counted} at, or above, the same number, or loader.drain_wanted"
+            )
+        self.drain_wanted = not alike
+        return alike
+
+    def _next_world(self) -> World | None:
+        """Return the world of today where it is another one, which has the ranks where they were.
+
+        Raises RuntimeError for other ranks.
+        """
+        here = self._world
+        if not is_over(here):
+            return None
+        now = world.current()
+        if (now.rank, now.size) != (here.rank, here.size):
+            raise RuntimeError(
+                f"this loader was created on rank {here.rank} of {here.size} but now runs on rank "
+                f"{now.rank} of {now.size}; call hvd.adapt() again"
+            )
+        return now
+
+    def _require_its_world(self, way_out: str = "") -> None:
+        """Raise RuntimeError where the loader's world is over; elastic does not recover from it.
+
+        way_out: what to do, where that is not to create optimizer and loader again.
+        """
+        if not is_over(self._world):
+            return
+        raise RuntimeError(
+            f"rank {self._world.rank}: the loader that hvd.adapt made in mode {self._mode!r} "
+            "cannot go on after shutdown() or elastic's recovery, which end what its ranks have "
+            "under way: "
+            + (
+                way_out
+                or "create it and its DistributedOptimizer again, as within the function that "
+                "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
+            )
+        )
+
+
+def is_over(here: World) -> bool:
+    """Tell whether there is another world by now; without any, operations say so."""
+    return world.is_initialized() and world.current() is not here
+
+
+class Epochs:
+    """Counts epochs, follows a DistributedSampler's set_epoch, and resumes in the middle of one.
+
+    epoch, start: of the batch after the last one handed out.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        sampler = loader.sampler
+        self._sampler = sampler if isinstance(sampler, DistributedSampler) else None
+        self._followed = self._sampler.epoch if self._sampler else 0
+        self.epoch = self._followed
+        self.start = 0
+        self._iteration: object = None  # None: the next one begins at epoch and start, as they are
+        self._is_left = False  # half-way: the epoch is over
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = (
+            None  # whose batches are handed out
+        )
+
+    def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:
+        """Yield the batches of an iteration; the one before is closed, where it was not over.
+
+        Raises RuntimeError in a script's loop that goes on with batches after that.
+        """
+        self.close()
+        own = self._loop = weakref.ref(batches)
+        try:
+            for batch in batches:
+                yield batch
+                if self._loop is not own:
+                    raise RuntimeError(
+                        f"rank {rank}: this loop over the loader cannot go on: within it another "
+                        "one has begun, or a state was loaded. Leave it before that, on all ranks; "
+                        "to look at a batch, or to evaluate, use a plain DataLoader"
+                    )
+        finally:
+            batches.close()
+
+    def close(self) -> None:
+        """End the iteration whose batches are handed out, if any, as a break would."""
+        batches = None if self._loop is None else self._loop()
+        self._loop = None
+        if batches is not None:
+            batches.close()
+
+    @contextmanager
+    def iterate(self) -> Iterator[tuple[int, int]]:
+        """Begin an iteration, as `begin`; note how it ends: with the epoch, or left half-way."""
+        place = self.begin()
+        iteration = self._iteration
+        try:
+            yield place
+        except BaseException:
+            # A generator may end when another has begun, an epoch was set, or a state loaded.
+            self._is_left |= iteration is self._iteration
+            raise
+        if iteration is self._iteration:
+            self.finish()
+
+    def begin(self) -> tuple[int, int]:
+        """Return epoch and place where an iteration begins; one that was left half-way is over."""
+        if self._iteration is not None and self.start:
+            self.finish()
+        if self._sampler is not None and self._sampler.epoch != self._followed:
+            self._followed = self._sampler.epoch
+            self.set(self._followed)
+        self._iteration, self._is_left = object(), False
+        return self.epoch, self.start
+
+    def set(self, epoch: int) -> None:
+        """Let the next iteration be of this epoch; all of it, where the last one was left."""
+        if epoch != self.epoch or self._is_left:
+            self._go_to(epoch, 0)
+
+    def reach(self, start: int) -> None:
+        """Note how far the iteration has come, also a left one; nothing once another is set."""
+        if self._iteration is not None:
+            self.start = start
+
+    def finish(self) -> None:
+        """Go on to the next epoch."""
+        self._go_to(self.epoch + 1, 0)
+
+    def _go_to(self, epoch: int, start: int) -> None:
+        self.epoch, self.start = epoch, start
+        self._iteration, self._is_left = None, False
+
+    def state_dict(self, is_of_before: bool = False) -> dict[str, Any]:
+        """Return where the next batch lies: in the next epoch, once this one was left half-way.
+
+        is_of_before: the state is that of a time before it was left.
+        """
+        if self._is_left and self.start and not is_of_before:
+            return {"epoch": self.epoch + 1, "start": 0}
+        return {"epoch": self.epoch, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped."""
+        self._go_to(state["epoch"], state["start"])
+        self._followed = self.epoch if self._sampler is None else self._sampler.epoch

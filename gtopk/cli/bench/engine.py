@@ -1,0 +1,267 @@
+"""`gtopk bench engine`: the engine beside a bare allreduce, in turns, on the same ranks.
+
+    negotiation   all ranks announce and match names,     beside an allreduce of as many bytes
+                  without any thread
+    step          gradients submitted and waited for,    beside one allreduce of all of them, flat
+                  through the engine
+
+The time of a round is that of the slowest rank. Ratios are of rounds side by side.
+
+Start it on every rank of a launcher, or alone: then two threads are the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypedDict
+
+import numpy as np
+
+from collectives.transports import Transport, local_world, run_ranks
+
+from ...runtime.coordinator import Engine, Operation, Settings
+from ...runtime.coordinator.announcement import Announcement, Intention, ReadyName, exchange
+from ...runtime.coordinator.fusion import Dense, layout_of
+from ...runtime.coordinator.readiness_table import ReadinessTable
+from ...runtime.launch import launched_by
+from ...runtime.machine import Machine, load, this_machine
+from .harness import (
+    TIMEOUT_SECONDS,
+    Spread,
+    add_words,
+    bench_parser,
+    on_launched_rank,
+    one_of,
+    refuse,
+    spread,
+    write_json,
+)
+
+GOAL_RATIO: Final = 1.5
+_WARM_UP_ROUNDS: Final = 3
+_REPEATS: Final = 50  # of a negotiation in a round: one alone is too short to time
+
+
+class Record(TypedDict):
+    """One case; cycles: of the engine in a step, None in a negotiation alone."""
+
+    case: str
+    names: int
+    bytes: int
+    engine_seconds: Spread
+    bare_seconds: Spread
+    ratio: Spread
+    goal_ratio: float
+    cycles: Spread | None
+
+
+def measure(
+    transport: Transport, gradients: Mapping[str, Sequence[int]], rounds: int
+) -> list[Record]:
+    """Return the records of all cases; all ranks measure together."""
+    records = [negotiation(transport, names, rounds) for names in (1, 161, 1024)]
+    # Between its turns the engine must leave the transport alone.
+    settings = Settings(stall_warning_seconds=float("inf"), idle_seconds=float("inf"))
+    engine = Engine(transport, settings)
+    for case, lengths in gradients.items():
+        records.append(step(engine, case, lengths, rounds))
+    engine.close("the benchmark is done")
+    return records
+
+
+def negotiation(transport: Transport, names: int, rounds: int) -> Record:
+    """Time cycles in which every rank is ready for all names, each with a slot."""
+    table = ReadinessTable(transport.ranks, capacity=names)
+    layout = layout_of(Dense(np.zeros(1, np.float32)))
+    intention = Intention(("float32 [1]",), None, (layout,))
+    ready_names = [ReadyName(f"allreduce.{number}", intention, 0) for number in range(names)]
+    table.take(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
+    words = -(-names // 64)
+    bare = np.zeros(transport.size * (1 + words), np.int64)
+
+    def negotiate() -> None:
+        announcement = table.announcement_of([*ready_names], transport.rank)
+        outcome = table.take(exchange(transport, announcement, table.slots))
+        assert len(outcome.ready) == names
+
+    def allreduce() -> None:
+        transport.allreduce(bare)
+
+    times = _alternate(transport, negotiate, allreduce, rounds, _REPEATS)
+    return _record(f"negotiation of {names}", names, bare.nbytes, *times)
+
+
+def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Record:
+    """Time steps in which gradients are submitted one by one, and then waited for."""
+    arrays = [np.zeros(length, np.float32) for length in lengths]
+    flat = np.zeros(sum(lengths), np.float32)
+    signature = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
+    cycles: list[int] = []
+
+    def nothing(transport: Transport, all_flags: list[int]) -> None:
+        """Leave the sum where it is."""
+
+    def reduce_all() -> None:
+        before = engine.cycles
+        operations: list[Operation] = [
+            engine.submit(f"{case}.{number}", said, nothing, fusion=[Dense(array)])
+            for number, (array, said) in enumerate(zip(arrays, signature, strict=True))
+        ]
+        for operation in operations:
+            operation.wait()
+        while engine.activity != "idle":  # its thread sets the last outcome before it is idle
+            time.sleep(0)
+        cycles.append(engine.cycles - before)
+
+    def allreduce() -> None:
+        engine.transport.allreduce(flat)
+
+    times = _alternate(engine.transport, reduce_all, allreduce, rounds, 1)
+    record = _record(f"step of {case}", len(lengths), flat.nbytes, *times)
+    record["cycles"] = spread(cycles[_WARM_UP_ROUNDS:])
+    return record
+
+
+def _alternate(
+    transport: Transport,
+    ours: Callable[[], None],
+    bare: Callable[[], None],
+    rounds: int,
+    repeats: int,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each in every round, of the slowest rank."""
+    seconds = np.zeros((2, _WARM_UP_ROUNDS + rounds))
+    for number in range(seconds.shape[1]):
+        for row, call in enumerate((ours, bare)):
+            transport.barrier()
+            begun = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            seconds[row, number] = (time.perf_counter() - begun) / repeats
+    transport.allreduce(seconds.reshape(-1), "max")
+    ours_seconds, bare_seconds = seconds[:, _WARM_UP_ROUNDS:].tolist()
+    return ours_seconds, bare_seconds
+
+
+def _record(case: str, names: int, size_bytes: int, ours: list[float], bare: list[float]) -> Record:
+    return Record(
+        case=case,
+        names=names,
+        bytes=size_bytes,
+        engine_seconds=spread(ours),
+        bare_seconds=spread(bare),
+        ratio=spread([a / b for a, b in zip(ours, bare, strict=True)]),
+        goal_ratio=GOAL_RATIO,
+        cycles=None,
+    )
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the records as lines."""
+    lines = [
+        f"{'':24}{'bytes':>12}{'engine':>12}{'bare':>12}{'ratio':>8}  quartiles     cycles a step"
+    ]
+    for record in records:
+        ratio, cycles = record["ratio"], record["cycles"]
+        lines.append(
+            f"{record['case']:24}{record['bytes']:12,}"
+            f"{_milliseconds(record['engine_seconds'])}{_milliseconds(record['bare_seconds'])}"
+            f"{ratio['median']:8.2f}  {ratio['lower_quartile']:.2f}..{ratio['upper_quartile']:.2f}"
+            + (f"{cycles['median']:12g} (most: {cycles['max']:g})" if cycles else "")
+        )
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: Spread) -> str:
+    return f"{seconds['median'] * 1e3:9.3f} ms"
+
+
+# Of a bottleneck block: its width, and how many of them follow each other.
+_STAGES: Final = ((64, 3), (128, 4), (256, 6), (512, 3))
+
+
+def resnet50() -> list[int]:
+    """Return the lengths of ResNet-50's 161 parameters, 25,557,032 in all (He et al. 2015)."""
+    lengths = [3 * 64 * 7 * 7, 64, 64]
+    channels = 64
+    for width, blocks in _STAGES:
+        wide = 4 * width
+        for block in range(blocks):
+            lengths += [channels * width, width, width]
+            lengths += [9 * width * width, width, width]
+            lengths += [width * wide, wide, wide]
+            if block == 0:
+                lengths += [channels * wide, wide, wide]
+            channels = wide
+    return [*lengths, 1000 * channels, 1000]
+
+
+def small() -> list[int]:
+    """Return the lengths of as many small parameters."""
+    return [1000] * len(resnet50())
+
+
+_GRADIENTS = {"resnet50": resnet50, "small": small}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = bench_parser(
+        "engine",
+        "Time negotiation by name, and steps through the engine, beside a bare "
+        "allreduce of the same size: start it on the ranks to measure "
+        "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
+        launched=True,
+    )
+    described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    add_words(
+        described,
+        "--gradients",
+        one_of(_GRADIENTS),
+        list(_GRADIENTS),
+        may_be_none=True,
+        help=f"of {', '.join(_GRADIENTS)}; default: all",
+    )
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank and return the exit code."""
+    options = parser().parse_args(arguments)
+    if options.rounds < 2:
+        return refuse("engine", f"--rounds must be at least 2, got {options.rounds}")
+    if launched_by() is None:
+        run_ranks(local_world(2, TIMEOUT_SECONDS), lambda transport: _run(transport, options))
+        return 0
+    return on_launched_rank(lambda transport: _run(transport, options))
+
+
+def _run(transport: Transport, options: argparse.Namespace) -> None:
+    machine = this_machine()
+    gradients = {name: _GRADIENTS[name]() for name in options.gradients}
+    records = measure(transport, gradients, options.rounds)
+    machine["load_after"] = load()
+    if transport.rank == 0:
+        _deliver(transport, records, machine, options.json)
+
+
+def _deliver(
+    transport: Transport, records: list[Record], machine: Machine, path: Path | None
+) -> None:
+    print(
+        f"{transport.size} ranks, {transport.name} ({transport.library()}), "
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
+        f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
+        f"{GOAL_RATIO} at most\n\n{table(records)}"
+    )
+    written = {
+        "machine": machine,
+        "ranks": transport.size,
+        "transport": transport.name,
+        "library": transport.library(),
+        "records": records,
+    }
+    write_json(written, path)

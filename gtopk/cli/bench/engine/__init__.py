@@ -1,1 +1,0 @@
-"""`gtopk bench engine`: what it costs that operations are matched by name."""

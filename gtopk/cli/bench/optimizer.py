@@ -1,0 +1,341 @@
+"""`gtopk bench optimizer`: what each optimizer's steps cost over the plain one, in one run.
+
+plain                  the wrapped optimizer alone: nothing is exchanged
+none, fp16, gtopk, auto      DistributedOptimizer with that compression
+none-late, gtopk-late  the same, exchanged after backward
+ddp, ddp-powersgd      DistributedDataParallel over gloo, and with PyTorch's PowerSGD hook
+ddp-gtopk              the same with gtopk's hook
+
+Alone, or on all ranks of a launcher. The contenders of torch's get gloo's process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.transports import Transport
+
+from ...compression import Compression
+from ...ddp import GTopKState, gtopk_hook
+from ...optim.distributed import DistributedOptimizer
+from ...runtime.liveness.address import own_address
+from ...runtime.world import world
+from ...torch.functions import allgather_object
+from ..arguments import as_argument, share
+from .collectives.run import count_hosts
+from .harness import add_words, bench_parser, one_of, refuse, silent, tell, write_json
+from .workloads import NETWORKS, SHAPES, Compute, real, shapes
+
+POWER_RANK: Final = 2
+WHOLE_MODEL_MB: Final = 1 << 16
+_START: Final = timedelta(seconds=120)
+
+
+def own_host(transport: Transport) -> str:
+    """Return rank 0's address, where the ranks are to meet; all call it."""
+    own = own_address(one_host=count_hosts(transport) == 1)
+    address: str = transport.broadcast_object(own)
+    return address
+
+
+def open_gloo(master: str) -> Any:
+    """Return gloo's group of all ranks; master: rank 0's address."""
+    if torch.distributed.is_initialized():  # by the library's own, where gloo carries the world
+        return torch.distributed.group.WORLD
+    here = world.current()
+    store = None
+    if here.rank == 0:
+        store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
+
+    def tell(transport: Transport, all_flags: list[int]) -> int:
+        return max(all_flags)
+
+    port = here.engine.submit(
+        "bench.port", [], tell, flags=store.port if store is not None else 0
+    ).wait()
+    if store is None:
+        store = TCPStore(master, port, here.size, False, _START)
+    torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
+    return torch.distributed.group.WORLD
+
+
+def register_power(model: Any, group: Any) -> None:
+    """Have DDP exchange by PyTorch's PowerSGD hook."""
+    state = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+PLAIN: Final = "plain"
+_ALONE: Final = (PLAIN, "none", "gtopk")
+
+# From a model to what is called in its place, and what steps.
+Way = Callable[[nn.Module], tuple[nn.Module, Any]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Medians over the rounds.
+
+    step_seconds:       of forward, backward and step.
+    over_plain_seconds: of the differences to the plain step of the same round.
+    quartiles:          of these, the lower and the upper.
+    over_plain:         of the ratios to it, less 1.
+    cpu_over_plain:     the same of the process's CPU time, all threads.
+    working_seconds:    of the engine's thread in a step, selection and communication.
+    hidden_share:       of these, what ran before `synchronize`, on the rank that came there last in
+                        each step: those that wait for it hide less, and lose nothing by it. None
+                        where there was nothing.
+    buckets:            how many a step had.
+    """
+
+    name: str
+    step_seconds: float
+    over_plain_seconds: float
+    quartiles: tuple[float, float]
+    over_plain: float
+    cpu_over_plain: float
+    working_seconds: float
+    hidden_share: float | None
+    buckets: int
+
+
+def ways(density: float, group: Any = None) -> dict[str, Way]:
+    """Return every way by name; group: gloo's, for DDP."""
+    gtopk = Compression.gtopk(density)
+
+    def plain(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def ours(compression: Any, overlap: bool = True) -> Way:
+        return lambda model: (
+            model,
+            DistributedOptimizer(
+                plain(model), model.named_parameters(), compression, overlap=overlap
+            ),
+        )
+
+    def ddp(hook: Callable[[Any, Any], None] | None = None, bucket_mb: float | None = None) -> Way:
+        def open_ddp(model: nn.Module) -> tuple[nn.Module, Any]:
+            replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+            if hook is not None:
+                hook(replica, group)
+            return replica, plain(model)
+
+        return open_ddp
+
+    def register_gtopk(model: DistributedDataParallel, _: Any) -> None:
+        model.register_comm_hook(GTopKState(density), gtopk_hook)
+
+    return {
+        PLAIN: lambda model: (model, plain(model)),
+        "none": ours(Compression.none),
+        "fp16": ours(Compression.fp16),
+        "gtopk": ours(gtopk),
+        "auto": ours(Compression.auto(density=density)),
+        "none-late": ours(Compression.none, overlap=False),
+        "gtopk-late": ours(gtopk, overlap=False),
+        "ddp": ddp(),
+        "ddp-powersgd": ddp(register_power, WHOLE_MODEL_MB),
+        "ddp-gtopk": ddp(register_gtopk),
+    }
+
+
+def usual(ranks: int) -> tuple[str, ...]:
+    """Return what is compared unless said otherwise: alone there is nobody to talk to."""
+    return _ALONE if ranks == 1 else (*_ALONE, "auto", "none-late", "gtopk-late", "ddp")
+
+
+class Contender:
+    """A model and what steps it."""
+
+    def __init__(self, name: str, way: Way, compute: Compute) -> None:
+        self.name = name
+        self._compute = compute
+        self.model, self.optimizer = way(compute.make())
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.working: list[float] = []
+        self.hidden: list[float] = []
+
+    def step(self, counts: bool) -> None:
+        """Take a step, and note what it took where it counts."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.optimizer.zero_grad()
+        self._compute.backward(self.model)
+        self.optimizer.step()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        if not counts:
+            return
+        self.wall.append(wall)
+        self.cpu.append(cpu)
+        if (report := getattr(self.optimizer, "last_step", None)) is not None:
+            self.working.append(report.working_seconds)
+            self.hidden.append(report.hidden_seconds)
+
+    def record(self, plain: Contender) -> Record:
+        """Return what was measured, beside the plain optimizer's steps; all ranks call it."""
+        report = getattr(self.optimizer, "last_step", None)
+        everyones = allgather_object([self.working, self.hidden])
+        # By step: what the rank that had least to wait for after backward did, and hid.
+        exposed = [
+            min((w - h, w) for w, h in step)
+            for step in zip(*(zip(*rank, strict=True) for rank in everyones), strict=True)
+        ]
+        working = sum(w for _, w in exposed)
+        above = [mine - its for mine, its in zip(self.wall, plain.wall, strict=True)]
+        first, _, third = statistics.quantiles(above, n=4) if len(above) > 1 else above * 3
+        return Record(
+            name=self.name,
+            step_seconds=statistics.median(self.wall),
+            over_plain_seconds=statistics.median(above),
+            quartiles=(first, third),
+            over_plain=_over(self.wall, plain.wall),
+            cpu_over_plain=_over(self.cpu, plain.cpu),
+            working_seconds=statistics.median(self.working) if self.working else 0.0,
+            hidden_share=1.0 - sum(e for e, _ in exposed) / working if exposed else None,
+            buckets=report.buckets if report is not None else 0,
+        )
+
+
+def _over(mine: list[float], plain: list[float]) -> float:
+    return statistics.median(m / p for m, p in zip(mine, plain, strict=True)) - 1.0
+
+
+def measure(
+    compute: Compute,
+    compared: Mapping[str, Way],
+    rounds: int,
+    progress: Callable[[str], None] = silent,
+    warm_up: int = 3,
+) -> list[Record]:
+    """Return a record of every way; the first is what the others are compared with.
+
+    Each round takes one step of every way, in an order that turns from round to round. All ranks
+    begin a step together.
+    """
+    contenders = [Contender(name, way, compute) for name, way in compared.items()]
+    for done in range(-warm_up, rounds):
+        turn = done % len(contenders)
+        for contender in (*contenders[turn:], *contenders[:turn]):
+            allgather_object(None)
+            contender.step(counts=done >= 0)
+        progress(f"round {done + 1} of {rounds}" if done >= 0 else "warming up")
+    progress("")
+    return [contender.record(contenders[0]) for contender in contenders]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = bench_parser(
+        "optimizer",
+        "Time training steps of a plain optimizer and of distributed ones, in turn in "
+        "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
+        "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
+        launched=True,
+    )
+    described.add_argument(
+        "--model",
+        choices=[*NETWORKS, *SHAPES],
+        default="resnet20",
+        help="a network, or shapes whose gradients cost a copy and nothing else; default: "
+        "%(default)s",
+    )
+    described.add_argument(
+        "--batch", type=int, default=32, help="of a network; default: %(default)s"
+    )
+    add_words(
+        described,
+        "--ways",
+        one_of(ways(0.5)),
+        metavar="WAY",
+        help=f"of {', '.join(ways(0.5))}; plain is always there; default: {', '.join(usual(1))}, "
+        f"and on several ranks {', '.join(usual(2)[len(usual(1)) :])}",
+    )
+    described.add_argument(
+        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+    )
+    described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    options = parser().parse_args(arguments)
+    for name in ("batch", "rounds"):
+        if getattr(options, name) < 1:
+            return refuse("optimizer", f"--{name} must be at least 1, got {getattr(options, name)}")
+    torch.set_num_threads(1)
+    world.init()
+    here = world.current()
+    names = dict.fromkeys([PLAIN, *(options.ways or usual(here.size))])
+    group = None
+    if any(name.startswith("ddp") for name in names):
+        master = here.engine.submit("bench.gloo", [], lambda t, flags: own_host(t)).wait()
+        group = open_gloo(master)
+    known = ways(options.density, group)
+    compute = (
+        shapes(options.model, here.rank)
+        if options.model in SHAPES
+        else real(options.model, options.batch, here.rank)
+    )
+    records = measure(
+        compute,
+        {name: known[name] for name in names},
+        options.rounds,
+        tell if here.rank == 0 else silent,
+    )
+    if here.rank == 0:
+        facts = {
+            "model": options.model,
+            "batch": options.batch,
+            "density": options.density,
+            "ranks": here.size,
+            "transport": here.transport.name,
+            "threads": torch.get_num_threads(),
+            "load": round(os.getloadavg()[0], 1),
+        }
+        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
+        print(table(records))
+        content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
+        write_json(content, options.json)
+    world.shutdown()
+    return 0
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the records as lines of text."""
+    lines = [
+        f"{'':14} {'step':>10} {'above plain, ms (quartiles)':>31} {'over plain':>11} "
+        f"{'CPU over':>9} {'engine':>9} {'hidden':>7} {'buckets':>8}"
+    ]
+    for each in records:
+        hidden = "" if each.hidden_share is None else f"{each.hidden_share:.0%}"
+        lines.append(
+            f"{each.name:14} {1e3 * each.step_seconds:7.1f} ms "
+            f"{_spread(each.over_plain_seconds, each.quartiles):>31} {each.over_plain:+11.1%} "
+            f"{each.cpu_over_plain:+9.1%} {1e3 * each.working_seconds:6.1f} ms {hidden:>7} "
+            f"{each.buckets:8}"
+        )
+    return "\n".join(lines)
+
+
+def _spread(median: float, quartiles: tuple[float, float]) -> str:
+    low, high = quartiles
+    return f"{1e3 * median:+.1f} ({1e3 * low:+.1f} to {1e3 * high:+.1f})"

@@ -1,1 +1,0 @@
-"""`gtopk bench wire`: what each format takes of the link, and what of the processor."""

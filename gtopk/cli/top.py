@@ -1,0 +1,325 @@
+"""`gtopk top`: a table of what each rank of a recorded run does now, with colours on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ..telemetry.lines import path_of, shown
+from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, by_interest
+from ..telemetry.step_report import PARTS, batch, density, parts
+from ..units import bytes_text, count_text, digits, seconds_text
+from .arguments import as_argument, number_in
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECENT: Final = 50  # steps that figures are means of
+SILENT_SECONDS: Final = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A rank's state now; figures are means of its last steps, None where there is none.
+
+    They are of steps of the rank's own optimizer, also where several are recorded as one. None are
+    of what the run went on from: that may have been on other machines.
+
+    state:      "running", "silent" (for how long: silent_seconds), or how it ended.
+    failed:     whether it ended out of order.
+    sent_bytes: a step.
+    density:    the share of the values that it sends.
+    straggler_score: how fast it computes beside the fastest rank, 1.
+    link:       that is emulated, in words; "": step times are of the links that there are.
+    values:     what its script logged last; None for what was not finite.
+    """
+
+    rank: int
+    host: str
+    state: str
+    failed: bool
+    silent_seconds: float
+    step: int | None
+    steps_per_second: float | None
+    step_seconds: dict[str, float] | None
+    sent_bytes: float | None
+    density: float | None
+    samples: int | None
+    straggler_score: float | None
+    residual_norm: float | None
+    skipped: int
+    values: dict[str, float | None]
+    link: str = ""
+
+
+def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
+    """Return the status of each rank."""
+    return [_status(rank, _silent_seconds(folder, rank.rank, now())) for rank in run.ranks]
+
+
+def _silent_seconds(folder: Path, rank: int, now: float) -> float:
+    return max(0.0, now - path_of(folder, rank).stat().st_mtime)
+
+
+def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
+    """Return the most seconds between two lines, where only some steps are written, too."""
+    steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
+    if len(recent) == 1:
+        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not say
+    pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
+    return max([*steps, *pauses], default=0.0)
+
+
+def _status(rank: RankRecord, silent_seconds: float) -> Status:
+    recent = rank.steps[rank.earlier :][-RECENT:]  # without the time between two attempts
+    last = recent[-1].report if recent else None
+    # The first one has measured the links, too.
+    reports = [step.report for step in recent[1:] or recent]
+    own = sum(report.local_steps for report in reports) or len(reports)
+    means = None
+    if reports:
+        found = [parts(report) for report in reports]
+        means = {part: sum(each[part] for each in found) / own for part in PARTS}
+    seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
+    values: dict[str, float | None] = {}
+    for note in rank.values:
+        values |= note.content
+    silent_after_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
+    state = "silent" if silent_seconds > silent_after_seconds else "running"
+    return Status(
+        rank=rank.rank,
+        host=rank.begin["host"],
+        state=rank.end if rank.end is not None else state,
+        failed=rank.end is not None and not rank.in_order,
+        silent_seconds=round(silent_seconds, 1),
+        step=last.step if last else None,
+        steps_per_second=(recent[-1].report.step - recent[0].report.step) / seconds
+        if seconds
+        else None,
+        step_seconds=means,
+        sent_bytes=sum(each.sent_bytes for each in reports) / own if reports else None,
+        density=next((share for each in reversed(reports) if (share := density(each))), None),
+        samples=next((round(size) for each in reversed(reports) if (size := batch(each))), None),
+        straggler_score=rank.scores[-1].content["score"] if rank.scores else None,
+        residual_norm=rank.residuals[-1].content["norm"] if rank.residuals else None,
+        skipped=sum(step.report.skipped for step in rank.steps),
+        values=values,
+        link=rank.begin.get("link", ""),
+    )
+
+
+_HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
+_MORE = ("score", "sent/step", "density", "batch", "residual")
+# What is left out first where a line is too long.
+_DISPENSABLE = (
+    *("residual", "density", "exchange", "host", "batch"),
+    *("sent/step", "score", "wait", "steps/s"),
+)
+_LAST = ("compute", "step takes")  # after what the script has logged
+
+
+def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a row for each rank, in lines of at most `width` where that can be.
+
+    Columns that say nothing are left out; the last, the state, may be longer than its line.
+    """
+    names = by_interest({name for status in statuses for name in status.values})[:2]
+    ours = [*_HEADINGS, *_MORE]
+    headings = [*ours, *names, "state"]
+    if any(status.link for status in statuses):
+        headings[ours.index("step takes")] = "emulated step takes"
+    logged = range(len(ours), len(ours) + len(names))
+    cells = [_row(status, names) for status in statuses]
+    kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
+    for dispensable in (
+        *map(ours.index, _DISPENSABLE),
+        *reversed(logged),
+        *map(ours.index, _LAST),
+    ):
+        lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
+        if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
+            break
+        kept = [place for place in kept if place != dispensable]
+    return [headings[place] for place in kept], [[row[place] for place in kept] for row in cells]
+
+
+def _row(status: Status, names: Sequence[str]) -> list[str]:
+    seconds = status.step_seconds
+    total = sum(seconds.values()) if seconds else 0.0
+
+    def share(part: str) -> str:
+        return f"{100 * seconds[part] / total:.0f} %" if seconds and total else "-"
+
+    state = status.state
+    if state == "silent":
+        state = f"silent for {seconds_text(status.silent_seconds)}"
+    elif state != "running" and not status.failed:
+        state = "ended"
+    if status.skipped:
+        state += f", {status.skipped} skipped"
+    cells = [
+        str(status.rank),
+        status.host,
+        "-" if status.step is None else count_text(status.step),
+        "-" if status.steps_per_second is None else digits(status.steps_per_second),
+        seconds_text(total) if total else "-",
+        share("compute"),
+        share("wait"),
+        share("exchange") if seconds and seconds["exchange"] else "-",
+        "-" if status.straggler_score is None else f"{status.straggler_score:.2g}",
+        "-" if not status.sent_bytes else bytes_text(status.sent_bytes),
+        "-" if status.density is None else f"{status.density:.2g}",
+        "-" if status.samples is None else count_text(status.samples),
+        "-" if status.residual_norm is None else f"{status.residual_norm:.3g}",
+        *(_number(status.values[name]) if name in status.values else "-" for name in names),
+        state,
+    ]
+    return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells]
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4g}"
+
+
+def as_lines(statuses: Sequence[Status]) -> list[str]:
+    """Return the table as lines."""
+    headings, cells = rows(statuses)
+    table = [headings, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -> Table:
+    """Return the table for rich, on a terminal of this width."""
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    headings, cells = rows(statuses, width)
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        right = heading not in ("host", "state")
+        table.add_column(escape(heading), justify="right" if right else "left", no_wrap=right)
+    for status, row in zip(statuses, cells, strict=True):
+        usual = "red" if status.failed else "dim"
+        style = {"running": "green", "silent": "bold red"}.get(status.state, usual)
+        table.add_row(*map(escape, row[:-1]), Text(row[-1], style=style))
+    return table
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk top",
+        description="Show what each rank of a run is doing, from the record that it writes. On a "
+        "terminal it waits for a run to begin, and refreshes until Ctrl-C or the end of the run.",
+        epilog="example:\n  gtopk top runs/first\n  gtopk top runs/first --once --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
+    described.add_argument("--once", action="store_true", help="show once and exit")
+    described.add_argument(
+        "--every",
+        type=as_argument(number_in("(0, 86400]")),
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between refreshes; default: %(default)s",
+    )
+    described.add_argument("--json", action="store_true", help="print one JSON object per refresh")
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show the run and return the exit code: 1 where there is none."""
+    options = parser().parse_args(arguments)
+    live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    try:
+        snapshots: Iterator[list[Status]] = _snapshots(options.run, options.every)
+        if options.once or not (options.json or live):
+            snapshots = itertools.islice(snapshots, 1)
+        else:
+            _await_run(options.run, options.every)
+        if options.json or options.once or not live:
+            _print(snapshots, options.json)
+        else:
+            _refresh(snapshots, options.run)
+        return 0
+    except ValueError as error:
+        print(f"gtopk top: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gtopk top: ended by Ctrl-C; the run itself goes on", file=sys.stderr)
+        return 0
+
+
+def _await_run(folder: Path, every: float) -> None:
+    """Return when a run has begun to write its record there."""
+    said = False
+    while True:
+        try:
+            Reader(folder, RECENT).read()
+            return
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        except NoRunError:
+            if not said:
+                print(f"gtopk top: waiting for a run to begin in '{folder}'", file=sys.stderr)
+            said = True
+        time.sleep(every)
+
+
+def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
+    """Yield what the ranks do now, again and again until the run is over.
+
+    Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
+    no run to be read.
+    """
+    lacked: list[tuple[str, str]] = []
+    reader = Reader(folder, RECENT)
+    while True:
+        try:
+            run = reader.read()
+            statuses = status_of(run, folder)
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
+        for each in lacks:
+            if each not in lacked:
+                print(f"gtopk top: {': '.join(each)}", file=sys.stderr)
+        lacked = lacks
+        yield statuses
+        if all(rank.end is not None for rank in run.ranks):
+            return
+        time.sleep(every)
+
+
+def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
+    for statuses in snapshots:
+        if as_json:
+            looked = [dataclasses.asdict(status) for status in statuses]
+            print(json.dumps({"unix_seconds": time.time(), "ranks": looked}), flush=True)
+        else:
+            print("\n".join(as_lines(statuses)))
+
+
+def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    # rich itself looks at NO_COLOR; TERM=dumb has no way to draw over a line.
+    console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
+        for statuses in snapshots:
+            live.update(as_table(statuses, shown(f"{folder}"), console.width), refresh=True)

@@ -1,1 +1,0 @@
-"""`gtopk top`: a run while it goes on, one line for each rank."""

@@ -1,0 +1,238 @@
+"""CallServer: where each rank of gtopk.run gets its call and leaves its report.
+
+    rank -> server    its rank           8 bytes
+    server -> rank    preparation, call  two messages (call.pack)
+    rank -> server    report             one message (collect)
+
+They talk over an authenticated connection: both know the job's secret, and bytes of anybody else's
+are an error.
+
+    each     nonce 32                                     random, so that nothing can be replayed
+    message  length 8 | mark 32 | content | mark 32
+
+A mark is HMAC-SHA256 of who sends, the message's number, and its length or its content, under a key
+made of the secret and both nonces. The length is believed, and room made for the content, only
+after its mark was right. Contents are not hidden from who can listen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ... import settings
+from ..launch import LaunchError
+
+_log = logging.getLogger("gtopk")
+
+_NONCE_BYTES: Final = 32
+_MARK_BYTES: Final = 32
+_LENGTH: Final = struct.Struct("<Q")
+_WHO: Final = struct.Struct("<?Qs")  # whether by the one that accepted, the number, the part
+_REPLY_SECONDS: Final = 10.0  # for what takes a peer no time to say
+
+
+class UnauthenticatedError(ConnectionError):
+    """The message is not from an end that knows the secret, or it was changed on the way."""
+
+
+class AuthenticatedConnection:
+    """One end of a connection; the other has the same secret.
+
+    accepted: whether this end took the call, rather than made it.
+    Raises UnauthenticatedError or TimeoutError, the connection closed, where the other end shows no
+    nonce.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, accepted: bool) -> None:
+        self._connection = connection
+        self._accepted = accepted
+        self._sent = self._received = 0
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            connection.settimeout(_REPLY_SECONDS)
+            connection.sendall(mine)
+            other = self._read(_NONCE_BYTES, time.monotonic() + _REPLY_SECONDS)
+        except BaseException:
+            connection.close()
+            raise
+        nonces = other + mine if accepted else mine + other
+        self._key = hmac.digest(secret, b"gtopk channel" + nonces, "sha256")
+
+    def send(self, content: bytes) -> None:
+        """Send a message."""
+        length = _LENGTH.pack(len(content))
+        marks = [
+            self._mark(self._accepted, self._sent, part, text)
+            for part, text in ((b"l", length), (b"c", content))
+        ]
+        self._sent += 1
+        self._connection.settimeout(None)
+        self._connection.sendall(b"".join([length, marks[0], content, marks[1]]))
+
+    def receive(self, most_bytes: int | None = None, *, patiently: bool = True) -> bytes:
+        """Return the next message.
+
+        patiently: wait for it as long as it takes; else for 10 seconds.
+        Raises UnauthenticatedError for one that the other end has not sent, or that is longer.
+        """
+        deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
+        length = self._read(_LENGTH.size, deadline)
+        self._check(b"l", length, deadline)
+        (size,) = _LENGTH.unpack(length)
+        if most_bytes is not None and size > most_bytes:
+            raise UnauthenticatedError(f"a message may have {most_bytes} bytes here, got {size}")
+        content = self._read(size, deadline)
+        self._check(b"c", content, deadline)
+        self._received += 1
+        return content
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:
+        expected = self._mark(not self._accepted, self._received, part, text)
+        if not hmac.compare_digest(self._read(_MARK_BYTES, deadline), expected):
+            raise UnauthenticatedError(
+                "the other end does not know the secret, or somebody is between"
+            )
+
+    def _mark(self, by_accepted: bool, number: int, part: bytes, text: bytes) -> bytes:
+        return hmac.digest(self._key, _WHO.pack(by_accepted, number, part) + text, "sha256")
+
+    def _read(self, size: int, deadline: float | None) -> bytes:
+        content = bytearray()
+        while len(content) < size:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"{size} bytes were to come within {_REPLY_SECONDS:g} s")
+            self._connection.settimeout(left)
+            chunk = self._connection.recv(min(size - len(content), 1 << 20))
+            if not chunk:
+                raise UnauthenticatedError("the other end has closed the connection")
+            content += chunk
+        return bytes(content)
+
+
+RANK: Final = struct.Struct("<q")
+_BACKLOG: Final = 4096  # ranks, and strangers, that call at once
+_BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
+
+
+class CallServer:
+    """Hands the same call to every rank and collects their reports; a thread for each of them.
+
+    came, left, reports: the ranks that have come, those that have gone, in that order, and what
+    they reported. Guarded by `changed`.
+    """
+
+    def __init__(self, ranks: int, messages: Sequence[bytes], host: str = "127.0.0.1") -> None:
+        self.changed = threading.Condition()
+        self.came: set[int] = set()
+        self.left: list[int] = []
+        self.reports: dict[int, bytes] = {}
+        self._ranks = ranks
+        self._messages = messages
+        self._refused: set[str] = set()  # hosts, told of once each
+        self._closed = False
+        self._secret = secrets.token_bytes(32)
+        self._server = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._address = f"{host}:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, name="gtopk-run-calls", daemon=True)
+        self._thread.start()
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which ranks find the call server, and are known there."""
+        return {
+            settings.RUN_ADDRESS.name: self._address,
+            settings.RUN_SECRET.name: self._secret.hex(),
+        }
+
+    def close(self) -> None:
+        """Receive nobody any more."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+        self._thread.join()
+        self._server.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                visitor, (host, _) = self._server.accept()
+            except OSError:  # closed; or strangers hold all the files that this process may have
+                time.sleep(0.0 if self._closed else _BREATH_SECONDS)
+                continue
+            threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
+
+    def _receive(self, visitor: socket.socket, host: str) -> None:
+        try:
+            connection = AuthenticatedConnection(visitor, self._secret, accepted=True)
+        except OSError as error:
+            self._refuse(host, error)
+            return
+        rank = None
+        try:
+            (number,) = RANK.unpack(connection.receive(RANK.size, patiently=False))
+            with self.changed:
+                if not 0 <= number < self._ranks or number in self.came:
+                    return
+                rank = number
+                self.came.add(rank)
+                self.changed.notify()
+            for message in self._messages:
+                connection.send(message)
+            report = connection.receive()
+            with self.changed:
+                self.reports[rank] = report
+                self.changed.notify()
+        except (OSError, struct.error) as error:  # of a rank that has died, `left` tells
+            if rank is None:
+                self._refuse(host, error)
+        finally:
+            connection.close()
+            if rank is not None:
+                with self.changed:
+                    self.left.append(rank)
+                    self.changed.notify()
+
+    def _refuse(self, host: str, error: Exception) -> None:
+        """Say that somebody else came, once for each host."""
+        with self.changed:
+            known = host in self._refused
+            self._refused.add(host)
+        if not known:
+            _log.warning("gtopk.run: a visitor from %s is no rank and is refused: %s", host, error)
+
+
+def visit(address: str, secret: str, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
+    """Return the connection to the call server, and the two messages that it has for this rank."""
+    host, _, port = address.rpartition(":")
+    stream = socket.create_connection((host, int(port)))
+    connection = AuthenticatedConnection(stream, bytes.fromhex(secret), accepted=False)
+    try:
+        connection.send(RANK.pack(rank))
+        return connection, connection.receive(), connection.receive()
+    except OSError:
+        connection.close()
+        raise
+
+
+def own_address(other: str) -> str:
+    """Return the address under which this host is reached from another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))  # sends nothing
+        except OSError as error:
+            raise LaunchError(f"there must be a way to host '{other}', got: {error}") from None
+        address: str = probe.getsockname()[0]
+    return address

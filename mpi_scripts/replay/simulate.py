@@ -1,0 +1,160 @@
+"""Simulate: a reduction's trace on a platform, by the Python on this machine that has SimGrid.
+
+Platform: a tree of hosts, switches and sites, as SimGrid is told to make it.
+
+site 0                            site 1        far       between sites
+switch          switch            ...           uplink    of a switch, to all others of a site
+node  node ...  node  node ...                  link      of a node, shared by its ranks
+rank rank                                       inside    of a rank, to its own node
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from collectives.cost import Link
+from collectives.planning import Network
+from gtopk import settings
+
+from .traces import Profile, Trace
+
+NODES_PER_SWITCH = 32
+MOST_NODES_PER_SWITCH = 1 << 20
+_AT_ONCE = 1e15  # bytes a second of a link on which bytes take no time
+
+
+class Platform(NamedTuple):
+    """A network's ranks on a tree.
+
+    oversubscription: of a switch's uplink: its nodes' links over it; 1: nothing is lost there.
+    sites: over which the switches are dealt; far: the link of each, to the others.
+    """
+
+    network: Network
+    nodes_per_switch: int = NODES_PER_SWITCH
+    oversubscription: float = 1.0
+    sites: int = 1
+    far: Link | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for a tree that cannot be."""
+        if self.nodes_per_switch < 1 or self.oversubscription < 1.0:
+            raise ValueError("a switch needs a node, and an uplink no wider than its nodes' links")
+        if self.nodes_per_switch > MOST_NODES_PER_SWITCH:
+            raise ValueError(f"nodes of a switch must be at most {MOST_NODES_PER_SWITCH:,}")
+        if not 1 <= self.sites <= len(self.switches()):
+            raise ValueError(
+                f"sites must lie in 1..{len(self.switches())}, the number of switches, got "
+                f"{self.sites}; --nodes-per-switch makes more of them"
+            )
+        if self.sites > 1 and self.far is None:
+            raise ValueError("several sites need a link between them: --site-bandwidth")
+
+    def switches(self) -> list[list[list[int]]]:
+        """Return ranks by node, by switch."""
+        ranks, per_node = range(self.network.ranks), self.network.ranks_per_node
+        nodes = [list(ranks[first : first + per_node]) for first in ranks[::per_node]]
+        step = self.nodes_per_switch
+        return [nodes[first : first + step] for first in range(0, len(nodes), step)]
+
+    def record(self) -> dict[str, Any]:
+        """Return what the simulator is told; bandwidths in bytes, latencies in seconds of a hop."""
+        switches = self.switches()
+        dealt = [len(switches) * site // self.sites for site in range(self.sites + 1)]
+        link = _hop(self.network.between)
+        return {
+            "alone": self.network.ranks_per_node == 1,
+            "sites": [switches[first:last] for first, last in itertools.pairwise(dealt)],
+            "inside": _hop(self.network.within or self.network.between),
+            "link": link,
+            "uplink": [link[0] * self.nodes_per_switch / self.oversubscription, 0.0],
+            "far": _hop(self.far) if self.far else None,
+            "burst": self._burst(),
+        }
+
+    def _burst(self) -> list[float]:
+        """Return bytes that pass at once after a pause, and bytes a second that fill it again."""
+        link = self.network.between
+        if not (link.burst_bytes and link.seconds_per_byte):
+            return [0.0, 0.0]
+        if self.network.ranks_per_node > 1:
+            raise ValueError("a link's burst is replayed for one rank a node only")
+        return [link.burst_bytes, 1.0 / link.seconds_per_byte]
+
+
+def _hop(link: Link) -> list[float]:
+    """Return bandwidth and latency of one of the two hops that make up a link."""
+    bandwidth = 1.0 / link.seconds_per_byte if link.seconds_per_byte else _AT_ONCE
+    return [bandwidth, link.latency_seconds / 2]
+
+
+_PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
+
+
+class SimulationError(RuntimeError):
+    """SimGrid is not here, or a replay has failed."""
+
+
+def find_python(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the Python that has SimGrid: GTOPK_SIMGRID_PYTHON's, this one, or the system's.
+
+    Raises SimulationError where none has.
+    """
+    asked = settings.SIMGRID_PYTHON.read(environ)
+    tried = [asked] if asked else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
+    for python in filter(None, tried):
+        try:
+            found = subprocess.run(
+                [python, "-c", "from simgrid import Engine"], capture_output=True, check=False
+            )
+        except OSError:  # none is there, or none that may be run
+            continue
+        if found.returncode == 0:
+            return python
+    raise SimulationError(
+        f"simulating needs SimGrid's Python module, which {', '.join(filter(None, tried))} does "
+        f"not have: apt-get install python3-simgrid (Debian), or name a Python that has it in "
+        f"{settings.SIMGRID_PYTHON.name}"
+    )
+
+
+def simulate(
+    trace: Trace, platform: Platform, python: str, computing: Profile | None = None
+) -> float:
+    """Return the simulated seconds until the last rank is done with its messages.
+
+    computing: what ranks do between them; what lets a burst pass recovers meanwhile. None: nothing.
+    Raises ValueError where it is of another trace, or the trace of another number of ranks.
+    Raises SimulationError where the replay fails.
+    """
+    platform.check()
+    if len(trace) != platform.network.ranks:
+        raise ValueError(f"a trace of {len(trace):,} ranks on {platform.network.ranks:,} of them")
+    if computing is not None and [*map(len, computing)] != [len(each) + 1 for each in trace]:
+        raise ValueError("what ranks compute must be told before each event, and after the last")
+    order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
+    try:
+        done = subprocess.run(
+            [python, str(_PROGRAM)],
+            input=order,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise SimulationError(f"{python} cannot be run: {error.strerror}") from None
+    if done.returncode or not done.stdout:
+        raise SimulationError(
+            f"SimGrid has failed on {len(trace):,} ranks, each a thread of its own, of which a "
+            f"system may allow fewer; exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])

@@ -1,0 +1,272 @@
+"""Traces: what every rank of a reduction sends and receives, in order, recorded from its real code.
+
+    rank 0    to 1: 820 bytes | from 1 | to 2: 820 bytes | from 2
+    rank 1    to 0: 820 bytes | from 0 | to 3: 820 bytes | from 3
+
+The ranks are threads. Where their vectors together would not fit, two smaller reductions of the
+same density are recorded: their messages are the same ones, and a message's bytes are a + b k. Of
+topk-allgather it is two allgathers, of shorter messages: its lists travel as they are.
+Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from collectives import run_ranks
+from collectives.algorithms import ALGORITHMS, Regions
+from collectives.algorithms.regions import QUANTILES_PER_RANK
+from collectives.planning.schedules import SCHEDULES, Order
+from collectives.transports import LocalTransport, local_world
+from collectives.transports.checksum import CHECKSUM_BYTES
+from collectives.transports.recorder import RECEIVED, Event, Recorder
+from collectives.transports.reductions import CHECKED_BYTES, PIECE_BYTES
+from collectives.wire import EXACT, Format, encode
+from gtopk.cli.bench.collectives.cases import picks
+
+# A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
+Trace = list[list[Event]]
+# Of each rank the seconds that it computes before each of its events, and after the last.
+Profile = list[list[float]]
+
+MOST_MESSAGES: Final = 1 << 19
+_MOST_ENTRIES: Final = 1 << 25  # that all ranks hold together, of what they gather at the most
+_FLOAT_BYTES: Final = 4
+_WIDE: Final = 1 << 31  # elements, from which on a position takes 8 bytes, and no longer 4
+_TIMEOUT_SECONDS: Final = 600.0
+_STACK_BYTES: Final = 1 << 18  # of a rank: thousands of the usual 8 MB are more than there is
+# So often a waiting thread asks for Python's lock; thousands that ask 200 times a second do nothing
+# else.
+_TURN_SECONDS: Final = 0.5
+
+
+class Reduction(NamedTuple):
+    """The reduction to record: `selected` of `length` values on each rank; dense: all of them.
+
+    growth: of gtopk, also between nodes.
+    """
+
+    algorithm: str
+    ranks: int
+    length: int
+    selected: int
+    ranks_per_node: int = 1
+    format: Format = EXACT
+    growth: float = 1.0
+
+    @property
+    def messages(self) -> int:
+        """Return about how many there are, but for the words that dense ones are answered with."""
+        order = Order(self.length, self.selected, self.ranks, self.ranks_per_node)
+        return sum(
+            each.senders * each.times
+            for each in SCHEDULES[self.algorithm](order)
+            if each.plain_bytes or self.algorithm != "dense"
+        )
+
+    @property
+    def entries(self) -> int:
+        """Return how many all ranks hold together at the end."""
+        if self.algorithm == "dense":
+            return self.ranks * self.length
+        gathered = self.ranks if self.algorithm == "topk-allgather" else self.growth
+        return round(self.ranks * gathered * self.selected)
+
+    def smaller(self) -> tuple[Reduction, Reduction]:
+        """Return one whose entries fit, and one of half as many, at the same density.
+
+        Long vectors stay longer than 2^31 where raw positions in them take 8 bytes.
+        Dense ones have equal parts for all ranks, which a remainder would weigh on too much, none
+        of them as short as a word, and messages that travel in one piece.
+        """
+        if self.algorithm == "dense":
+            most = min(_MOST_ENTRIES // self.ranks, PIECE_BYTES // _FLOAT_BYTES)
+            part = max(2 * CHECKSUM_BYTES // _FLOAT_BYTES + 2, most // self.ranks)
+            lengths = [part * self.ranks, part // 2 * self.ranks]
+            large, small = (self._replace(length=n, selected=n) for n in lengths)
+            return large, small
+        times = -(-self.entries // _MOST_ENTRIES)
+        least = _WIDE if self.format.indices == "raw" and self.length >= _WIDE else 0
+        large, small = (
+            self._replace(length=max(self.length // n, least), selected=self.selected // n)
+            for n in (times, 2 * times)
+        )
+        return large, small
+
+
+def trace_of(reduction: Reduction) -> Trace:
+    """Return the trace of a reduction.
+
+    Raises ValueError for one that has too many messages, or quantile boundaries.
+    """
+    if reduction.messages > MOST_MESSAGES:
+        raise ValueError(
+            f"{reduction.algorithm} on {reduction.ranks:,} ranks has about "
+            f"{reduction.messages:,} messages, and {MOST_MESSAGES:,} can be replayed"
+        )
+    if reduction.algorithm == "oktopk" and _drawn(reduction.ranks) > _MOST_ENTRIES:
+        raise ValueError(
+            f"oktopk on {reduction.ranks:,} ranks draws its boundaries by "
+            f"{_drawn(reduction.ranks):,} lines, all of them on one machine here, and "
+            f"{_MOST_ENTRIES:,} fit: ask for fewer ranks"
+        )
+    if reduction.entries <= _MOST_ENTRIES:
+        return _record(reduction)
+    if reduction.algorithm == "topk-allgather":
+        return _allgather(reduction)
+    large, small = reduction.smaller()
+    traces = _record(small), _record(large)
+    return _extrapolated(*traces, small.selected, large.selected, reduction.selected)
+
+
+def _drawn(ranks: int) -> int:
+    """Return how many quantile boundaries all ranks of Ok-Topk hold: of each rank, on each rank."""
+    return ranks * ranks * QUANTILES_PER_RANK * ranks
+
+
+def _record(reduction: Reduction) -> Trace:
+    """Run a reduction on threads, and return what they sent."""
+
+    def program(transport: Recorder) -> None:
+        if reduction.algorithm == "dense":
+            transport.allreduce(np.zeros(reduction.length, np.float32))
+            return
+        # Of Ok-Topk that of most steps: those whose boundaries stand.
+        _reduce(reduction, transport, goes=2 if reduction.algorithm == "oktopk" else 1)
+
+    trace = _run(reduction.ranks, program)
+    return _without_words(trace) if reduction.algorithm == "dense" else trace
+
+
+def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
+    """Do a sparse reduction a few times, of which the last is noted."""
+    ranks = range(reduction.ranks)
+    options: dict[str, Any] = {}
+    if reduction.algorithm == "hierarchical":
+        step = reduction.ranks_per_node
+        options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
+    if reduction.algorithm in ("gtopk", "hierarchical"):
+        options["growth"] = reduction.growth
+    if reduction.algorithm == "oktopk":
+        options["regions"] = Regions()
+    reduce: Any = partial(ALGORITHMS[reduction.algorithm], format=reduction.format, **options)
+    mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
+    for _ in range(goes):
+        transport.begin()
+        reduce(mine, reduction.selected, transport)
+
+
+def profile_of(reduction: Reduction) -> Profile:
+    """Return how long the ranks of a sparse reduction compute between their messages here.
+
+    Of a second go, in seconds of a thread: how a reduction's time is spread, not how long it takes
+    elsewhere.
+    """
+
+    def program(transport: LocalTransport) -> list[float]:
+        assert isinstance(transport, Recorder)
+        _reduce(reduction, transport, goes=2)
+        return [*transport.computed, transport.computed_since()]
+
+    return run_ranks(_recorders(reduction.ranks), program)
+
+
+def _allgather(reduction: Reduction) -> Trace:
+    """Return the trace of an allgather of messages that are as long as rank 0's list."""
+
+    def recorded(size: int) -> Trace:
+        message = np.zeros(size, np.uint8)
+        return _run(reduction.ranks, lambda transport: transport.allgather(message))
+
+    return _extrapolated(recorded(1), recorded(2), 1, 2, _list_bytes(reduction))
+
+
+def _list_bytes(reduction: Reduction) -> int:
+    """Return the bytes of rank 0's list: of two shorter ones where it would not fit by itself."""
+    if reduction.selected <= _MOST_ENTRIES // 4:
+        mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
+        return encode(mine, reduction.selected, reduction.format).message.size
+    large, small = reduction._replace(ranks=4).smaller()
+    much, little = _list_bytes(large), _list_bytes(small)
+    share = (reduction.selected - large.selected) / (large.selected - small.selected)
+    return round(much + share * (much - little))
+
+
+def _run(ranks: int, program: Callable[[Recorder], object]) -> Trace:
+    """Run a program on ranks that are threads, and return what they sent."""
+
+    def recorded(transport: LocalTransport) -> list[Event]:
+        assert isinstance(transport, Recorder)
+        program(transport)
+        return transport.events
+
+    stack_bytes, turn_seconds = threading.stack_size(_STACK_BYTES), sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_SECONDS)
+    try:
+        return run_ranks(_recorders(ranks), recorded)
+    finally:
+        threading.stack_size(stack_bytes)
+        sys.setswitchinterval(turn_seconds)
+
+
+def _recorders(ranks: int) -> list[LocalTransport]:
+    return local_world(ranks, _TIMEOUT_SECONDS, kind=Recorder, announces_waits=False)
+
+
+def _without_words(trace: Trace) -> Trace:
+    """Return the trace without checksums, and without the words that a long message has come.
+
+    Words keep a host's messages in order, as those of the simulation are in any case; and whether a
+    message has either hangs on the size of the vector. The latency that they take goes with them.
+    A checksum follows a message that has one: others of its length are as long as blocks are.
+    """
+    words: dict[tuple[int, int], deque[bool]] = defaultdict(deque)  # of each message, in order
+    kept: list[list[Event]] = []
+    for rank, events in enumerate(trace):
+        kept.append([])
+        last: dict[int, int] = defaultdict(int)  # bytes of the message before, to each peer
+        for peer, size in events:
+            if size == RECEIVED:
+                kept[rank].append((peer, size))
+                continue
+            is_checksum = size == CHECKSUM_BYTES and last[peer] >= CHECKED_BYTES
+            last[peer] = size
+            words[rank, peer].append(is_checksum or size == 0)
+            if not words[rank, peer][-1]:
+                kept[rank].append((peer, size))
+    return [
+        [each for each in events if each[1] != RECEIVED or not words[each[0], rank].popleft()]
+        for rank, events in enumerate(kept)
+    ]
+
+
+def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: int) -> Trace:
+    """Return the trace at the wanted size, of those at two smaller ones."""
+    if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
+        raise ValueError(
+            f"the messages on {len(first):,} ranks hang on the size of the vector: ask for fewer "
+            "ranks"
+        )
+    share = (wanted - large) / (large - small)
+
+    def extrapolate(one: Event, two: Event) -> Event:
+        (peer, little), (_, much) = one, two
+        if little == RECEIVED:
+            return one
+        return peer, max(0, round(much + share * (much - little)))
+
+    return [
+        [extrapolate(one, two) for one, two in zip(*rank, strict=True)]
+        for rank in zip(first, second, strict=True)
+    ]
+
+
+def _pattern(events: Sequence[Event]) -> list[tuple[int, bool]]:
+    return [(peer, size == RECEIVED) for peer, size in events]

@@ -1,0 +1,51 @@
+"""Emulated compute takes its time, and its gradients come layer by layer, the last one first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gtopk.cli.bench import workloads as compute
+from gtopk.cli.bench.workloads import real
+from mpi_scripts.scaling.models import PUBLISHED, emulated
+
+
+def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float | int] = []
+    monkeypatch.setattr(compute.time, "sleep", told.append)
+    setting = emulated("vgg16", 100.0, rank=0)
+    model = setting.make()
+    published = PUBLISHED["vgg16"]
+    for number, layer in enumerate(model.layers):
+        for parameter in layer:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, number=number: told.append(number)
+            )
+    setting.backward(model)
+    seconds = [each for each in told if isinstance(each, float)]
+    layers = [each for each in told if isinstance(each, int)]
+    assert sum(seconds) == pytest.approx(published.step_seconds)
+    vectors = {number: len(layer) for number, layer in enumerate(model.layers)}
+    assert layers == [number for number in reversed(vectors) for _ in range(vectors[number])]
+    # A layer's gradients are there when its share is over.
+    assert told[-1 - vectors[0] :] == [seconds[-1], *[0] * vectors[0]]
+
+
+def test_gradients_are_the_same_in_every_step_and_another_ranks_are_others() -> None:
+    settings = [emulated("resnet20", 1000.0, rank) for rank in (0, 1)]
+    models = [setting.make() for setting in settings]
+    gradients = []
+    for setting, model in zip(settings, models, strict=True):
+        for _ in range(2):
+            model.zero_grad()
+            setting.backward(model)
+            gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2])
+
+
+def test_real_compute_computes() -> None:
+    setting = real("resnet20", 1, rank=0)
+    model = setting.make()
+    setting.backward(model)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())

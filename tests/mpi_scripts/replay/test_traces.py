@@ -1,0 +1,115 @@
+"""A trace is what the real code sends: every message, once, and as many bytes as were counted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+
+import pytest
+
+from collectives.transports.checksum import CHECKSUM_BYTES
+from collectives.transports.recorder import RECEIVED
+from mpi_scripts.replay import traces
+from mpi_scripts.replay.traces import Reduction, trace_of
+
+ALGORITHMS = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
+
+
+def reduction(algorithm: str, ranks: int, length: int = 40_000, selected: int = 400) -> Reduction:
+    whole = length if algorithm == "dense" else selected
+    return Reduction(algorithm, ranks, length, whole, 2 if algorithm == "hierarchical" else 1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_message_that_is_sent_is_received(algorithm: str) -> None:
+    for ranks in (1, 2, 3, 5, 8):
+        trace = trace_of(reduction(algorithm, ranks))
+        assert len(trace) == ranks
+        sent = Counter((r, peer) for r, rank in enumerate(trace) for peer, n in rank if n >= 0)
+        heard = Counter((peer, r) for r, rank in enumerate(trace) for peer, n in rank if n < 0)
+        assert sent == heard
+        if algorithm != "hierarchical":  # whose nodes are counted as if they were full
+            assert sum(sent.values()) == reduction(algorithm, ranks).messages
+
+
+def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's threads take turns less often, on smaller stacks, while they are ranks."""
+    monkeypatch.setattr(traces, "picks", lambda *_, **__: 1 / 0)
+    before = sys.getswitchinterval(), threading.stack_size()
+    with pytest.raises(ZeroDivisionError):
+        trace_of(reduction("gtopk", 2))
+    assert (sys.getswitchinterval(), threading.stack_size()) == before
+
+
+def test_words_and_checksums_between_long_messages_are_left_out() -> None:
+    wanted = reduction("dense", 3, 400_000)
+    trace = trace_of(wanted)
+    sent = [size for events in trace for _, size in events if size != RECEIVED]
+    assert len(sent) == wanted.messages
+    assert min(sent) > CHECKSUM_BYTES
+    assert sum(map(len, trace)) == 2 * len(sent)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_what_is_as_short_as_a_checksum_is_sent_all_the_same(ranks: int, block: int) -> None:
+    """Every rank sends the others its own floats, or as many as all blocks but one of two have."""
+    length = block * ranks
+    whole = 4 * length * (ranks - 1) <= 4096  # every rank gets all of them
+    sent = sum(n for rank in trace_of(reduction("dense", ranks, length)) for _, n in rank if n > 0)
+    assert sent == (ranks if whole else 2) * 4 * length * (ranks - 1)
+
+
+def test_a_vector_that_no_machine_holds_is_told_from_shorter_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A billion entries: 8 bytes for each one's position, and 4 for its value."""
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", 1 << 14)
+    length = 10**12
+    for algorithm in ("topk-allgather", "gtopk"):
+        trace = trace_of(Reduction(algorithm, 2, length, length // 1000))
+        ((sent, received),) = {tuple(size for _, size in events) for events in trace}
+        assert received == RECEIVED
+        assert sent == pytest.approx(12e9, rel=1e-6)
+
+
+def test_recursive_doubling_swaps_with_every_distance_in_turn() -> None:
+    for rank, events in enumerate(trace_of(reduction("gtopk", 8))):
+        assert [peer for peer, _ in events] == [rank ^ d for d in (1, 1, 2, 2, 4, 4)]
+        assert [size == RECEIVED for _, size in events] == [False, True] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
+def test_a_large_reduction_is_told_from_two_smaller_ones(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reduction(algorithm, 4, 64_000, 640)
+    recorded = trace_of(wanted)
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", wanted.entries // 4)
+    told = trace_of(wanted)
+    for one, other in zip(recorded, told, strict=True):
+        assert [peer for peer, _ in one] == [peer for peer, _ in other]
+        assert [size for _, size in one] == pytest.approx([size for _, size in other], rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32])
+def test_dense_messages_that_travel_in_pieces_are_told_from_whole_ones(ranks: int) -> None:
+    """Every rank sends all blocks but its own twice: 102 MB of them in all."""
+    length = 25_557_032
+    for events in trace_of(reduction("dense", ranks, length)):
+        sent = sum(size for _, size in events if size != RECEIVED)
+        assert sent == pytest.approx(2 * (ranks - 1) / ranks * 4 * length, rel=1e-3)
+
+
+def test_what_has_too_many_messages_or_lines_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"oktopk on 4,096 ranks has about 1[67],"):
+        trace_of(Reduction("oktopk", 4096, 1000, 10))
+    with pytest.raises(ValueError, match="oktopk on 256 ranks draws its boundaries by 67,108,864"):
+        trace_of(Reduction("oktopk", 256, 1 << 20, 1 << 10))
+
+
+def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("collectives.transports.transport.STALL_WARNING_SECONDS", 0.0)
+    trace_of(reduction("gtopk", 8))
+    assert capsys.readouterr().err == ""
