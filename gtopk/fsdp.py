@@ -252,7 +252,7 @@ class ReplicaState:
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
-        look_at_optimizers(
+        self._clipping = look_at_optimizers(
             self._skips, compression, self._world.rank, says=self._world.rank == 0, way=""
         )
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
@@ -394,6 +394,8 @@ class ReplicaState:
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & _NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
+        if counted:
+            self._clipping.agree(self._skips.parameters(), self.scaler)
 
     def _flags_of_pass(self) -> int:
         """Return what this rank says of the pass that ends."""

@@ -61,6 +61,14 @@ class GTopK(Callback):
         only = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         options: dict[str, Any] = {"optimizer": only, **self._options}
         self.state = GTopKState(self._density, scaler=scaler, **options)
+        if self.state.compression.corrects and trainer.gradient_clip_val:
+            correction = "adam" if self.state.compression.adam_correction else "momentum"
+            raise ValueError(
+                f"with {correction}_correction gradients are steps with momentum by the time that "
+                f"the Trainer would clip them to gradient_clip_val={trainer.gradient_clip_val:g}, "
+                "and far longer: leave gradient_clip_val out, or leave the correction out and have "
+                "configure_optimizers return AdamW, whose gradients are clipped before its moments"
+            )
         if self.state.makes_adam_steps and trainer.gradient_clip_val:
             self._take_over_clipping(self.state, trainer)
         if self._loaded:

@@ -32,7 +32,7 @@ from .grad_scaler import (
     require_scaled,
 )
 from .listener import Listener
-from .momentum import require_one_momentum, tell_of_optimizer
+from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
 from .replicas.check import ReplicaCheck
@@ -80,6 +80,7 @@ class _DistributedOptimizer(Readings):
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
         self._agreed: AgreedSteps | None = None
+        self._clipping = ClippingWatch(options.compression)
         self.last_step: StepReport | None = None
 
     @property
@@ -202,6 +203,7 @@ class _DistributedOptimizer(Readings):
         else:
             self._skipped.end_row()
             self._clip(loss_scale(self.scaler))
+            self._clipping.agree(self._parameter_names, self.scaler)
 
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
@@ -210,6 +212,7 @@ class _DistributedOptimizer(Readings):
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         norm = agreed_norm(gradients) / scale
+        self._clipping.compare(norm, min(norm, allowed))
         if norm > allowed:
             torch._foreach_mul_(
                 [g._values() if g.is_sparse else g for g in gradients], allowed / norm
@@ -253,6 +256,7 @@ class _DistributedOptimizer(Readings):
             )
         self._synchronized = False
         if not self._skip:
+            self._clipping.step(self)
             self._step_wrapped()
         if self._local is not None:
             self._local.restore()

@@ -193,4 +193,6 @@ ended = fit([GTopK(density=0.1)], epochs=3, model=ByAdamW(), path=FOLDER / "1-2.
 assert all(torch.equal(weights(ended), other) for other in hvd.allgather(weights(ended)[None]))
 with pytest.raises(ValueError, match="use 'norm'"):
     fit([GTopK()], model=ByAdamW(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
+with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5, and far longer"):
+    fit([GTopK(momentum_correction=0.9)], gradient_clip_val=0.5)
 print("Lightning goes by gTop-k\n", end="", flush=True)
