@@ -28,13 +28,13 @@ class Wandb:
         self._is_ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
         for names in ("gtopk/*", "gtopk seconds/*"):
-            self._run.define_metric(names, step_metric="gtopk/optim")
+            self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
         """Log lines."""
         for line in lines:
             if values := dict(scalars_of(line)):
-                self._run.log({**values, "gtopk/optim": line["step"]})
+                self._run.log({**values, "gtopk/step": line["step"]})
 
     def close(self) -> None:
         """End the run, if it was begun here."""

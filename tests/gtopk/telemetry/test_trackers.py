@@ -57,12 +57,12 @@ def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None
     sink.take(LINES)
     sink.close()
     assert wandb.begun == ["p"]
-    assert wandb.axes == {"gtopk/*": "gtopk/optim", "gtopk seconds/*": "gtopk/optim"}
+    assert wandb.axes == {"gtopk/*": "gtopk/step", "gtopk seconds/*": "gtopk/step"}
     step, residual, values = wandb.rows
-    assert step == {**dict(scalars_of(LINES[1])), "gtopk/optim": 4}
+    assert step == {**dict(scalars_of(LINES[1])), "gtopk/step": 4}
     assert {"gtopk/sent bytes", "gtopk seconds/wait"} <= set(step)
-    assert residual == {"gtopk/residual norm": 2.5, "gtopk/optim": 5}
-    assert values == {"loss": 0.25, "gtopk/optim": 5}
+    assert residual == {"gtopk/residual norm": 2.5, "gtopk/step": 5}
+    assert values == {"loss": 0.25, "gtopk/step": 5}
     assert wandb.finished == 1
 
 
@@ -118,7 +118,7 @@ def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
 
     sinks = threads(2, program)
     assert wandb.begun == ["p"]
-    assert wandb.rows == [{"loss": 0.5, "gtopk/optim": 3}]
+    assert wandb.rows == [{"loss": 0.5, "gtopk/step": 3}]
     for rank, mine in enumerate(sinks):
         assert [line["what"] for line in mine.lines][:2] == ["begin", "values"]
         assert mine.lines[1]["values"] == {"loss": 0.5 + rank}
@@ -150,7 +150,7 @@ def test_two_ranks_have_one_run_at_wandb_offline(torchrun: Any, tmp_path: Path) 
     rows = list(history(next(run.glob("run-*.wandb")).read_bytes()))
     names = {name for row in rows for name in row}
     assert {"gtopk/sent bytes", "gtopk seconds/wait", "gtopk/residual norm"} <= names
-    steps = [json.loads(row["gtopk/optim"]) for row in rows if "gtopk/sent bytes" in row]
+    steps = [json.loads(row["gtopk/step"]) for row in rows if "gtopk/sent bytes" in row]
     assert steps == [0, 1, 2, 3]
 
 
