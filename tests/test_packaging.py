@@ -26,7 +26,7 @@ from collectives.kernels.device import source
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("collectives", "gtopk")
 CORE_SOURCES = (".cpp", ".hpp")  # packed, and compiled into what is installed
-NEVER_IN_GIT = ("__pycache__", "*.egg-info", "*.so", "build", "dist", "report", ".*")
+NEVER_IN_GIT = ("__pycache__", "*.egg-info", "*.so", "build", "dist", ".*")
 
 
 @pytest.fixture(scope="module")
