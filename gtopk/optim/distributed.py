@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from ..compression import Compression
+from ..compression import Compressing, Compression
 from ..exchange.buckets.parameters import name_parameters, require_trained
 from ..exchange.residual_state import state_before
 from ..reduce_ops import Adasum, Average
@@ -390,7 +390,7 @@ class _DistributedOptimizer(Readings):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
+    compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -410,7 +410,7 @@ def DistributedOptimizer(
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
     adam_steps: Literal["before", "after"] = "before",
     local_residual: bool | None = None,
-) -> Any:
+) -> _DistributedOptimizer:
     """Return the optimizer, its `step` reduced over all ranks.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
@@ -498,10 +498,11 @@ def DistributedOptimizer(
     if op == Adasum:
         if process_set is not global_process_set:
             raise ValueError("op=Adasum is for all ranks: it takes no process_set")
-        return distribute_adasum(
+        by_adasum: Any = distribute_adasum(
             optimizer, named_parameters, compression, backward_passes_per_step, max_skipped_steps
         )
+        return cast(_DistributedOptimizer, by_adasum)  # what scripts call of it is the same
     require_one_momentum(optimizer, options.feedback)
-    distributed = wrap(optimizer, _DistributedOptimizer)
+    distributed: _DistributedOptimizer = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed

@@ -151,8 +151,9 @@ class ClippingWatch:
     """
 
     def __init__(self, compression: object) -> None:
-        corrects = isinstance(compression, ErrorFeedback) and compression.corrects
-        self._compression = compression if corrects else None
+        self._compression: ErrorFeedback | None = None
+        if isinstance(compression, ErrorFeedback) and compression.corrects:
+            self._compression = compression
         self._scaler: Any = None
         self._agreed: AgreedSteps | None = None
         self._norms: dict[torch.Tensor, float] = {}  # of the agreed gradients, where measured
