@@ -485,6 +485,10 @@ def check_widening(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a number from 1 on, got {value}")
 
 
+# What an optimizer takes: how gradients travel, whole in 16 bits say, or a method with a residual.
+Compressing = type[Compressor] | ErrorFeedback
+
+
 class Compression:
     """The choices: `Compression.none`, `.gtopk(density=0.001)`, `.auto(bytes_per_step=1e6)`, ..."""
 

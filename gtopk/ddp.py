@@ -157,7 +157,7 @@ class GTopKState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        look_at_optimizers(
+        self._clipping = look_at_optimizers(
             self._skips,
             self.compression,
             self._world.rank,
@@ -220,8 +220,8 @@ class GTopKState:
             return future.then(self._value_or_failure)
         after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
         write_what_ddp_does_not(bucket.parameters(), buffer)
-        if bucket.is_last() and self._adam is not None:
-            after_ddp(self.accept_gradients)
+        if bucket.is_last():
+            after_ddp(self._end_pass)
         return future
 
     def _submit_clipped(self, handed: _Handed) -> None:
@@ -268,6 +268,12 @@ class GTopKState:
         self._finisher.submit(
             self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
         )
+
+    def _end_pass(self) -> None:
+        """Note, once DDP has written them, what gradients are that the ranks have agreed on."""
+        self.accept_gradients()
+        if self._skips.counted:
+            self._clipping.agree(self._skips.parameters(), self.scaler)
 
     def accept_gradients(self) -> None:
         """Have the optimizer step by what gradients are now, where the hook makes its steps."""

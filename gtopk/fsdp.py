@@ -222,7 +222,7 @@ class ReplicaState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        look_at_optimizers(
+        self._clipping = look_at_optimizers(
             self._skips,
             compression,
             self._world.rank,
@@ -412,6 +412,8 @@ class ReplicaState:
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
+        if counted:
+            self._clipping.agree(self._skips.parameters(), self.scaler)
 
     def _flags_of_pass(self) -> int:
         """Return what this rank says of the pass that ends."""

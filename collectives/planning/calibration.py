@@ -12,6 +12,8 @@
     rates       each for itself                                    0.8
     calls       all                                                0.8, and 0.5 to rest
 
+Over an emulated link nothing is probed within or between nodes: what it carries is known.
+
 The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
 for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is
 long.
@@ -33,6 +35,7 @@ from ..algorithms.outcome import among, put_together
 from ..algorithms.rounding import rounding_error
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
+from ..transports.pacing import link_of_messages
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .core_oversubscription import ranks_per_core
@@ -123,12 +126,17 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     ranks_per_node = max(count for _, count in places)
     in_order = all(first == rank - rank % ranks_per_node for rank, (first, _) in enumerate(places))
 
-    heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
-    inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
-    across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
-    within, between = (_slowest_link(transport, link) for link in (inside, across))
     if transport.size == 1:
         return Network(1, Link(0.0, 0.0)), 1
+    within: Link | None = None
+    between: Link | None = None
+    if transport.link is not None:  # its ranks are a node each
+        between = link_of_messages(transport.link)
+    else:
+        heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
+        inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
+        across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
+        within, between = (_slowest_link(transport, link) for link in (inside, across))
     link = between or within
     assert link is not None  # two ranks are on one node, or two nodes have one each
     size, messages = transport.size, 2 * rounds(transport.size)

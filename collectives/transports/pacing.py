@@ -46,6 +46,12 @@ def wire_bytes(message_bytes: int) -> int:
     return message_bytes + segments * _HEADER_BYTES
 
 
+def link_of_messages(link: Link) -> Link:
+    """Return what a link is to messages, whose bytes do not count packets and frames."""
+    per_byte = (1 + _HEADER_BYTES / _SEGMENT_BYTES) * link.seconds_per_byte
+    return Link(link.latency_seconds + _HEADER_BYTES * link.seconds_per_byte, per_byte)
+
+
 class Clock(Protocol):
     """Seconds that are the same on all ranks."""
 

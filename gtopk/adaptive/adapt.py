@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, overload
 
+import torch
 from torch.utils.data import DataLoader
 
 from ..exchange.automatic import hides_behind_backward
@@ -71,16 +72,68 @@ MODES: Final[Mapping[str, Mode]] = {
 }
 
 
+@overload
 def adapt(
     loader: DataLoader[Any],
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
+    mode: Literal["balanced"] = ...,
+    *,
+    global_batch: int | None = None,
+    order: Order | None = None,
+    timer: Timer | None = None,
+    **options: Any,
+) -> BalancedLoader: ...
+
+
+@overload
+def adapt(
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
+    mode: Literal["abs"],
+    *,
+    global_batch: int | None = None,
+    order: Order | None = None,
+    timer: Timer | None = None,
+    **options: Any,
+) -> DelayedLoader: ...
+
+
+@overload
+def adapt(
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
+    mode: Literal["adaptive-sgd"],
+    *,
+    global_batch: int | None = None,
+    order: Order | None = None,
+    timer: Timer | None = None,
+    **options: Any,
+) -> MergingLoader: ...
+
+
+@overload
+def adapt(
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
+    mode: Literal["hogbatch", "adaptive-hogbatch"],
+    *,
+    global_batch: int | None = None,
+    order: Order | None = None,
+    timer: Timer | None = None,
+    **options: Any,
+) -> HogbatchLoader: ...
+
+
+def adapt(
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
     mode: Literal["balanced", "abs", "adaptive-sgd", "hogbatch", "adaptive-hogbatch"] = "balanced",
     *,
     global_batch: int | None = None,
     order: Order | None = None,
     timer: Timer | None = None,
     **options: Any,
-) -> Any:
+) -> Adapted:
     """Return a loader in place of `loader`, whose batches follow the ranks' speeds.
 
     The ranks' batches are disjoint and together every sample once an epoch, whatever sampler the

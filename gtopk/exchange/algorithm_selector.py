@@ -8,6 +8,9 @@
                 as soon as they take no more than a PREMIUM of the time that has passed, for the
                 model may be wrong by any factor where short messages do not tell a link's
                 bandwidth. And again where links prove faster than when it was measured
+    confirm     what one window says against what runs another one has to say, too, of
+                FIRST_WINDOW steps: on a busy machine a window may be twice as slow as the next.
+                Only what takes over CLEARLY times as long as another is left at once
 
 A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
 updates make a training of so many steps take (`planning.convergence_delay`): what counts is when
@@ -91,6 +94,10 @@ class AlgorithmSelector:
         self.window = FIRST_WINDOW
         self.probing = False
         self.switches = 0
+        self._doubted = False  # what runs, by the last window
+        # By algorithm: least seconds on the wire since dense was measured, or as expected then.
+        self._fastest: dict[str, float] = {}
+        self._is_faster = False  # by a third than that, in the last window
         self._elsewhere = Correction()  # of what has not run: links and machine as last measured
         self._dense_at_best = 1.0  # correction of dense's seconds while it has not run
         self._passed_seconds = 0.0  # in the windows that were measured, with all else of a step
@@ -154,6 +161,7 @@ class AlgorithmSelector:
         choices = self._choices()
         if (dense := self._probe(choices, cost)) is not None:
             self.switches += 1
+            self._doubted = False
             return dense.candidate
         dense_wins = any(
             each.candidate.algorithm == "dense" and self._is_cheaper(each, cost) for each in choices
@@ -164,12 +172,21 @@ class AlgorithmSelector:
             or moved
             or hides_otherwise
             or probed
+            or self._doubted
             or (dense_wins and "dense" in self.corrections)
         )
         if not (doubtful and self._is_worth(best, cost, moved)):
-            self.window = FIRST_WINDOW if probed else min(2 * self.window, LONGEST_WINDOW)
+            self._doubted = False
+            again = probed or self._is_faster
+            self.window = FIRST_WINDOW if again else min(2 * self.window, LONGEST_WINDOW)
+            return running.candidate
+        at_once = probed or moved or CLEARLY * self._cost(best.seconds, best) < cost
+        if not (at_once or self._doubted):
+            self._doubted = True
+            self.window = FIRST_WINDOW
             return running.candidate
         # Where it was in doubt it may be again: the more switches, the later the next.
+        self._doubted = False
         self.switches += 0 if probed else 1
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
         return best.candidate
@@ -203,16 +220,23 @@ class AlgorithmSelector:
         self.corrections[algorithm] = correction
         wire, believed = measured.communicate_seconds, self.chosen.communicate_seconds
         measured_dense = None
-        if algorithm != "dense" and believed - wire > APART * believed:
-            # Measured while links were slower, perhaps: by as much as this wire's at the most.
+        if algorithm == "dense":
+            self._fastest.clear()
+        slow = self._fastest.setdefault(algorithm, believed)
+        was_faster, self._is_faster = self._is_faster, slow - wire > APART * slow
+        if not self._is_faster:
+            self._fastest[algorithm] = min(slow, wire)
+        elif was_faster and algorithm != "dense":
+            # Dense was measured while links were slower, perhaps: by as much as this wire's.
+            self._fastest[algorithm], self._is_faster = wire, False
             measured_dense = self.corrections.pop("dense", None)
         if apart and algorithm == "dense":  # which tells of the links only
             self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
         elif apart:
             self._elsewhere = correction
-            if measured_dense is not None:
-                self._dense_at_best = measured_dense.communicate * wire / believed
-                return
+        if measured_dense is not None:
+            self._dense_at_best = measured_dense.communicate * wire / slow
+        elif apart and algorithm != "dense":
             # Of links too slow or too fast by an unknown share of latency and bandwidth, the best
             # for dense: what is not latency as calibrated is the bytes'.
             of_bytes = expected.communicate_seconds - expected.latency_seconds

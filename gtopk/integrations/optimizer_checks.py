@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compression import ErrorFeedback
-from ..optim.momentum import require_one_momentum, tell_of_optimizer
+from ..optim.momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from ..optim.wrapped.adam_step import adam_before, require_plain
 from .hook_skips import HookSkips
 
@@ -58,18 +58,21 @@ def look_at_optimizers(
     says: bool,
     way: str,
     stepped: torch.optim.Optimizer | None = None,
-) -> None:
+) -> ClippingWatch:
     """Look once at each optimizer that steps a parameter of the model, as long as the hook lives.
 
+    Returns what looks at each step, whether gradients were clipped: the hook tells it of passes.
     rank: in the world. says: also say what is better done before the selection.
     way: how to have the hook make an Adam's steps, in words.
     stepped: the optimizer whose steps the hook makes, which is the only one then.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
+    clipping = ClippingWatch(compression)
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
     def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
         if optimizer in seen:
+            clipping.step(optimizer)
             return
         parameters = ours.parameters()
         theirs = (p for group in optimizer.param_groups for p in group["params"])
@@ -87,5 +90,7 @@ def look_at_optimizers(
                     takes = adam_before(optimizer, compression) is not None
                     tell_of_optimizer(optimizer, compression, way if takes else "")
             seen.add(optimizer)
+            clipping.step(optimizer)
 
     _watch(skips, look)
+    return clipping

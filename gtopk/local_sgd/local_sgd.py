@@ -28,7 +28,7 @@ import torch
 
 from collectives.wire import NOTHING_CODED
 
-from ..compression import Compression, ErrorFeedback, check_count
+from ..compression import Compressing, Compression, ErrorFeedback, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
@@ -411,12 +411,12 @@ def LocalSGD(
     optimizer: torch.optim.Optimizer,
     inner_steps: int | None,
     outer: Outer | None = None,
-    compression: Any = Compression.none,
+    compression: Compressing = Compression.none,
     *,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     process_set: ProcessSet = global_process_set,
     max_skipped_steps: int = 10,
-) -> Any:
+) -> _LocalSGD:
     """Return the optimizer, stepping on each rank by itself, and every so many steps with all.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
@@ -462,7 +462,7 @@ def LocalSGD(
     if not world.is_initialized():
         world.init()
     outer = outer or (averaging if isinstance(compression, ErrorFeedback) else nesterov)
-    distributed = wrap(optimizer, _LocalSGD)
+    distributed: _LocalSGD = wrap(optimizer, _LocalSGD)
     distributed._distribute(
         named_parameters, inner_steps, outer, compression, process_set, max_skipped_steps
     )

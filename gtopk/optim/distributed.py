@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from ..compression import Compression
+from ..compression import Compressing, Compression
 from ..exchange.buckets.parameters import name_parameters, require_trained
 from ..exchange.residual_state import state_before
 from ..reduce_ops import Adasum, Average
@@ -32,7 +32,7 @@ from .grad_scaler import (
     require_scaled,
 )
 from .listener import Listener
-from .momentum import require_one_momentum, tell_of_optimizer
+from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
 from .replicas.check import ReplicaCheck
@@ -80,6 +80,7 @@ class _DistributedOptimizer(Readings):
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
         self._agreed: AgreedSteps | None = None
+        self._clipping = ClippingWatch(options.compression)
         self.last_step: StepReport | None = None
 
     @property
@@ -202,6 +203,7 @@ class _DistributedOptimizer(Readings):
         else:
             self._skipped.end_row()
             self._clip(loss_scale(self.scaler))
+            self._clipping.agree(self._parameter_names, self.scaler)
 
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
@@ -210,6 +212,7 @@ class _DistributedOptimizer(Readings):
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         norm = agreed_norm(gradients) / scale
+        self._clipping.compare(norm, min(norm, allowed))
         if norm > allowed:
             torch._foreach_mul_(
                 [g._values() if g.is_sparse else g for g in gradients], allowed / norm
@@ -253,6 +256,7 @@ class _DistributedOptimizer(Readings):
             )
         self._synchronized = False
         if not self._skip:
+            self._clipping.step(self)
             self._step_wrapped()
         if self._local is not None:
             self._local.restore()
@@ -386,7 +390,7 @@ class _DistributedOptimizer(Readings):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
+    compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -406,7 +410,7 @@ def DistributedOptimizer(
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
     adam_steps: Literal["before", "after"] = "before",
     local_residual: bool | None = None,
-) -> Any:
+) -> _DistributedOptimizer:
     """Return the optimizer, its `step` reduced over all ranks.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
@@ -494,10 +498,11 @@ def DistributedOptimizer(
     if op == Adasum:
         if process_set is not global_process_set:
             raise ValueError("op=Adasum is for all ranks: it takes no process_set")
-        return distribute_adasum(
+        by_adasum: Any = distribute_adasum(
             optimizer, named_parameters, compression, backward_passes_per_step, max_skipped_steps
         )
+        return cast(_DistributedOptimizer, by_adasum)  # what scripts call of it is the same
     require_one_momentum(optimizer, options.feedback)
-    distributed = wrap(optimizer, _DistributedOptimizer)
+    distributed: _DistributedOptimizer = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed

@@ -71,10 +71,15 @@ def _on_gpu(scaler: Any) -> torch.Tensor | None:
     return scale if scale is not None and scale.is_cuda else None
 
 
+def is_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the scaler has unscaled this optimizer's gradients in the step that goes on."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
+
+
 def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError where the scaler has unscaled the gradients before they are reduced."""
-    states = getattr(scaler, "_per_optimizer_states", {})
-    if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+    if is_unscaled(scaler, optimizer):
         raise ValueError(_unscale_between("it has unscaled them before they were reduced"))
 
 

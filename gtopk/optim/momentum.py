@@ -1,19 +1,38 @@
 """Momentum before the selection, by the compression, or behind it, by the optimizer: not both.
 
-What is refused, and what is said of an optimizer where it is behind one.
+What is refused, and what is said of an optimizer where it is behind one, and of clipping what a
+correction has made.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ..compression import ErrorFeedback, SparseCompression
+from ..runtime.logs import EVERYWHERE
+from .grad_scaler import is_unscaled, loss_scale
+from .weights import norm_of
+from .wrapped.adam_step import AgreedSteps
 
 _log = logging.getLogger("gtopk")
+
+# Clipping that is meant removes less, also of a momentum of ten gradients.
+_FAR_SHORTER: Final = 0.1
+_IN_A_ROW: Final = 3
+_FIRST, _EVERY = 20, 50  # passes that are measured
+_INSTEAD: Final = (
+    "Leave clipping out, or give DistributedOptimizer local_clip_norm=, which clips each rank's "
+    "gradients before the momentum"
+)
+_INSTEAD_OF_ADAM: Final = (
+    "Leave clipping out, or give AdamW itself in place of SGD and adam_correction: "
+    "global_clip_norm= then clips the mean gradient before the moments"
+)
 
 
 def require_one_momentum(
@@ -121,3 +140,83 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
     if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
         return ""
     return f", and {1 / (1 - momentum):.3g} times the weight_decay"
+
+
+class ClippingWatch:
+    """Warns, once, where a script clips what a correction has made steps of.
+
+    Those are far longer than gradients: a norm that is right for gradients takes away nearly all of
+    them, and training stands still. Norms are measured only while somebody changes gradients
+    between the exchange and the optimizer's step, and never without a correction.
+    """
+
+    def __init__(self, compression: object) -> None:
+        self._compression: ErrorFeedback | None = None
+        if isinstance(compression, ErrorFeedback) and compression.corrects:
+            self._compression = compression
+        self._scaler: Any = None
+        self._agreed: AgreedSteps | None = None
+        self._norms: dict[torch.Tensor, float] = {}  # of the agreed gradients, where measured
+        self._is_changing = False  # somebody changes them
+        self._passes = self._short = 0  # in which they are; in a row, with far too short ones
+
+    def agree(self, parameters: Iterable[torch.Tensor], scaler: Any) -> None:
+        """Note that these parameters' gradients are what the ranks have agreed on.
+
+        scaler: the GradScaler whose scale they have, or None.
+        """
+        if self._compression is None:
+            return
+        stepped = [each for each in parameters if each.grad is not None]
+        self._agreed, self._norms, self._scaler = AgreedSteps(stepped), {}, scaler
+        self._passes += self._is_changing
+        if self._is_changing and (self._passes <= _FIRST or self._passes % _EVERY == 0):
+            self._norms = {each: _norm([each], loss_scale(scaler)) for each in stepped}
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the gradients that an optimizer is about to step with."""
+        if self._compression is None or (agreed := self._agreed) is None:
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        # torch counts no changes of a DTensor.
+        self._is_changing = any(agreed.is_changed(p) or p.grad is not _local(p) for p in stepped)
+        if not self._is_changing:
+            return
+        measured = [each for each in stepped if each in self._norms and each.grad is not None]
+        if measured:
+            scale = 1.0 if is_unscaled(self._scaler, optimizer) else loss_scale(self._scaler)
+            before = math.hypot(*(self._norms[each] for each in measured))
+            self.compare(before, _norm(measured, scale))
+
+    def compare(self, agreed: float, applied: float) -> None:
+        """Compare the norms of what was agreed on and of what is stepped with."""
+        if self._compression is None or not math.isfinite(agreed):
+            return
+        self._short = self._short + 1 if applied < _FAR_SHORTER * agreed else 0
+        if self._short < _IN_A_ROW:
+            return
+        adam = self._compression.adam_correction
+        name = "adam_correction" if adam else "momentum_correction"
+        _log.warning(
+            "gradients are clipped to %.2g of their norm, and are no gradients by then: "
+            "%s=%s has made steps of them, which are far longer, so that the model hardly learns. "
+            "%s (docs/change-your-script.md#clipping)",
+            applied / agreed,
+            name,
+            getattr(self._compression, name),
+            _INSTEAD_OF_ADAM if adam else _INSTEAD,
+            extra=EVERYWHERE,
+        )
+        self._compression = None  # said once
+
+
+def _norm(parameters: Iterable[torch.Tensor], scale: float) -> float:
+    """Return that of their gradients, of a shard on this rank where they are sharded."""
+    gradients = map(_local, parameters)
+    return norm_of([each for each in gradients if each is not None]) / scale
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient, or what of it is on this rank."""
+    gradient: torch.Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
+    return gradient

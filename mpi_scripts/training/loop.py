@@ -133,6 +133,7 @@ def train(training: Training) -> None:
                 group["lr"] = rate * training.schedule(at)
             tally.loss_sum += _step(training, optimizer, batches)
             tally.step, tally.made, done = tally.step + 1, tally.made + 1, done + 1
+            assert optimizer.last_step is not None
             tally.sent_bytes += optimizer.last_step.sent_bytes
             tally.counted &= optimizer.last_step.bytes_counted
             tally.seconds += time.perf_counter() - begun

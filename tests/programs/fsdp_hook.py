@@ -384,6 +384,21 @@ def _with_mean_gradients(model: torch.nn.Module, step: int) -> torch.nn.Module:
     return other
 
 
+def test_clipping_is_warned_of_that_takes_away_what_a_correction_has_made() -> None:
+    model, _ = sharded(0.5, adam_correction=BETAS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    said = [text for text in logged(steps) if "are no gradients by then" in text]
+    assert len(said) == 1  # on every rank, and seen on the first
+
+
 def test_what_was_held_back_by_module_is_loaded() -> None:
     """As earlier versions of gtopk saved it."""
     (model, state), (_, resumed) = sharded(0.05, momentum_correction=0.9), sharded(0.05)

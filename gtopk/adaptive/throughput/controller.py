@@ -11,6 +11,9 @@
     spread of a few per cent: 16 windows of HOLD together are not, and may move sizes once more.
     A size beyond what a rank's memory holds is cut in HOLD, too.
 
+    All three bounds are higher where the machine is noisy, and a spread of less than half a
+    millisecond is none: that is nobody's speed.
+
 spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
 in the same order and computes the same sizes: there is no coordinator.
 """
@@ -32,6 +35,10 @@ EVEN: Final = 0.05
 STILL_EVEN: Final = 0.10
 APART: Final = 0.30
 FINE_SHARE: Final = 0.10
+LEAST_SECONDS: Final = 5e-4  # by which ranks must end apart: less is the operating system's
+# Of equal ranks the spread is usually below as many times what windows differ by anyway.
+NOISE_IN_SPREAD: Final = 2.0
+NOISE_WINDOWS: Final = 4
 LEAST_GAIN: Final = 0.02
 FINE_WINDOWS: Final = 2
 # Of as many windows the means are four times as sure as one window is, and worth half the gain.
@@ -76,6 +83,7 @@ class Controller:
         self._fine_left = 0
         self._last_moves = [0] * len(sizes)
         self._damping = [1.0] * len(sizes)
+        self._surprises: list[list[float]] = []  # each rank's, in the last windows
 
     def counts(self, step: int) -> bool:
         """Tell whether the time of this step belongs to the window."""
@@ -99,6 +107,7 @@ class Controller:
     def _choose(self, windows: Sequence[Window]) -> list[int]:
         now = [window.size for window in windows]
         seconds = [window.seconds if window.size else 0.0 for window in windows]
+        self._note_surprises(now, seconds)
         changed = [
             model.observe(size, each)
             for model, size, each in zip(self._models, now, seconds, strict=True)
@@ -107,12 +116,15 @@ class Controller:
             self._fine_left = 0
         spread = spread_of(seconds)
         limits = self._limits(windows)
+        busy = [each for each in seconds if each]
+        if max(busy) - min(busy) < LEAST_SECONDS:
+            spread = 0.0
         if self._stays(spread):
             return self._refined(now, seconds, limits)
         self._held.clear()
         measured = Measured(now, seconds, self.costs())
         wanted = self.policy(measured, limits)
-        if spread > APART and not self._fine_left:
+        if spread > self._above(APART) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
             self._last_moves = [0] * len(now)
             self._damping = [1.0] * len(now)
@@ -133,26 +145,53 @@ class Controller:
         self._held.append(list(seconds))
         if len(self._held) < HELD_WINDOWS:
             return now
-        means = [statistics.fmean(each) for each in zip(*self._held, strict=True)]
+        of_ranks = [*zip(*self._held, strict=True)]
+        means = [statistics.fmean(each) for each in of_ranks]
+        unsure = max(
+            statistics.stdev(each) / mean if mean else 0.0
+            for each, mean in zip(of_ranks, means, strict=True)
+        ) / math.sqrt(HELD_WINDOWS)
         self._held.clear()
         costs = [
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
             for cost, mean, size in zip(self.costs(), means, now, strict=True)
         ]
         sizes = self.policy(Measured(now, means, costs), limits)
-        return sizes if self._gain(now, sizes, costs) >= LEAST_GAIN_HELD else now
+        gain = self._gain(now, sizes, costs)
+        return sizes if gain >= max(LEAST_GAIN_HELD, NOISE_IN_SPREAD * unsure) else now
 
     def _stays(self, spread: float) -> bool:
         """Tell whether the ranks end close enough to each other, with hysteresis."""
-        if self._holding and STILL_EVEN <= spread <= APART:
+        still_even, apart = self._above(STILL_EVEN), self._above(APART)
+        if self._holding and still_even <= spread <= apart:
             self._uneven_windows += 1
             self._holding = self._uneven_windows < 2
         elif self._holding:
             self._uneven_windows = 0
-            self._holding = spread < STILL_EVEN
-        elif spread <= EVEN:
+            self._holding = spread < still_even
+        elif spread <= self._above(EVEN):
             self._hold()
         return self._holding
+
+    def _note_surprises(self, now: Sequence[int], seconds: Sequence[float]) -> None:
+        """Note by what share each rank's seconds are not what its model expects."""
+        surprises = [
+            abs(math.log(each / model.cost.seconds(size)))
+            for model, size, each in zip(self._models, now, seconds, strict=True)
+            if each > 0 and model.knows(size, FINE_SHARE)
+        ]
+        if surprises:
+            self._surprises.append(surprises)
+            del self._surprises[:-NOISE_WINDOWS]
+
+    def _above(self, bound: float) -> float:
+        """Return a bound of the spread, and what it has by noise alone above that.
+
+        The noise is what the models miss by in most windows: of the median one rank that has become
+        another makes little.
+        """
+        missed = [each for window in self._surprises for each in window]
+        return bound + NOISE_IN_SPREAD * (statistics.median(missed) if missed else 0.0)
 
     def _hold(self) -> None:
         self._holding = True
@@ -223,6 +262,7 @@ class Controller:
             "fine_left": self._fine_left,
             "last_moves": self._last_moves,
             "damping": self._damping,
+            "surprises": self._surprises,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,3 +286,4 @@ class Controller:
         self._fine_left = state["fine_left"]
         self._last_moves = list(state["last_moves"])
         self._damping = list(state["damping"])
+        self._surprises = [list(window) for window in state.get("surprises", [])]

@@ -125,6 +125,10 @@ class SpeedModel:
         """Tell whether anything was observed."""
         return bool(self._seen)
 
+    def knows(self, size: int, within: float) -> bool:
+        """Tell whether the last batch that was observed had this size, within a share of it."""
+        return bool(self._seen) and abs(size - self._seen[-1][0]) <= within * self._seen[-1][0]
+
     def observe(self, size: int, seconds: float) -> bool:
         """Take a window's size and median seconds; return whether the rank has changed its regime.
 

@@ -101,6 +101,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
             optimizer.zero_grad()
             F.cross_entropy(model(data.x[mine]), data.y[mine]).backward()
             optimizer.step()
+            assert optimizer.last_step is not None
             steps.append(optimizer.last_step)
         if hvd.rank() == 0:
             epoch_ended = time.perf_counter()

@@ -34,7 +34,8 @@ from collectives.planning.probes import (
     link_of,
     seconds_per_unit,
 )
-from collectives.transports import local_world
+from collectives.transports import LocalTransport, local_world
+from collectives.transports.pacing import wire_bytes
 from tests.matrix import some_of
 
 FAST = Link(2e-6, 1e-10)
@@ -48,6 +49,24 @@ def found_on(world) -> list[Network]:
         network
         for network, _ in run_ranks(world.world, lambda t: measure_network(t, world.clock(t.rank)))
     ]
+
+
+def test_an_emulated_link_is_taken_as_it_is_given_however_busy_the_machine() -> None:
+    link = Link.of(1e8, 4e-4)
+    clock = itertools.count().__next__  # by which all that is measured takes seconds
+
+    def program(transport: LocalTransport) -> Network:
+        transport.emulate(link)
+        return measure_network(transport, clock)[0]
+
+    for network in run_ranks(local_world(2), program):
+        found = network.between
+        assert network.within is None
+        for message_bytes in (1448, 1448 * 700):
+            on_the_wire = wire_bytes(message_bytes) * link.seconds_per_byte
+            taken = found.latency_seconds + message_bytes * found.seconds_per_byte
+            assert taken == near(link.latency_seconds + on_the_wire, rel=0.2)
+        assert message_bytes * found.seconds_per_byte == near(on_the_wire, rel=1e-9)
 
 
 @pytest.mark.parametrize(
