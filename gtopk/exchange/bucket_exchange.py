@@ -214,10 +214,10 @@ class BucketExchange:
         Until `commit`, `undo` takes it back, all but the gradients.
         """
         self._apply()
-        missing = missing_everywhere and {
-            place for place, name in enumerate(self.names) if name in missing_everywhere
-        }
-        self.bucket.keep(missing or ())
+        missing: Collection[int] = ()
+        if missing_everywhere:
+            missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
+        self.bucket.keep(missing)
         self._let_go_of_taken()
 
     def _apply(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
+from typing import Any, cast
 
 import torch
 
@@ -27,15 +28,17 @@ class BackwardHooks:
         self,
         names: Mapping[torch.nn.Parameter, str],
         limit: int = 1,
-        on_complete: MethodType | None = None,
+        on_complete: Callable[[torch.nn.Parameter], None] | None = None,
     ) -> None:
-        """on_complete: called with each parameter whose gradient is complete."""
+        """on_complete: a method, called with each parameter whose gradient is complete."""
         self.set_limit(limit)
         self.order: list[torch.nn.Parameter] = []
         self.began = self.seconds = 0.0
         self._names = names
-        self._hear = None if on_complete is None else on_complete.__func__
-        self._listener = None if on_complete is None else weakref.ref(on_complete.__self__)
+        # In two: a WeakMethod is Python code at each call.
+        method = cast(MethodType | None, on_complete)
+        self._hear: Any = None if method is None else method.__func__
+        self._listener = None if method is None else weakref.ref(method.__self__)
         self._passes: dict[int, int] = {}
         self._hooked: set[torch.nn.Parameter] = set()
         self._has_begun = False
@@ -95,4 +98,4 @@ class BackwardHooks:
             if passes == self.limit:
                 self.order.append(parameter)
                 if self._listener is not None and (listener := self._listener()) is not None:
-                    self._hear(listener, parameter)  # type: ignore[misc]
+                    self._hear(listener, parameter)

@@ -423,5 +423,5 @@ def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor, if it still is, as torch's TensorWeakRef does, which is slow to make."""
     tensor = reference()
     if tensor is not None:
-        tensor._fix_weakref()  # type: ignore[no-untyped-call]
+        tensor._fix_weakref()  # type: ignore[attr-defined]
     return tensor

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import Gradient, Located, all_finite, put_at
+from collectives.kernels import Gradient, Located, all_finite, clear, put_at
 from collectives.vector import SparseVector
 
 from .arrays import (
@@ -42,6 +42,7 @@ _READ_WHERE_THEY_LIE = {
     np.dtype(np.float64): (torch.float64,),
 }
 _SOME = 4096  # elements
+_LARGE_BYTES = 64 << 20  # gains by `clear`, which no torch function is
 _SMALL = 8192  # elements: copied to `flat` and back sooner than looked up
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -201,7 +202,12 @@ class Bucket:
             scaled = update.values * update.values.dtype.type(self.scale)
             update = SparseVector(update.indices, scaled, update.length)
         if self._parts is not None:
-            torch._foreach_zero_(self.gradients)
+            if isinstance(self._parts, list) and max(p.nbytes for p in self._parts) >= _LARGE_BYTES:
+                for part in self._parts:
+                    clear(part)
+                torch.autograd.graph.increment_version(self.gradients)
+            else:
+                torch._foreach_zero_(self.gradients)
             put_at(self._parts, update)
             return
         self._flat.zero_()
@@ -248,6 +254,11 @@ class Bucket:
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
+        alike = all(gradient.dtype == self._flat.dtype for gradient in self.gradients)
+        if self.weight != 1.0 and alike and self.length >= _SMALL * len(self.parameters):
+            for view, gradient in zip(self.views, self.gradients, strict=True):
+                torch.mul(gradient, self.weight, out=view)  # one pass in place of two
+            return self.flat
         torch._foreach_copy_(self.views, self.gradients)
         if self.weight != 1.0:
             self._flat.mul_(self.weight)
