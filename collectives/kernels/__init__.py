@@ -27,6 +27,7 @@ __all__ = [
     "accumulate_and_select",
     "add_at",
     "all_finite",
+    "clear",
     "clear_at",
     "contains",
     "in_use",
@@ -138,6 +139,14 @@ def add_at(dense: Array, vector: SparseVector) -> None:
 def clear_at(dense: Array, indices: Array) -> None:
     """Set the elements of a dense array at these indices to zero."""
     _twin(dense).clear_at(dense, indices)
+
+
+def clear(dense: Array) -> None:
+    """Set all elements of a contiguous array on the host to zero.
+
+    A large one past the caches, which takes half the time of a memset that reads it first.
+    """
+    _for_numpy.clear(dense)
 
 
 def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:

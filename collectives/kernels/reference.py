@@ -319,6 +319,11 @@ def clear_at(dense: Array, indices: Array) -> None:
     dense[indices] = 0
 
 
+def clear(dense: Array) -> None:
+    """Set all elements of an array to zero."""
+    dense[...] = 0
+
+
 def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")

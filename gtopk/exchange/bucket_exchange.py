@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import settings
 from ..compression import ErrorFeedback
 from .adamw import AdamGroups, AdamSteps
 from .buckets.buckets import Bucket
-from .buckets.placeholders import lacks_gradient
+from .buckets.placeholders import are_lacking
 from .exchange import (
     DenseExchange,
     Exchange,
@@ -48,7 +49,8 @@ class BucketExchange:
         self.names = list(names)
         self.bucket = bucket
         self.exchange = exchange
-        self._taken: list[tuple[torch.Tensor | None, int]] = []
+        self._taken: list[torch.Tensor | None] = []  # gradients, and their versions then
+        self._versions: list[int] = []
         self._mark: torch.Tensor | None = None
         self._marks_whole = False
         # Of the parameters: without CuPy, the bucket of those on a GPU is on the host.
@@ -110,7 +112,8 @@ class BucketExchange:
         """Take the gradients as they are now."""
         self.bucket.take(weight, scale)
         self._read_options()
-        self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
+        self._taken = [p.grad for p in self.parameters]
+        self._versions = _versions_of(self._taken)
 
     def weigh(self, weight: float, share: float) -> None:
         """Multiply what was taken with another weight; share: of all samples, this rank's."""
@@ -139,10 +142,8 @@ class BucketExchange:
         Changes in place are counted by torch. Those by `.data`, by NumPy and by a GradScaler are
         not, and show in the gradients' values, on the host only, as far as `Bucket.mark` looks.
         """
-        alike = all(
-            p.grad is gradient and (gradient is None or gradient._version == version)
-            for p, (gradient, version) in zip(self.parameters, self._taken, strict=True)
-        )
+        here = [p.grad for p in self.parameters]
+        alike = all(map(operator.is_, here, self._taken)) and _versions_of(here) == self._versions
         residual = self.exchange.residual
         alike = alike and (residual is None or residual.options_are_as_read())
         look = alike and self._mark is not None
@@ -151,8 +152,8 @@ class BucketExchange:
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""
-        named = zip(self.names, self.parameters, strict=True)
-        return [name for name, parameter in named if lacks_gradient(parameter)]
+        lacking = are_lacking([parameter.grad for parameter in self.parameters])
+        return [*itertools.compress(self.names, lacking)]
 
     def all_finite(self) -> bool:
         """Tell whether the gradients hold neither NaN nor infinity; in any thread."""
@@ -213,7 +214,10 @@ class BucketExchange:
         Until `commit`, `undo` takes it back, all but the gradients.
         """
         self._apply()
-        self.bucket.keep([name in missing_everywhere for name in self.names])
+        missing: Collection[int] = ()
+        if missing_everywhere:
+            missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
+        self.bucket.keep(missing)
         self._let_go_of_taken()
 
     def _apply(self) -> None:
@@ -255,8 +259,13 @@ class BucketExchange:
         self.commit()
 
     def _let_go_of_taken(self) -> None:
-        self._taken = []
+        self._taken, self._versions = [], []
         self._mark = None
+
+
+def _versions_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return how often torch knows each to have been changed in place."""
+    return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 def open_bucket_exchange(

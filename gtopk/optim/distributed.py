@@ -143,7 +143,7 @@ class _DistributedOptimizer(Readings):
             self._reducer.enter(here)
             self._current_batch.enter(here)
             self._world = here
-        if not self._reducer.peers.takes_part or not self._reducer.trained():  # all are frozen
+        if not self._reducer.peers.takes_part or not self._reducer.trains():  # all are frozen
             self._synchronized = True
             return
         require_scaled(self.scaler, self)

@@ -6,6 +6,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
+from typing import Any, cast
 
 import torch
 
@@ -18,20 +20,26 @@ class BackwardHooks:
     began:   when the first gradient was complete, by time.perf_counter: in a step's last pass.
     seconds: from then to the last gradient of that pass.
     Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
+    Backward calls it for each parameter, so all it looks up is by `id`: a tensor's hash is a call
+    of Python code.
     """
 
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
         limit: int = 1,
-        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]] | None = None,
+        on_complete: Callable[[torch.nn.Parameter], None] | None = None,
     ) -> None:
+        """on_complete: a method, called with each parameter whose gradient is complete."""
         self.set_limit(limit)
         self.order: list[torch.nn.Parameter] = []
         self.began = self.seconds = 0.0
         self._names = names
-        self._on_complete = on_complete
-        self._passes: dict[torch.nn.Parameter, int] = {}
+        # In two: a WeakMethod is Python code at each call.
+        method = cast(MethodType | None, on_complete)
+        self._hear: Any = None if method is None else method.__func__
+        self._listener = None if method is None else weakref.ref(method.__self__)
+        self._passes: dict[int, int] = {}
         self._hooked: set[torch.nn.Parameter] = set()
         self._has_begun = False
         # Gradients on the host and on a GPU come from threads of their own.
@@ -45,11 +53,11 @@ class BackwardHooks:
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Listen to these from now on; to those already watched once only."""
-        count = weakref.WeakMethod(self._count)
+        known = weakref.ref(self)
 
         def hook(parameter: torch.nn.Parameter) -> None:
-            if (counted := count()) is not None:
-                counted(parameter)
+            if (hooks := known()) is not None:
+                hooks._count(parameter)
 
         for parameter in parameters:
             if parameter not in self._hooked and parameter.requires_grad:
@@ -63,7 +71,7 @@ class BackwardHooks:
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
-        return self.limit - self._passes.get(parameter, 0)
+        return self.limit - self._passes.get(id(parameter), 0)
 
     def forget(self) -> None:
         """Count anew: what was computed belongs to no step any more."""
@@ -74,7 +82,7 @@ class BackwardHooks:
     def _count(self, parameter: torch.nn.Parameter) -> None:
         with self._lock:
             now = time.perf_counter()
-            passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
+            passes = self._passes[id(parameter)] = self._passes.get(id(parameter), 0) + 1
             # Passes before the last have forwards and data loading between them.
             if passes == self.limit and not self._has_begun:
                 self._has_begun, self.began = True, now
@@ -89,5 +97,5 @@ class BackwardHooks:
                 )
             if passes == self.limit:
                 self.order.append(parameter)
-                if self._on_complete and (complete := self._on_complete()) is not None:
-                    complete(parameter)
+                if self._listener is not None and (listener := self._listener()) is not None:
+                    self._hear(listener, parameter)

@@ -27,19 +27,30 @@ class Overlap:
     def __init__(self, is_on: bool, compression: object) -> None:
         self.is_on = is_on
         self._hides = hides_behind_backward(compression)
-        self._awaited: list[set[torch.nn.Parameter]] = []  # by bucket
+        self._bucket_exchanges: Sequence[AnyBucketExchange] = ()
+        self._bucket_of: dict[int, int] = {}  # by the parameter's id
+        self._members: list[frozenset[int]] = []  # ids of parameters, by bucket
+        self._awaited: list[set[int]] = []
 
     def await_all(self, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:
         """Begin a step: no gradient is complete."""
-        self._awaited = [set(bucket_exchange.parameters) for bucket_exchange in bucket_exchanges]
+        if bucket_exchanges is not self._bucket_exchanges:
+            self._bucket_exchanges = bucket_exchanges
+            self._members = [frozenset(map(id, each.parameters)) for each in bucket_exchanges]
+            self._bucket_of = {
+                member: index for index, members in enumerate(self._members) for member in members
+            }
+        self._awaited = [set(members) for members in self._members]
 
-    def completes(self, parameter: torch.nn.Parameter, index: int) -> bool:
-        """Note a gradient of a bucket, and tell whether that may be exchanged now."""
+    def completes(self, parameter: torch.nn.Parameter) -> int | None:
+        """Note that a gradient is complete; return the bucket that may be exchanged now, if any."""
+        if not self.is_on or (index := self._bucket_of.get(id(parameter))) is None:
+            return None
         if index == len(self._awaited) - 1:
-            return False  # that one ends the step: `synchronize` submits it
+            return None  # that one ends the step: `synchronize` submits it
         awaited = self._awaited[index]
-        awaited.discard(parameter)
-        return not awaited
+        awaited.discard(id(parameter))
+        return None if awaited else index
 
     def stop(self, peers: Peers) -> None:
         """Exchange buckets after backward from now on, as gradients change after it, or weights."""

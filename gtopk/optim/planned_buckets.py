@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class PlannedBuckets:
         self._options = options
         self._progress = progress
         self._index: dict[torch.nn.Parameter, int] = {}  # of the bucket that a parameter is in
+        self._trained: Sequence[torch.nn.Parameter] = ()  # that were planned
         self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
         self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
         self._unmatched: set[str] = set()  # names that no parameter has, and were warned of
@@ -53,27 +55,27 @@ class PlannedBuckets:
         self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
-    def index_of(self, parameter: torch.nn.Parameter) -> int | None:
-        """Return which bucket a parameter is in, if any."""
-        return self._index.get(parameter)
-
-    def takes(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a bucket takes its gradient as it is, where it has one."""
-        if parameter.grad is None:
-            return True
-        index = self._index.get(parameter)
-        if index is None:
-            return False
-        return not parameter.grad.is_sparse or parameter in self._sparse
+    def takes(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Tell whether the buckets these are in take their gradients as they are."""
+        return not any(
+            (gradient := parameter.grad) is not None
+            and gradient.is_sparse
+            and parameter not in self._sparse
+            for parameter in parameters
+        )
 
     def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
         """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
         if self._loaded_steps is not None:
             return True
+        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+            return not self.takes(trained)
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
         if any(self.bucket_exchanges[self._index[parameter]].has_room for parameter in gone):
             return True  # its residual waits until it is there again
-        return not all(map(self.takes, trained))
+        known = [parameter for parameter in trained if parameter in self._index]
+        is_new = any(p.grad is not None for p in trained if p not in self._index)
+        return is_new or not self.takes(known)
 
     def plan(
         self,
@@ -110,7 +112,7 @@ class PlannedBuckets:
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
                 bucket_exchange.resume(records[tuple(bucket_exchange.names)])
-        self._wanted, self._loaded_steps = [], None
+        self._wanted, self._loaded_steps, self._trained = [], None, trained
         self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
         self._warn_of_unmatched(peers.world.rank)
         if peers.rank == 0:
@@ -132,7 +134,7 @@ class PlannedBuckets:
         """Be without buckets, and keep their residual: they were of a world that is no more."""
         if self.bucket_exchanges:
             self._residuals, self._wanted = self.take_state_out()
-            self.bucket_exchanges, self._index, self._sparse = [], {}, set()
+            self.bucket_exchanges, self._index, self._sparse, self._trained = [], {}, set(), ()
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter after the last step, and buckets' records."""

@@ -9,7 +9,6 @@ any time     a rank has a gradient that belongs to no bucket (a layer was added 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames, with_gradients
-from ..exchange.buckets.placeholders import place, take_away
+from ..exchange.buckets.placeholders import lacks_gradient, place, take_away
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..reduce_ops import Average
@@ -90,7 +89,7 @@ class Reducer:
         self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
         self._shadow: StepTransaction | None = None
-        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.hooks = BackwardHooks(names, on_complete=self._complete)
         self.enter(here)
 
     def enter(self, here: World) -> None:
@@ -105,6 +104,7 @@ class Reducer:
         if transaction is not None:
             transaction.drop()
         self.planned.dissolve()
+        self.overlap.await_all(self.planned.bucket_exchanges)
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
@@ -127,6 +127,14 @@ class Reducer:
         """
         return [p for p in with_gradients(self._param_groups) if p.numel()]
 
+    def trains(self) -> bool:
+        """Tell whether there are such parameters; no more of them is looked at than it takes."""
+        return any(
+            p.numel() and (p.requires_grad or not lacks_gradient(p))
+            for group in self._param_groups
+            for p in group["params"]
+        )
+
     def stand_aside(self, mode: str) -> None:
         """Exchange nothing, and look at nothing: a mode of `adapt` does."""
         self.aside_for, self.overlap.is_on = mode, False
@@ -135,9 +143,8 @@ class Reducer:
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         """Exchange the bucket whose last gradient this is, while backward goes on."""
-        index = self.planned.index_of(parameter)
         # Cheapest first: this is called for each parameter.
-        if index is None or not self.overlap.is_on or not self.overlap.completes(parameter, index):
+        if (index := self.overlap.completes(parameter)) is None:
             return
         if self.samples.count == 0:
             return  # what weighs nothing is overwritten; not before it is sure that it does
@@ -145,7 +152,7 @@ class Reducer:
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
-        if not all(map(self.planned.takes, self.planned.bucket_exchanges[index].parameters)):
+        if not self.planned.takes(self.planned.bucket_exchanges[index].parameters):
             return  # one has turned sparse: `reduce` plans anew
         if self._transaction is None:
             self._transaction = self._open()
@@ -274,7 +281,7 @@ class Reducer:
         loss = loss_scale(self.scaler)
         by_adam = self.options.adam is not None
         clip = LocalClip(
-            [p.grad for p in self.trained()],
+            [p.grad for p in self.trained()] if self.options.clips_before else [],
             self.options.local_clip_norm,
             loss,
             allowed_mean=self.options.global_clip_norm if by_adam else None,

@@ -20,6 +20,7 @@ the gradients when nobody stepped with them.
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,6 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
@@ -147,7 +147,7 @@ class StepTransaction:
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
         # By parameter: its version, and its gradient, which `zero_grad` is to free.
-        self._applied: list[tuple[torch.nn.Parameter, int, TensorWeakRef]] = []
+        self._applied: list[tuple[torch.nn.Parameter, int, weakref.ref[torch.Tensor]]] = []
         self._invalid = False
         self._done = 0  # buckets, without an error
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
@@ -254,10 +254,10 @@ class StepTransaction:
         for index, bucket_exchange in enumerate(self.bucket_exchanges):
             bucket_exchange.apply(self._missing_everywhere[index])
         self._applied = [
-            (parameter, parameter._version, TensorWeakRef(parameter.grad))
+            (parameter, parameter._version, weakref.ref(gradient))
             for bucket_exchange in self.bucket_exchanges
             for parameter in bucket_exchange.parameters
-            if parameter.grad is not None
+            if (gradient := parameter.grad) is not None
         ]
 
     def commit(self) -> None:
@@ -277,8 +277,8 @@ class StepTransaction:
     def is_discarded(self) -> bool:
         """Tell whether no parameter has the gradient any more that the update was applied to."""
         return not any(
-            parameter.grad is not None and parameter.grad is gradient()
-            for parameter, _, gradient in self._applied
+            (gradient := parameter.grad) is not None and gradient is _alive(reference)
+            for parameter, _, reference in self._applied
         )
 
     def skip(self) -> None:
@@ -417,3 +417,11 @@ class StepTransaction:
                 self.lacking = self.lacking or heard
             everywhere = set.intersection(*(set(said[rank]) for rank in here))
         self._missing_everywhere[index] = everywhere
+
+
+def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor, if it still is, as torch's TensorWeakRef does, which is slow to make."""
+    tensor = reference()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined]
+    return tensor

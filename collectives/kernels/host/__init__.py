@@ -8,11 +8,12 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
     merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
     code*.cpp, scale.hpp                      the wire's codes
     keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
+    stream.hpp     writes of vectors that no cache holds
 """
 
 from ..reference import put_at
 from . import codes
-from .entries import add_at, clear_at, contains, merge, sum_by_index
+from .entries import add_at, clear, clear_at, contains, merge, sum_by_index
 from .library import instructions
 from .selection import accumulate_and_select, select
 from .sums import all_finite, squared_norm
@@ -21,6 +22,7 @@ __all__ = [
     "accumulate_and_select",
     "add_at",
     "all_finite",
+    "clear",
     "clear_at",
     "codes",
     "contains",

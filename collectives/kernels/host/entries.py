@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ...vector import Array, SparseVector
 from .. import reference
 from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
+from .library import library
 
 _merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, COUNT, POINTER)
 _sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTER)
 _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
 _add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
 _clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
+_clear_bytes: Any = getattr(library(), "clear_bytes", None)
+if _clear_bytes is not None:
+    _clear_bytes.argtypes, _clear_bytes.restype = (POINTER, COUNT), None
+
+
+def clear(dense: Array) -> None:
+    """Set all elements of a contiguous array to zero."""
+    _clear_bytes(address(dense), dense.nbytes)
 
 # Entries are written a vector at a time: room behind each list of them (scan.hpp says the same).
 SLACK = 16

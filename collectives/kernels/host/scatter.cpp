@@ -1,7 +1,9 @@
-// Scatter: a few entries of a dense vector, added to or cleared; and which indices are in a list.
+// Scatter: a few entries of a dense vector, or all, added to or cleared; and which indices are in
+// a list.
 #include <algorithm>
 
 #include "abi.hpp"
+#include "stream.hpp"
 
 namespace gtopk {
 namespace {
@@ -65,3 +67,12 @@ DEFINE(float, std::int32_t, f32_i32)
 DEFINE(float, std::int64_t, f32_i64)
 DEFINE(double, std::int32_t, f64_i32)
 DEFINE(double, std::int64_t, f64_i64)
+
+GTOPK_API void clear_bytes(char* dense, std::int64_t count) {
+  if (count < gtopk::STREAMED_BYTES) {
+    std::memset(dense, 0, count);
+    return;
+  }
+  gtopk::stream(dense, nullptr, count);
+  gtopk::end_stream();
+}

@@ -17,6 +17,7 @@
 #include "gradient.hpp"
 #include "pool.hpp"
 #include "scan.hpp"
+#include "stream.hpp"
 
 namespace gtopk {
 namespace {
@@ -130,14 +131,24 @@ class Search {
     std::uint32_t offsets[BLOCK + SLACK];
     std::size_t hits = 0;
     const T* const before = gradient == nullptr ? dense_ : before_;
+    // Into memory of its own a large sum goes past the caches: from a block that is in one.
+    const bool streams =
+        before != dense_ && length_ * static_cast<std::int64_t>(sizeof(T)) >= STREAMED_BYTES;
+    alignas(64) T sums[BLOCK];
     const auto walk = [&](auto&& addend) {
       for (std::int64_t start = begin; start < end; start += BLOCK) {
         const std::int64_t count = std::min(BLOCK, end - start);
         const bool many = hits > BLOCK / MANY;
-        hits = scan_block(dense_ + start, before + start, addend(start, count), count,
-                          candidates.floor, many, offsets);
-        if (hits) candidates.append(dense_ + start, start, offsets, hits);
+        T* const dense = streams ? sums : dense_ + start;
+        hits = scan_block(dense, before + start, addend(start, count), count, candidates.floor,
+                          many, offsets);
+        if (hits) candidates.append(dense, start, offsets, hits);
+        if (streams) {
+          stream(reinterpret_cast<char*>(dense_ + start), reinterpret_cast<const char*>(sums),
+                 count * sizeof(T));
+        }
       }
+      if (streams) end_stream();
     };
     if (gradient == nullptr) {
       walk([](std::int64_t, std::int64_t) -> const T* { return nullptr; });

@@ -9,9 +9,10 @@ copies them all, where each would take several.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import Gradient, Located, all_finite, put_at
+from collectives.kernels import Gradient, Located, all_finite, clear, put_at
 from collectives.vector import SparseVector
 
 from .arrays import (
@@ -34,13 +35,14 @@ from .arrays import (
 )
 from .moment import Moment
 from .parameters import refuse_complex
-from .placeholders import lacks_gradient
+from .placeholders import are_lacking, lacks_gradient
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
     np.dtype(np.float64): (torch.float64,),
 }
 _SOME = 4096  # elements
+_LARGE_BYTES = 64 << 20  # gains by `clear`, which no torch function is
 _SMALL = 8192  # elements: copied to `flat` and back sooner than looked up
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -58,6 +60,7 @@ class Bucket:
     gradients: of this step; zeros for one that is missing.
     taken:     when they were, by time.perf_counter.
     ready:     tells when they are there: on a GPU later than when they were taken.
+    lacking:   of each parameter, whether it had no gradient of its own when they were taken.
     sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
     largest:   that an update may hold, so that it is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
@@ -82,8 +85,8 @@ class Bucket:
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
+        self.lacking: list[bool] = []
         self.sparse: list[torch.nn.Parameter] = []
-        self._lacking: list[bool] = []  # parameters that had no gradient of their own when taken
         self.taken = 0.0
         self.ready = Moment(self.device)
         # Once looked up, in a step: None where they are to be copied.
@@ -106,18 +109,21 @@ class Bucket:
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
         self.share = weight * scale  # the gradients have the scale, and are means of samples
-        self._lacking = [*map(lacks_gradient, self.parameters)]
+        own = [parameter.grad for parameter in self.parameters]
+        self.lacking = are_lacking(own)
         if gradients is None:
-            for parameter in self.parameters:
-                if (own := parameter.grad) is None:
+            for place, gradient in enumerate(own):
+                if gradient is None:
                     continue
-                if own.is_sparse:
-                    parameter.grad = own.to_dense()
-                elif is_expanded(own):
-                    parameter.grad = own.clone()  # the update has to be written there
-            gradients = [p.grad for p in self.parameters]
+                if gradient.is_sparse:
+                    self.parameters[place].grad = own[place] = gradient.to_dense()
+                elif is_expanded(gradient):  # the update has to be written there
+                    self.parameters[place].grad = own[place] = gradient.clone()
+            gradients = own
         self.gradients = [
-            torch.zeros_like(p) if gradient is None else gradient.detach()
+            torch.zeros_like(p)
+            if gradient is None
+            else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
         self._on_stream = self._current_stream()
@@ -196,7 +202,12 @@ class Bucket:
             scaled = update.values * update.values.dtype.type(self.scale)
             update = SparseVector(update.indices, scaled, update.length)
         if self._parts is not None:
-            torch._foreach_zero_(self.gradients)
+            if isinstance(self._parts, list) and max(p.nbytes for p in self._parts) >= _LARGE_BYTES:
+                for part in self._parts:
+                    clear(part)
+                torch.autograd.graph.increment_version(self.gradients)
+            else:
+                torch._foreach_zero_(self.gradients)
             put_at(self._parts, update)
             return
         self._flat.zero_()
@@ -243,6 +254,11 @@ class Bucket:
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
+        alike = all(gradient.dtype == self._flat.dtype for gradient in self.gradients)
+        if self.weight != 1.0 and alike and self.length >= _SMALL * len(self.parameters):
+            for view, gradient in zip(self.views, self.gradients, strict=True):
+                torch.mul(gradient, self.weight, out=view)  # one pass in place of two
+            return self.flat
         torch._foreach_copy_(self.views, self.gradients)
         if self.weight != 1.0:
             self._flat.mul_(self.weight)
@@ -311,19 +327,17 @@ class Bucket:
     def _pinned(self) -> torch.Tensor:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
-    def keep(self, may_stay_none: Sequence[bool]) -> None:
+    def keep(self, may_stay_none: Collection[int]) -> None:
         """Give the parameters without a gradient theirs, and let go of this step's gradients.
 
-        may_stay_none: for each parameter, whether its gradient is missing on every rank: it stays
-            so where the update is zero. The optimizer passes over it, as it does without gtopk.
+        may_stay_none: places of parameters whose gradient is missing on every rank: it stays so
+            where the update is zero. The optimizer passes over it, as it does without gtopk.
         Those in `sparse` become so, by rows: what steps with them is made for that (SparseAdam).
         """
-        for parameter, gradient, lacked, may_stay in zip(
-            self.parameters, self.gradients, self._lacking, may_stay_none, strict=True
-        ):
-            if lacked:
-                stays = may_stay and not bool(gradient.any())
-                parameter.grad = None if stays else gradient
+        for place in itertools.compress(itertools.count(), self.lacking):
+            gradient = self.gradients[place]
+            stays = place in may_stay_none and not bool(gradient.any())
+            self.parameters[place].grad = None if stays else gradient.detach()
         for parameter in self.sparse:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)

@@ -10,6 +10,7 @@ It is told by a mark, the version of the tensor: whoever writes into it makes it
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Final
@@ -34,17 +35,30 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient is None or getattr(gradient, _MARK, None) == gradient._version
 
 
+def are_lacking(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
+    """Tell of each gradient whether it is none, or an untouched placeholder, as `lacks_gradient`.
+
+    In one loop: a step asks of every parameter.
+    """
+    return [
+        gradient is None
+        or ((mark := getattr(gradient, _MARK, None)) is not None and mark == gradient._version)
+        for gradient in gradients
+    ]
+
+
 def take_away(parameters: Iterable[torch.Tensor]) -> None:
     """Leave those that have a placeholder without a gradient: an optimizer passes over them."""
-    for parameter in parameters:
-        if parameter.grad is not None and lacks_gradient(parameter):
-            parameter.grad = None
+    asked = list(parameters)
+    for parameter in itertools.compress(asked, are_lacking([each.grad for each in asked])):
+        parameter.grad = None
 
 
 def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return those that are untouched."""
-    found = [parameter.grad for parameter in parameters if lacks_gradient(parameter)]
-    return [placeholder for placeholder in found if placeholder is not None]
+    found = [parameter.grad for parameter in parameters]
+    lacking = itertools.compress(found, are_lacking(found))
+    return [placeholder for placeholder in lacking if placeholder is not None]
 
 
 def renew(placeholders: Iterable[torch.Tensor]) -> None:

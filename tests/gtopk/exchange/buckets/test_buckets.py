@@ -104,6 +104,28 @@ def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
     assert "flat" not in vars(bucket)
 
 
+@pytest.mark.parametrize("elements", [3, 20_000])
+def test_a_weight_multiplies_what_is_gathered_and_not_the_gradients(elements: int) -> None:
+    gradient = torch.arange(float(elements))
+    bucket = bucket_of(gradient.clone(), gradient.clone())
+    bucket.take(0.3)
+    gathered = torch.from_numpy(bucket.gather())
+    assert torch.equal(gathered, torch.cat([gradient, gradient]) * 0.3)
+    assert all(torch.equal(p.grad, gradient) for p in bucket.parameters)
+
+
+def test_a_long_gradient_becomes_the_update_and_torch_knows_that_it_changed() -> None:
+    length = 17_000_000  # longer than what `clear` writes past the caches
+    bucket = bucket_of(torch.ones(length))
+    bucket.take(1.0)
+    added(bucket)
+    version = bucket.parameters[0].grad._version
+    bucket.put(SparseVector(np.array([5], np.int32), np.array([2], np.float32), length))
+    assert bucket.parameters[0].grad._version > version
+    assert bucket.parameters[0].grad.count_nonzero() == 1
+    assert bucket.parameters[0].grad[5] == 2
+
+
 def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
     for may_stay, value, there in [(True, 0, False), (False, 0, True), (True, 2, True)]:
         bucket = bucket_of(torch.ones(2), torch.ones(3))
@@ -112,13 +134,13 @@ def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
         assert added(bucket).tolist() == [1, 1, 0, 0, 0]
         values = np.array([1, value], np.float32)
         bucket.put(SparseVector(np.array([0, 3], np.int32), values, 5))
-        bucket.keep([may_stay] * 2)
+        bucket.keep({0, 1} if may_stay else ())
         grad = bucket.parameters[1].grad
         assert (grad is not None) == there
         assert grad is None or grad.tolist() == [0, value, 0]
 
 
-@pytest.mark.parametrize("end", [lambda bucket: bucket.keep([True]), Bucket.poison])
+@pytest.mark.parametrize("end", [lambda bucket: bucket.keep({0}), Bucket.poison])
 def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None:
     bucket = bucket_of(torch.ones(4))
     memory = weakref.ref(bucket.addend()[0].base)
