@@ -27,6 +27,7 @@ def clear(dense: Array) -> None:
     """Set all elements of a contiguous array to zero."""
     _clear_bytes(address(dense), dense.nbytes)
 
+
 # Entries are written a vector at a time: room behind each list of them (scan.hpp says the same).
 SLACK = 16
 
