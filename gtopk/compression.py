@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +16,8 @@ from collectives.planning import Candidate
 from collectives.wire import WHOLE, Format
 from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
 from collectives.wire.values import CHOSEN_FROM, CODES_OF_BITS, VALUE_CODES
+
+from .errors import check_choice, check_count, check_number
 
 
 class Compressor:
@@ -438,20 +438,6 @@ def selected(density: float, length: int) -> int:
     return max(1, round(length * density))
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise TypeError or ValueError for what is no number of things."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise TypeError for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
 def check_density(name: str, value: float) -> None:
     """Raise TypeError or ValueError for what is no share."""
     check_number(name, value)
@@ -470,12 +456,6 @@ def check_betas(value: object) -> tuple[float, float]:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"adam_correction's betas must lie in [0, 1), got {value!r}")
     return float(value[0]), float(value[1])
-
-
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ValueError for what is none of the choices."""
-    if value not in (known := list(choices)):
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def check_widening(name: str, value: float) -> None:

@@ -13,8 +13,11 @@
     `-- FormatError               a checkpoint's file is of another version
 
 `collectives.errors` has what goes wrong below, between arrays. Bad arguments are ValueError or
-TypeError, as everywhere in Python.
+TypeError, as everywhere in Python: `check_count` and the like raise them.
 """
+
+from collections.abc import Iterable
+from numbers import Real
 
 
 class HorovodInternalError(RuntimeError):
@@ -75,3 +78,23 @@ class RankError(RuntimeError):
         super().__init__(f"{text}\n\n{traceback}".rstrip())
         self.rank = rank
         self.traceback = traceback
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise TypeError or ValueError for what is no number of things."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ValueError for what is none of the choices."""
+    if value not in (known := list(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..compression import check_number
+from ..errors import check_number
 from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step

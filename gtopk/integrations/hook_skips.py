@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..compression import check_count
+from ..errors import check_count
 from ..optim.skipped_steps import SkippedSteps
 
 _everyones: Final[WeakSet[HookSkips]] = WeakSet()

@@ -28,7 +28,8 @@ import torch
 
 from collectives.wire import NOTHING_CODED
 
-from ..compression import Compressing, Compression, ErrorFeedback, check_count
+from ..compression import Compressing, Compression, ErrorFeedback
+from ..errors import check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression

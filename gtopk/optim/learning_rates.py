@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..compression import check_count, check_number
+from ..errors import check_count, check_number
 
 
 def ramp(

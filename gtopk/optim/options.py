@@ -15,10 +15,9 @@ from ..compression import (
     ErrorFeedback,
     Shards,
     SparseCompression,
-    check_count,
-    check_number,
     selected,
 )
+from ..errors import check_count, check_number
 from ..exchange.adamw import AdamGroups
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.exchanges import require_compression

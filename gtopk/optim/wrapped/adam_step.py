@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ...compression import ErrorFeedback, Hierarchical, check_choice
+from ...compression import ErrorFeedback, Hierarchical
+from ...errors import check_choice
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ...reduce_ops import Adasum
 from .local_residual import on_this_rank, take_centre, versions_of
