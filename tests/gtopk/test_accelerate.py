@@ -53,7 +53,8 @@ def test_so_does_one_that_is_compiled_which_prepare_does_last(threads: Any) -> N
             here, inner = accelerator(), torch.nn.Linear(4, 3)
             model: Any = torch.compile(DistributedDataParallel(inner), backend="eager")
             optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-            state = compress(here, model, SimpleNamespace(optimizer=optimizer), density=0.2)
+            prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+            state = compress(here, model, prepared, density=0.2)
             model(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()
             assert state.progress.steps == 1
