@@ -672,8 +672,11 @@ def test_the_global_random_state_is_left_alone() -> None:
     assert np.random.get_state()[1].tobytes() == before
 
 
-def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short() -> None:
+def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both are written past the caches from 64 MiB on: the edges need not lie on a line's."""
+    monkeypatch.setattr(reference, "CHUNK", 1 << 20)
     length = (64 << 18) + 4099
     room = np.full(length + 3, 7.0, np.float32)
     beside, residual = room[1:-2], np.ones(length, np.float32)
