@@ -252,7 +252,7 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later decisions hang on; equal on all ranks."""
-        return {
+        state: dict[str, Any] = {
             "sizes": self.sizes,
             "measuring_from": self.measuring_from,
             "models": [model.state_dict() for model in self._models],
@@ -262,8 +262,10 @@ class Controller:
             "fine_left": self._fine_left,
             "last_moves": self._last_moves,
             "damping": self._damping,
-            "surprises": self._surprises,
         }
+        if self._surprises:  # else a state is as it was before there was a word for them
+            state["surprises"] = self._surprises
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another controller, of as many ranks, stopped.
