@@ -59,10 +59,9 @@ demo: $(VENV)/.demo
 
 # Two workers: where a test waits for its ranks, another has the core. Compiled once, for all the
 # ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile 380 files anew.
-# Tests wait for ranks more than they compute: four workers keep two cores busy.
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m compileall -q gtopk collectives models tests/programs
-	$(VENV)/bin/python -m pytest --numprocesses=4 --dist=worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
 # Alone, `ARGS=tests/gtopk/as_horovod` runs the scripts written for Horovod, each by itself.
 test-matrix: $(VENV)/.dev

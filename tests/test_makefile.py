@@ -40,7 +40,7 @@ def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -
 def test_the_command_line_has_its_way() -> None:
     asked = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
     assert "python9 -m venv /my/own\n" in asked
-    assert "/my/own/bin/python -m pytest --numprocesses=4 --dist=worksteal --maxfail=1\n" in asked
+    assert "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n" in asked
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
 
 
