@@ -129,7 +129,7 @@ struct Four {
   }
 };
 
-//   a  [....|....|    ...     ]     The four highest so far are held back. The list with the lower
+//   a  [....|....|    ...     ]     The four highest stay in registers. The list with the lower
 //   b  [....|....|....| ...   ]     head gives four more, and the four lowest of the eight go out.
 template <>
 void interleave(List<float, std::int32_t> a, List<float, std::int32_t> b,
