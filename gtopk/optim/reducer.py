@@ -148,6 +148,8 @@ class Reducer:
             return
         if self.samples.count == 0:
             return  # what weighs nothing is overwritten; not before it is sure that it does
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing is computed yet: a CUDA graph will do that, without a hook
         if not self._is_here():
             return
         if self._transaction is not None and index in self._transaction.operations:

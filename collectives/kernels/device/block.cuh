@@ -9,12 +9,28 @@
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The sum over the block, in a fixed order, for every thread.
-template <class T> __device__ T block_sum(T value) {
-  __shared__ T of_warp[WARPS];
+// The sum over the warp, in a fixed order, for every lane.
+template <class T> __device__ T warp_sum(T value) {
 #pragma unroll
   for (int distance = 16; distance; distance /= 2)
     value += __shfl_xor_sync(ALL_LANES, value, distance);
+  return value;
+}
+
+// The sum over the lanes up to this one.
+template <class T> __device__ T warp_inclusive(T value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T other = __shfl_up_sync(ALL_LANES, value, distance);
+    if (threadIdx.x % 32 >= (u32)distance) value += other;
+  }
+  return value;
+}
+
+// The sum over the block, in a fixed order, for every thread.
+template <class T> __device__ T block_sum(T value) {
+  __shared__ T of_warp[WARPS];
+  value = warp_sum(value);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   T total = of_warp[0];
@@ -27,12 +43,7 @@ template <class T> __device__ T block_sum(T value) {
 template <class T> __device__ T block_exclusive(T value, T& total) {
   __shared__ T of_warp[WARPS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T inclusive = value;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const T other = __shfl_up_sync(ALL_LANES, inclusive, distance);
-    if (lane >= (u32)distance) inclusive += other;
-  }
+  const T inclusive = warp_inclusive(value);
   if (lane == 31) of_warp[warp] = inclusive;
   __syncthreads();
   T before = inclusive - value;

@@ -1,11 +1,12 @@
 // Expand the bits to a list of (index, value) in the order of the indices, and find the k-th key.
 //
-// launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided: a word a
-// thread. A tile without a bit costs the look at its tally.
+// launch: any number of blocks; a warp takes tiles of 32 * THREADS elements, strided: WARPS words a
+// lane. The marks of a tile are few and lie anywhere, so the lanes share them out before they read.
 //
-//   bits      0100 | 0000 | 0011 | ...        thread 0, 1, 2
-//   before       0      1      1              bits in threads and tiles before
-//   list      1, 8, 9, ...                    indices; the values beside them
+//   bits      0100 0000 | 0000 0000 | 0011 ...     lane 0, 1, 2
+//   before            0 |         1 |    1         bits in lanes and tiles before
+//   places    1, 16, 17, ...                       of the warp; lane 0, 1, 2 take one each
+//   list      1, 16, 17, ...                       indices; the values beside them
 //
 // The histogram of the marks has told the range that holds the k-th key. Keys above it are kept
 // for sure and counted, tile by tile of the list; those in it are the contenders, which are noted.
@@ -58,6 +59,9 @@ __device__ void rank(
   if (threadIdx.x == 0) conclude<Real>(search, before.above + at_most(before.ties, quota), listed);
 }
 
+// Of a warp: so many marks of a tile are shared out at once.
+constexpr u32 ROOM = 128;
+
 // list_tallies: zero. contenders: the places in the list of the first most_contenders to come.
 template <class Real, class Index>
 __global__ __launch_bounds__(THREADS) void expand(
@@ -65,32 +69,64 @@ __global__ __launch_bounds__(THREADS) void expand(
     const Tally* groups, Index* list_indices_m, Real* list_values_m, u32* contenders,
     u32 most_contenders, Tally* list_tallies, Tally* list_groups) {
   typedef Keys<Real> K;
+  static_assert(32 * THREADS <= 1 << 16, "a place in a tile has 16 bits");
+  __shared__ unsigned short places[WARPS][ROOM];
   if (search->dense) return;  // the marks were of no use
   const u64 lo = search->lo, shift = search->shift;
   const bool all = search->exact;  // fewer than k there are
-  for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    if (tallies[tile].above == 0) continue;
-    const u64 word = tile * THREADS + threadIdx.x;
-    const u32 marked = bits[word];
-    u32 total;
-    const u32 before = block_exclusive((u32)__popc(marked), total);
-    u64 to = before_tile(tallies, groups, tile).above + before;
-    u32 sure = 0;  // of this thread, in the list's tile that it is in
-    for (u32 left = marked; left; left &= left - 1, ++to) {
-      const u64 at = word * 32 + __ffs(left) - 1;
-      const Real value = values_n[at];
-      const u64 key = K::of(value);
-      list_indices_m[to] = (Index)at;
-      list_values_m[to] = value;
-      if (all || above_range(key, lo, shift)) {
-        ++sure;
-      } else if (in_range(key, lo, shift)) {
-        const u32 number = atomicAdd(&search->contenders, 1u);
-        if (number < most_contenders) contenders[number] = (u32)to;
-      }
-      if (sure && (!(left & (left - 1)) || (to + 1) % THREADS == 0)) {
-        atomicAdd(&list_tallies[to / THREADS].above, sure);
-        sure = 0;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (u64 tile = (u64)blockIdx.x * WARPS + warp; tile < tiles; tile += (u64)gridDim.x * WARPS) {
+    u32 words[WARPS], marked = 0;
+#pragma unroll
+    for (u32 at = 0; at < WARPS; ++at) words[at] = bits[tile * THREADS + lane * WARPS + at];
+#pragma unroll
+    for (u32 at = 0; at < WARPS; ++at) marked += (u32)__popc(words[at]);
+    const u32 through = warp_inclusive(marked);
+    const u32 total = __shfl_sync(ALL_LANES, through, 31);
+    if (!total) continue;
+    u32 earlier = 0;  // in the tiles of its group before it
+#pragma unroll
+    for (u32 at = lane; at < THREADS; at += 32)
+      if (at < tile % THREADS) earlier += tallies[tile - tile % THREADS + at].above;
+    const u64 before = groups[tile / THREADS].above + warp_sum(earlier);
+
+    u32 mine = through - marked;  // the number in the tile of this lane's next mark
+    for (u32 base = 0; base < total; base += ROOM) {
+      __syncwarp();  // the places of the last round are read
+#pragma unroll
+      for (u32 at = 0; at < WARPS; ++at)
+        for (; words[at] && mine < base + ROOM; words[at] &= words[at] - 1, ++mine)
+          places[warp][mine - base] =
+              (unsigned short)((lane * WARPS + at) * 32 + __ffs(words[at]) - 1);
+      __syncwarp();
+      for (u32 from = base; from < total && from < base + ROOM; from += 32) {
+        const u32 number = from + lane;
+        const u64 to = before + number;
+        bool sure = false, contends = false;
+        if (number < total) {
+          const u64 at = tile * THREADS * 32 + places[warp][number - base];
+          const Real value = values_n[at];
+          const u64 key = K::of(value);
+          list_indices_m[to] = (Index)at;
+          list_values_m[to] = value;
+          sure = all || above_range(key, lo, shift);
+          contends = !sure && in_range(key, lo, shift);
+        }
+        // The 32 may lie in two of the list's tiles.
+        const u64 first = before + from;
+        const u32 sures = __ballot_sync(ALL_LANES, sure);
+        const u32 here = THREADS - (u32)(first % THREADS);
+        const u32 of_this = here < 32 ? (1u << here) - 1 : ALL_LANES;
+        if (lane == 0 && (sures & of_this))
+          atomicAdd(&list_tallies[first / THREADS].above, (u32)__popc(sures & of_this));
+        if (lane == 0 && (sures & ~of_this))
+          atomicAdd(&list_tallies[first / THREADS + 1].above, (u32)__popc(sures & ~of_this));
+        const u32 contending = __ballot_sync(ALL_LANES, contends);
+        if (!contending) continue;
+        u32 noted = 0;
+        if (lane == 0) noted = atomicAdd(&search->contenders, (u32)__popc(contending));
+        noted = __shfl_sync(ALL_LANES, noted, 0) + (u32)__popc(contending & ((1u << lane) - 1));
+        if (contends && noted < most_contenders) contenders[noted] = (u32)to;
       }
     }
   }

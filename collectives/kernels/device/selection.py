@@ -32,6 +32,7 @@ from .table import located, parts_table
 SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
 OUTCOME_WORDS: Final = 4
 TALLY_WORDS: Final = 3  # uint32
+WARP: Final = 32  # threads
 BINS: Final = 2048
 # The k-th key is one of a few: of normal and Laplace numbers the marks' histogram leaves k / 400
 # contenders at most.
@@ -216,7 +217,7 @@ def launch_selection(
     )
     machine.launch(
         instance("expand", real, chosen.indices.dtype),
-        min(machine.blocks, tiles),
+        min(machine.blocks, ceil_divide(tiles, machine.threads // WARP)),  # a tile a warp
         dense if addition.into is None else addition.into,
         candidates.search,
         np.uint64(tiles),

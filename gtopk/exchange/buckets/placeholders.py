@@ -21,12 +21,21 @@ _MARK: Final = "_gtopk_placeholder"
 
 
 def place(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Make zeros the gradient of those that require one, also where they have another."""
+    """Make zeros the gradient of those that require one, also where they have another.
+
+    A dense gradient that is there already is zeroed where it lies, and is no placeholder: a CUDA
+    graph may go on to write into that memory, which torch does not count as a change.
+    """
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-            _mark(parameter.grad)
-            _make_way_for_sparse(parameter)
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse and 0 not in gradient.stride():
+            gradient.detach().zero_()
+            continue
+        parameter.grad = torch.zeros_like(parameter)
+        _mark(parameter.grad)
+        _make_way_for_sparse(parameter)
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:

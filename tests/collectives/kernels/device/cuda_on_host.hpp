@@ -293,6 +293,10 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin
 inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
   return __ballot_sync(mask, predicate, line) != 0;
 }
+inline void __syncwarp(int line = __builtin_LINE()) { host::vote(0xffffffffu, 0, line); }
+template <class T> T __shfl_sync(unsigned mask, T value, int from, int line = __builtin_LINE()) {
+  return host::value_of<T>(host::vote(mask, host::bits<uint64_t>(value), line)[from]);
+}
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int distance, int line = __builtin_LINE()) {
   const unsigned lane = threadIdx.x % 32;
   return host::value_of<T>(host::vote(mask, host::bits<uint64_t>(value), line)[lane ^ distance]);
