@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
-from gtopk.runtime.launch import rank_environment, run
+from gtopk.runtime.launch import LaunchTimeoutError, rank_environment, run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -92,15 +92,21 @@ def mpirun() -> Callable[..., Job]:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as errors:
             for name, value in {"PYTHONPATH": str(ROOT), **variables}.items():
                 patch.setenv(name, value)
-            code = run(
-                ranks,
-                [sys.executable, str(path), *arguments],
-                on_line=lines.append,
-                timeout_seconds=timeout,
-                errors=errors,
-            )
+            late: LaunchTimeoutError | None = None
+            try:
+                code = run(
+                    ranks,
+                    [sys.executable, str(path), *arguments],
+                    on_line=lines.append,
+                    timeout_seconds=timeout,
+                    errors=errors,
+                )
+            except LaunchTimeoutError as error:
+                late = error
             errors.seek(0)
             stderr = errors.read().decode(errors="replace")
+        if late is not None:
+            pytest.fail(f"{late}; by then they had said:\n{stderr}")
         return Job(code, "\n".join(lines), stderr)
 
     return start

@@ -15,13 +15,9 @@ from collectives.kernels import device as kernels
 from collectives.kernels.device import cuda, source, timing
 from collectives.kernels.device.step import Step
 from gtopk.exchange.buckets.arrays import current_stream, view_array
-from gtopk.runtime.world import world
 
 # The kernels that a selection spends most of its time in, as their names begin.
 LARGEST_KERNELS = ("mark", "expand", "search_level")
-
-# Be one of several ranks of this process, in a thread: a context manager of a transport.
-as_rank = world.entered
 
 # A tensor's own memory as an array: CuPy's on a GPU, NumPy's on the host.
 array_of = view_array

@@ -67,7 +67,7 @@ def environment(work: Path) -> dict[str, str]:
         "CUPY_CACHE_DIR": str(work / "cupy"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "GTOPK_ADVICE": "off",
-        "GTOPK_TIMEOUT": "60",
+        "GTOPK_TIMEOUT": "40",  # before a test's own limit, so that the error says who waits
         # On one host.
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -64,6 +64,7 @@ def groups(device: str, wheels: Path) -> list[list[Stage]]:
 
     several = [str(HERE / "features.py"), "--device", device]
     hogbatch = "tests/programs/hogbatch_gpu.py" if not small else "tests/programs/hogbatch.py"
+    gpt = [str(HERE / "transformer.py"), "--device", device]
     laws = ["tests/programs/collectives_gpus.py", "staged"]
     all_groups = [
         [Stage("facts", 25, program("facts"))],
@@ -92,7 +93,7 @@ def groups(device: str, wheels: Path) -> list[list[Stage]]:
             Stage("racecheck", 70, program("sanitize", "racecheck")),
         ],
         [Stage("counters", 45, program("counters"))],
-        [Stage("transformer", 110, program("transformer"))],
+        [Stage("transformer", 110, mpirun(4 if small else 8, *gpt))],
     ]
     if not small:
         return all_groups

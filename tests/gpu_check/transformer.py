@@ -1,4 +1,4 @@
-"""A GPT on text, 8 ranks in threads on one device: dense AdamW beside the recipes for transformers.
+"""A GPT on text, ranks that share one device: dense AdamW beside the recipes for transformers.
 
 All begin with the same weights and see the same rows in the same order. Recorded is the loss on
 text held out, by step. On a GPU: 10.8 million parameters, on the sources of Python's library and of
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,23 +17,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from common import arguments, on_gpu, record, seconds_left
-from internals import as_rank
 
 import gtopk
 import gtopk.torch as hvd
-from collectives.transports import Transport, local_world, run_ranks
 from models.gpt import Gpt
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".py", ".md", ".cu", ".cuh", ".cpp", ".hpp")
 BETAS = (0.9, 0.95)
-making = threading.Lock()  # the seed is the process's
 
 
 class Size(NamedTuple):
     """Of the model, the text and the training."""
 
-    ranks: int
     rows: int  # of a rank's batch
     context: int
     width: int
@@ -47,8 +42,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "cuda": Size(8, 16, 256, 384, 6, 6, 40_000_000, 600, 40, 20),
-    "cpu": Size(8, 2, 32, 32, 2, 2, 200_000, 6, 2, 3),
+    "cuda": Size(16, 256, 384, 6, 6, 40_000_000, 600, 40, 20),
+    "cpu": Size(2, 32, 32, 2, 2, 200_000, 6, 2, 3),
 }
 
 
@@ -63,12 +58,12 @@ class Recipe(NamedTuple):
 
 # The first one says how many steps there is time for. Those after it: docs/tuning.md.
 RECIPES = (
-    Recipe("dense AdamW", hvd.Compression.none, 0.2, ramps=False),
-    Recipe("AdamW, shards", hvd.Compression.shards(period=4, bits=3), 0.4),
+    Recipe("dense AdamW", hvd.Compression.none, 0.3, ramps=False),
+    Recipe("AdamW, shards", hvd.Compression.shards(period=4, bits=3), 0.35),
     Recipe(
         "AdamW, gtopk",
         hvd.Compression.gtopk(density=0.05, wire="packed", values="int8"),
-        0.4,
+        0.35,
     ),
 )
 
@@ -85,7 +80,7 @@ def files() -> Iterator[Path]:
 
 
 def text(most: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes to learn and those held out: of every twentieth file. int64."""
+    """Return the bytes to learn and those held out: of every twentieth file. uint8."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     taken = 0
     for number, path in enumerate(files()):
@@ -95,8 +90,7 @@ def text(most: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         parts[number % 20 == 4].append(content)
         taken += len(content)
     learned, held_out = (
-        torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long().to(device)
-        for part in parts
+        torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).to(device) for part in parts
     )
     return learned, held_out
 
@@ -109,102 +103,98 @@ class Training:
     ) -> None:
         self.recipe, self.size, self.device = recipe, size, device
         self.learned, self.held_out = learned, held_out
+        self.model = new_model(size, device)
         self.curve: list[dict[str, float]] = []
 
-    def run(self, steps: float, seconds: float) -> list[dict[str, float]]:
-        """Return the curve: step, seconds since the first, loss on the rows held out."""
-        self.last, self.deadline = steps, time.perf_counter() + seconds
-        self.begun = time.perf_counter()
-        run_ranks(local_world(self.size.ranks, timeout_seconds=120), self._rank)
+    def run(self, steps: int, seconds: float) -> list[dict[str, float]]:
+        """Return rank 0's curve: step, seconds since the first, loss on the rows held out."""
+        size, model = self.size, self.model
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.0),
+            model.named_parameters(),
+            self.recipe.compression,
+        )
+        rates = (
+            gtopk.ramp(optimizer, steps, self._warm_up)
+            if self.recipe.ramps
+            else torch.optim.lr_scheduler.LambdaLR(optimizer, self._warm_up)
+        )
+        begun = time.perf_counter()
+        for step in range(1, steps + 1):
+            rows = self._rows(self.learned, size.rows, step * hvd.size() + hvd.rank())
+            optimizer.zero_grad()
+            self._loss(rows).backward()
+            optimizer.step()
+            rates.step()
+            if step % size.every == 0 or step == steps:
+                self._look(step, time.perf_counter() - begun)
+                if hvd.broadcast_object(time.perf_counter() - begun > seconds, 0):
+                    break
         return self.curve
-
-    def _rank(self, transport: Transport) -> None:
-        size = self.size
-        model = new_model(size, self.device)
-        with as_rank(transport):
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.AdamW(model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.0),
-                model.named_parameters(),
-                self.recipe.compression,
-            )
-            rates = (
-                gtopk.ramp(optimizer, int(self.last), self._warm_up)
-                if self.recipe.ramps
-                else torch.optim.lr_scheduler.LambdaLR(optimizer, self._warm_up)
-            )
-            step = 0
-            while step < self.last:
-                rows = self._rows(self.learned, size.rows, step * size.ranks + transport.rank)
-                optimizer.zero_grad()
-                self._loss(model, rows).backward()
-                optimizer.step()
-                rates.step()
-                step += 1
-                if transport.rank == 0 and (step % size.every == 0 or step == self.last):
-                    self._look(model, step)
 
     def _warm_up(self, step: int) -> float:
         return min(1.0, (step + 1) / self.size.warm_steps)
 
-    def _look(self, model: torch.nn.Module, step: int) -> None:
-        """Note the loss on the text held out; where the time is over, end the training soon."""
+    def _look(self, step: int, seconds: float) -> None:
+        """Note the loss on the text held out: at the centre, which is the same on all ranks."""
+        if hvd.rank() > 0:
+            return
+        self.model.eval()
         with torch.no_grad():
-            model.eval()  # at the centre, which is the same on all ranks
-            losses = [self._loss(model, self._rows(self.held_out, 32, n)).item() for n in range(4)]
-            model.train()
-        seconds = time.perf_counter() - self.begun
+            losses = [self._loss(self._rows(self.held_out, 32, n)).item() for n in range(4)]
+        self.model.train()
         loss = sum(losses) / len(losses)
         self.curve.append({"step": step, "seconds": round(seconds, 2), "loss": round(loss, 4)})
         print(f"{self.recipe.name}: {self.curve[-1]}", flush=True)
-        if time.perf_counter() > self.deadline:
-            # No rank is further than into the next step, which needs this one.
-            self.last = min(self.last, step + 2)
 
     def _rows(self, of: torch.Tensor, count: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         most = len(of) - self.size.context - 1
         at = torch.randint(most, (count,), generator=generator).to(self.device)
-        return of[at[:, None] + torch.arange(self.size.context + 1, device=self.device)]
+        return of[at[:, None] + torch.arange(self.size.context + 1, device=self.device)].long()
 
-    def _loss(self, model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    def _loss(self, rows: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16):
-            scores = model(rows[:, :-1])
+            scores = self.model(rows[:, :-1])
         return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
 def new_model(size: Size, device: str) -> Gpt:
     """Return the model as all ranks and recipes begin with it."""
-    with making:
-        torch.manual_seed(0)
-        return Gpt(256, size.context, size.width, size.layers, size.heads).to(device)
+    torch.manual_seed(0)
+    return Gpt(256, size.context, size.width, size.layers, size.heads).to(device)
 
 
 def main() -> int:
     """Train by each recipe; 0 when all have learned something."""
     device = arguments().device
     size = SIZES["cuda" if on_gpu(device) else "cpu"]
+    hvd.init()
     learned, held_out = text(size.text_bytes, device)
     parameters = sum(p.numel() for p in new_model(size, device).parameters())
     assert device == "cpu" or parameters >= 10_000_000, parameters
-    seconds = seconds_left() - 15  # the start, and the last steps
-    steps, well = float(size.most_steps), True
+    seconds = seconds_left() - 25  # the ranks' start, and the last steps
+    steps, well = size.most_steps, True
     for recipe in RECIPES:
-        curve = Training(recipe, size, device, learned, held_out).run(steps, seconds * recipe.share)
-        record(
-            "training",
-            recipe=recipe.name,
-            compression=repr(recipe.compression),
-            parameters=parameters,
-            learned_bytes=len(learned),
-            held_out_bytes=len(held_out),
-            python=sys.version.split()[0],
-            ranks=size.ranks,
-            rows_of_a_rank=size.rows,
-            context=size.context,
-            curve=curve,
-        )
+        training = Training(recipe, size, device, learned, held_out)
+        curve = hvd.broadcast_object(training.run(steps, seconds * recipe.share), 0)
+        if hvd.rank() == 0:
+            record(
+                "training",
+                recipe=recipe.name,
+                compression=repr(recipe.compression),
+                parameters=parameters,
+                learned_bytes=len(learned),
+                held_out_bytes=len(held_out),
+                python=sys.version.split()[0],
+                ranks=hvd.size(),
+                rows_of_a_rank=size.rows,
+                context=size.context,
+                curve=curve,
+            )
         steps = curve[-1]["step"]
         well &= curve[-1]["loss"] < curve[0]["loss"]
+    hvd.shutdown()
     return not well
 
 

@@ -5,6 +5,7 @@ HOGBATCH_GPUS: how many ranks those are.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from itertools import chain
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk.torch as hvd
 
 LENGTH = 211
+faulthandler.dump_traceback_later(30)  # where a rank waits that should have ended by then
 
 
 def test_all_train_one_model_and_every_sample_comes_once() -> None:

@@ -165,5 +165,5 @@ def test_an_old_gradient_of_a_gpu_is_the_optimizers_own_step_on_the_host(name: s
 def test_processes_on_a_gpu_and_on_the_cpu_train_one_model(
     mpirun: Callable[..., Any], ranks_on_gpu: int
 ) -> None:
-    job = mpirun(3, "hogbatch_gpu.py", HOGBATCH_GPUS=str(ranks_on_gpu))
+    job = mpirun(3, "hogbatch_gpu.py", timeout=50, HOGBATCH_GPUS=str(ranks_on_gpu))
     assert job.returncode == 0, job.stderr
