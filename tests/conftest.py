@@ -7,14 +7,13 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -25,11 +24,10 @@ from collectives.transports import LocalTransport, Transport, local_world, run_r
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.runtime.launch import LaunchTimeoutError, rank_environment, run
+from tests.started import LIGHT, PROGRAMS, ROOT, STARTED_PATH, Job, finished
 
 T = TypeVar("T")
-ROOT = Path(__file__).parent.parent
 os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
-PROGRAMS = ROOT / "tests" / "programs"
 
 # A busy machine is no failure; and each run draws other cases: half of the usual 100 are enough.
 settings.register_profile(
@@ -47,6 +45,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("Horovod is not installed: make horovod")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def light() -> Iterator[None]:
+    """Start processes with a light torch. Here and not before: xdist's workers have all of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", LIGHT, prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
     """Have every test leave the logger as it was: what it hides, other tests wait for."""
@@ -58,14 +64,6 @@ def log() -> Iterator[None]:
     before = state()
     yield
     assert state() == before, "the test leaves the logger 'gtopk' otherwise than it was"
-
-
-class Job(NamedTuple):
-    """What a program under mpirun left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +88,7 @@ def mpirun() -> Callable[..., Job]:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as errors:
-            for name, value in {"PYTHONPATH": str(ROOT), **variables}.items():
+            for name, value in {"PYTHONPATH": STARTED_PATH, **variables}.items():
                 patch.setenv(name, value)
             late: LaunchTimeoutError | None = None
             try:
@@ -125,29 +123,29 @@ def torchrun() -> Callable[..., Job]:
         **variables: str,
     ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
-        agent = subprocess.Popen(
-            [
-                *(sys.executable, str(PROGRAMS / "light_torchrun.py"), "--standalone"),
-                *(f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"),
-                *(str(path), *arguments),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "1",
-                **variables,
-            },
-        )
-        try:
-            stdout, stderr = agent.communicate(timeout=timeout)
-        finally:
-            if agent.poll() is None:
-                agent.terminate()  # it ends its ranks
-                agent.communicate()
-        return Job(agent.returncode, stdout, stderr)
+        command = [
+            *(sys.executable, str(PROGRAMS / "light_torchrun.py"), "--standalone"),
+            *(f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"),
+            *(str(path), *arguments),
+        ]
+        return finished(command, timeout, variables)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def forked() -> Callable[..., Job]:
+    """Run `forked(ranks, program, *arguments)`, as `torchrun` does, of ranks that load torch once.
+
+    For what ranks do once they run. How they come and go is `torchrun`'s.
+    """
+
+    def start(
+        ranks: int, program: str, *arguments: str, timeout: float = 120, **variables: str
+    ) -> Job:
+        launcher, path = PROGRAMS / "forked.py", PROGRAMS / program
+        command = [sys.executable, str(launcher), str(ranks), str(path), *arguments]
+        return finished(command, timeout, variables)
 
     return start
 
@@ -164,30 +162,14 @@ def horovodrun() -> Callable[..., Job]:
     ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
         beside = Path(sys.executable).parent  # as of a user who has activated the environment
-        environment = {
-            **os.environ,
-            **rank_environment(ranks),
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
-        }
-        launcher = subprocess.Popen(
-            [
-                str(beside / "horovodrun"),
-                *(*options, "-np", str(ranks), sys.executable, str(path), *arguments),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        try:
-            stdout, stderr = launcher.communicate(timeout=timeout)
-        finally:
-            if launcher.poll() is None:
-                launcher.terminate()  # it ends its ranks
-                launcher.communicate()
+        command = [
+            *(str(beside / "horovodrun"), *options, "-np", str(ranks)),
+            *(sys.executable, str(path), *arguments),
+        ]
+        around = f"{beside}{os.pathsep}{os.environ['PATH']}"
+        job = finished(command, timeout, {**rank_environment(ranks), "PATH": around})
         prefix = re.compile(r"^\[(?:1,)?\d+\]<stdout>: ?", re.MULTILINE)
-        return Job(launcher.returncode, prefix.sub("", stdout), stderr)
+        return job._replace(stdout=prefix.sub("", job.stdout))
 
     return start
 

@@ -8,8 +8,8 @@ import re
 MOST_FILES = {"DistributedOptimizer": 77, "DDP's hook": 67}
 
 
-def test_a_step_goes_through_no_more_files_than_before(torchrun) -> None:
-    done = torchrun(2, "tests/crossings.py")
+def test_a_step_goes_through_no_more_files_than_before(forked) -> None:
+    done = forked(2, "../crossings.py")
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^(.+): (\d+) files, (\d+) calls from file to file$", done.stdout, re.M)
     assert {name for name, _, _ in said} == {*MOST_FILES}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.started import STARTED_PATH
+
 ROOT = Path(__file__).parents[1]
 LOADED = ("checkpoint_loaded", "checkpoint_names")  # whole folders: fewer of them
 
@@ -16,7 +18,7 @@ def test_damaged_inputs_are_refused_by_name_and_in_bounds():
     """Those that once were not are in tests/corpus, and read first."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/programs/fuzz_readers.py"), "--messages", "5400"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
         capture_output=True,
         text=True,
     )

@@ -23,6 +23,7 @@ import gtopk.torch as hvd
 from docs.make.blocks import Block, blocks, commands
 from gtopk.cli.plan.command import main as plan
 from gtopk.cli.simulate.command import parser
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -109,7 +110,7 @@ def type_in(block: Block, folder: Path) -> str:
     typed = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands(block)],
         cwd=folder,
-        env={**os.environ, "PATH": beside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PATH": beside, "PYTHONPATH": STARTED_PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,

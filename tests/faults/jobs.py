@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gtopk.runtime.launch import find_mpirun, mpirun_command, rank_environment
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
@@ -220,7 +221,7 @@ def running(words: Sequence[str], ranks: int, **variables: str) -> Iterator[Job]
             env={
                 **os.environ,
                 **rank_environment(ranks),
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": STARTED_PATH,
                 "TMPDIR": folder,
                 **dict([mark.split("=")]),
                 **variables,

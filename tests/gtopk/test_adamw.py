@@ -100,6 +100,21 @@ def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
     )
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
+    def program(transport: LocalTransport) -> tuple[bool, float]:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(2))
+            (planned,) = optimizer._reducer.planned.bucket_exchanges
+        return planned.exchange.residual.learns, mean_square_ratio([planned])
+
+    for learns, ratio in threads(size, program):
+        assert learns == (size > 1)
+        assert (ratio == 1.0) == (size == 1)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_centre_moves_by_the_mean_of_the_ranks_steps(size, kind):

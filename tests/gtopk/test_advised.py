@@ -13,9 +13,9 @@ WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 4], 4))
-def test_rank_0_says_it_once_and_all_ranks_predict(torchrun, ranks):
+def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
     asked = {"GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off", "GTOPK_LOG": "debug"}
-    job = torchrun(ranks, "advised.py", **asked)
+    job = forked(ranks, "advised.py", **asked)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == ranks
     details = r"^gtopk: rank (\d): estimated exchange per ([\w -]+), ([\d,]+) values,? (.*)$"
@@ -40,8 +40,8 @@ def test_rank_0_says_it_once_and_all_ranks_predict(torchrun, ranks):
     assert verdict.startswith("gtopk: rank 0: compression ")
 
 
-def test_one_rank_that_wants_none_is_enough_for_none(torchrun):
-    job = torchrun(2, "advised.py", "off", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
+def test_one_rank_that_wants_none_is_enough_for_none(forked):
+    job = forked(2, "advised.py", "off", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == 2
     assert "(estimate)" not in job.stderr

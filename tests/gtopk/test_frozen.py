@@ -59,6 +59,35 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("thawed", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_does_not_count_changes_nothing_while_a_layer_is_frozen(threads, kind, thawed):
+    def trained(is_spoilt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+            model = layers()
+            with world.entered(transport):
+                inner = kind(model.parameters(), lr=0.01, weight_decay=0.1)
+                optimizer = DistributedOptimizer(
+                    inner, model.named_parameters(), Compression.gtopk(0.2)
+                )
+                take_steps(model, optimizer, transport.rank, range(4))
+                optimizer.zero_grad()
+                model[2].requires_grad_(False)
+                if is_spoilt:
+                    (model(inputs(transport.rank, 4)).sum() * torch.nan).backward()
+                    optimizer.step()
+                model[2].requires_grad_(thawed)
+                take_steps(model, optimizer, transport.rank, range(4, 8))
+                return flat(model), held_of(optimizer, "2.weight")
+
+        return threads(2, program)
+
+    for (model, kept), (other, also_kept) in zip(trained(False), trained(True), strict=True):
+        assert kept.any()
+        assert torch.equal(kept, also_kept)
+        assert torch.equal(model, other)
+
+
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("first", [0, 2])

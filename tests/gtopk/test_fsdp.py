@@ -1,4 +1,4 @@
-"""gtopk.fsdp: two replicas of two shards, on real ranks of torchrun; and what it needs."""
+"""gtopk.fsdp: two replicas of two shards, on real ranks; and what it needs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed import fsdp
 
 
 @pytest.fixture(scope="module")
-def checked(torchrun, tmp_path_factory):
+def checked(forked, tmp_path_factory):
     """Return what one job of 4 ranks says of all checks, and the folder that it has saved into."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return torchrun(4, "fsdp_checks.py", str(folder), timeout=300), folder
+    return forked(4, "fsdp_checks.py", str(folder), timeout=300), folder
 
 
 def test_replicas_of_shards_exchange_by_gtopk(checked):
@@ -38,9 +38,9 @@ def test_a_unit_may_be_used_in_part(checked):
     assert job.stdout.count("nothing is lost") == 4, job.stdout + job.stderr
 
 
-def test_what_replicas_hold_back_goes_on_in_fewer_of_them(torchrun, checked):
+def test_what_replicas_hold_back_goes_on_in_fewer_of_them(forked, checked):
     saved, folder = checked
-    job = torchrun(2, "fsdp_resume.py", str(folder))
+    job = forked(2, "fsdp_resume.py", str(folder))
     for each in (saved, job):
         assert each.returncode == 0, each.stdout + each.stderr
     assert job.stdout.count("the residual is what it was") == 2

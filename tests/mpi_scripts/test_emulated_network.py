@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli.bench.collectives.command import read
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "mpi_scripts" / "emulated_network.sh"
@@ -33,7 +34,7 @@ def command(hosts: int, launcher: str, *program: str, options: str = "") -> list
 def environment(**more: str) -> dict[str, str]:
     # mpirun lies beside the interpreter, which need not be on the PATH.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **more}
+    return {**os.environ, "PYTHONPATH": STARTED_PATH, "PATH": path, **more}
 
 
 def emulated(

@@ -524,3 +524,20 @@ def test_no_access_is_out_of_bounds_and_nothing_is_undefined(
 ) -> None:
     monkeypatch.setenv("GTOPK_THREADS", "3")
     assert sanitized("kernels_random.py") == "all the same\n"
+
+
+def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short() -> None:
+    """Both are written past the caches from 64 MiB on: the edges need not lie on a line's."""
+    length = (64 << 18) + 4099
+    room = np.full(length + 3, 7.0, np.float32)
+    beside, residual = room[1:-2], np.ones(length, np.float32)
+    gradient = np.arange(length, dtype=np.float32) % 1024
+    gradient[[0, 4097, length - 1]] = 2000, -3000, 4000
+    picked, _ = selection.accumulate_and_select(residual, gradient, 3, into=beside)
+    assert picked.indices.tolist() == [0, 4097, length - 1]
+    assert picked.values.tolist() == [2001, -2999, 4001]
+    assert np.array_equal(beside, gradient + 1)
+    assert residual.max() == 1
+    entries.clear(beside)
+    assert not beside.any()
+    assert room[[0, -2, -1]].tolist() == [7, 7, 7]

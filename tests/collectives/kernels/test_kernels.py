@@ -17,7 +17,6 @@ from collectives.kernels import (
     Momentum,
     add_at,
     all_finite,
-    clear,
     clear_at,
     contains,
     host,
@@ -670,26 +669,6 @@ def test_the_global_random_state_is_left_alone() -> None:
     before = np.random.get_state()[1].tobytes()
     select(np.ones(10 * SEAM, np.float32), 1000)
     assert np.random.get_state()[1].tobytes() == before
-
-
-def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both are written past the caches from 64 MiB on: the edges need not lie on a line's."""
-    monkeypatch.setattr(reference, "CHUNK", 1 << 20)
-    length = (64 << 18) + 4099
-    room = np.full(length + 3, 7.0, np.float32)
-    beside, residual = room[1:-2], np.ones(length, np.float32)
-    gradient = np.arange(length, dtype=np.float32) % 1024
-    gradient[[0, 4097, length - 1]] = 2000, -3000, 4000
-    picked, _ = accumulate_and_select(residual, gradient, 3, into=beside)
-    assert picked.indices.tolist() == [0, 4097, length - 1]
-    assert picked.values.tolist() == [2001, -2999, 4001]
-    assert np.array_equal(beside, gradient + 1)
-    assert residual.max() == 1
-    clear(beside)
-    assert not beside.any()
-    assert room[[0, -2, -1]].tolist() == [7, 7, 7]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

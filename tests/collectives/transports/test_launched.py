@@ -43,8 +43,8 @@ def test_an_mpi_for_one_thread_only_is_refused(mpirun) -> None:
 
 
 @pytest.mark.parametrize("ranks", some_of([1, 2, 3, 4], 3))
-def test_under_torchrun(torchrun, ranks: int) -> None:
-    job = torchrun(ranks, "collectives_transports.py", "torch.distributed")
+def test_over_torch_distributed(forked, ranks: int) -> None:
+    job = forked(ranks, "collectives_transports.py", "torch.distributed")
     assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
 
 
@@ -55,8 +55,8 @@ def test_reductions_under_mpirun_are_those_in_threads(mpirun, ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 3], 3))
-def test_reductions_under_torchrun_are_those_in_threads(torchrun, ranks: int) -> None:
-    job = torchrun(ranks, "collectives_algorithms.py", "torch.distributed")
+def test_reductions_over_torch_distributed_are_those_in_threads(forked, ranks: int) -> None:
+    job = forked(ranks, "collectives_algorithms.py", "torch.distributed")
     assert_every_rank_says(job, ranks, "nothing is lost")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from collectives.wire import (
     decode,
     encode,
 )
+from collectives.wire.meter import Coded, coded
 
 EXTRA = np.array([7, 255, 0], np.uint8)
 NO_EXTRA = np.empty(0, np.uint8)
@@ -447,3 +450,14 @@ def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -
     ):
         with pytest.raises(MessageError, match=f"rank 1 is malformed: it comes {said}; over NCCL"):
             decode(message, like, K, sender=1)
+
+
+def test_what_is_written_and_read_is_counted_with_its_seconds(monkeypatch) -> None:
+    clock = itertools.count(100.0, 0.25)  # a quarter of a second between two looks
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    vector, begun = entries([1, 5], [2.0, -3.0], 9), coded()
+    message = encode(vector, K).message
+    written = coded()
+    assert written.since(begun) == Coded(0.25, 2, message.size)
+    decode(message, vector, K, 0)
+    assert coded().since(written) == Coded(0.25)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gtopk.runtime.launch import find_mpirun, run
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests/horovod_scripts"
@@ -138,7 +139,7 @@ def alone(ranks: int, words: list[str]) -> str:
 def by_mpirun(ranks: int, words: list[str]) -> str:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", STARTED_PATH)
         code = run(ranks, [sys.executable, *words], on_line=lines.append, timeout_seconds=120)
     assert code == 0
     return "\n".join(lines) + "\n"
@@ -152,7 +153,7 @@ def by_torchrun(ranks: int, words: list[str]) -> str:
 def output(command: list[str]) -> str:
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

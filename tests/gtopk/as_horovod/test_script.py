@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.matrix import some_of
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[3]
 TELL = """
@@ -43,7 +44,7 @@ def python(folder: Path, *words: str) -> Done:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
         capture_output=True,
         text=True,
         timeout=60,

@@ -17,6 +17,7 @@ from gtopk.cli import run as command
 from gtopk.cli.run import main
 from gtopk.runtime.launch import Mpi
 from gtopk.runtime.runner import ranks
+from tests.started import STARTED_PATH
 
 PLENTY_SECONDS = 100.0
 # `gtopk run` by an mpirun that becomes its one rank; what `job` itself would wait counts for none.
@@ -243,7 +244,7 @@ def running(tmp_path: Path):
     with subprocess.Popen(
         [sys.executable, "-c", RUN, str(launcher), "saving.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
         stderr=subprocess.PIPE,
     ) as started:
         wait_until((tmp_path / "begun").exists)

@@ -496,8 +496,8 @@ def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
     assert job.stdout.count("local steps, one model") == 2
 
 
-def test_with_ddp_inside_nodes_all_ranks_exchange_each_with_its_counterparts(torchrun: Any) -> None:
-    job = torchrun(4, "local_sgd_nodes.py")
+def test_with_ddp_inside_nodes_all_ranks_exchange_each_with_its_counterparts(forked: Any) -> None:
+    job = forked(4, "local_sgd_nodes.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("DDP inside, local steps between") == 4
 

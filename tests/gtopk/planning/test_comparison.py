@@ -20,7 +20,7 @@ def ask(
     return compare(Cluster(length, network, 0.001, backward), DEFAULT_RATES)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.integers(2, 200),
     st.integers(10**4, 10**9),

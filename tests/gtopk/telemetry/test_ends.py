@@ -20,6 +20,7 @@ from gtopk.telemetry.lines import path_of
 from gtopk.telemetry.reading import RankRecord, read_run
 from gtopk.telemetry.start import LineFile
 from tests.gtopk.made_runs import lines_of
+from tests.started import STARTED_PATH
 
 CHECKOUT = Path(__file__).parents[3]
 DIES = """
@@ -72,7 +73,7 @@ def test_who_did_not_end_in_order_is_named(
 
 
 def test_a_script_that_dies_of_an_exception_does_not_end_in_order(tmp_path: Path) -> None:
-    variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), "GTOPK_RUN": str(tmp_path)}
+    variables = {**os.environ, "PYTHONPATH": STARTED_PATH, "GTOPK_RUN": str(tmp_path)}
     job = subprocess.run([sys.executable, "-c", DIES], env=variables, check=False)
     assert job.returncode == 1
     rank = rank_of(tmp_path)

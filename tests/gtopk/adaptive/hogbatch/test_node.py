@@ -16,6 +16,7 @@ import pytest
 from gtopk.runtime.launch import rank_environment
 from gtopk.runtime.launch.mpirun import require_mpirun
 from tests.launchers import VENDOR
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 RANKS, KILLED = 3, 1
@@ -39,7 +40,7 @@ def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
             **os.environ,
             **{name: str(value) for name, value in place.items()},
             "MASTER_ADDR": "127.0.0.1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": STARTED_PATH,
             "OMP_NUM_THREADS": "1",
         },
     )
@@ -83,7 +84,7 @@ def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path, shuts_down:
             *(str(require_mpirun()), "-n", str(RANKS), "--enable-recovery"),
             *(sys.executable, str(program), str(KILLED), "killed", str(tmp_path), shuts_down),
         ],
-        env={**os.environ, **rank_environment(RANKS), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **rank_environment(RANKS), "PYTHONPATH": STARTED_PATH},
         capture_output=True,
         text=True,
         timeout=150,

@@ -13,6 +13,7 @@ import pytest
 from gtopk.cli.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_density
 from gtopk.cli.demo.record import METHODS, OVER_LINK
 from gtopk.cli.main import main
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 
@@ -21,7 +22,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gtopk", "demo", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
         capture_output=True,
         text=True,
         timeout=150,

@@ -23,6 +23,7 @@ from gtopk.cli.doctor.network import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runtime.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
@@ -34,7 +35,7 @@ needs_mpirun = pytest.mark.skipif(
 
 def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the doctor in a process of its own; path: a folder whose packages come first."""
-    folders = [str(path), str(ROOT)] if path else [str(ROOT)]
+    folders = [str(path), STARTED_PATH] if path else [STARTED_PATH]
     return subprocess.run(
         [sys.executable, "-m", "gtopk.cli.doctor", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
@@ -467,7 +468,7 @@ def test_a_job_prints_one_report_that_says_its_size(
     size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", STARTED_PATH)
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk.cli.doctor"]
     code = run(size, program, on_line=lines.append, timeout_seconds=PLENTY_SECONDS)

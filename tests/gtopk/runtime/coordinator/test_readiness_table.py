@@ -95,3 +95,24 @@ def test_who_waits_and_who_is_waited_for():
     assert table.missing("b") == [4]
     assert [table.waits(rank) for rank in range(3)] == [False, True, True]  # "a" was refused
     assert [table.is_waited_for(rank) for rank in range(3)] == [True, False, False]
+
+
+def test_what_is_said_and_run_again_is_the_same_objects():
+    """A step of many names then costs a comparison a cycle."""
+    table = ReadinessTable(range(2), capacity=3)
+    done(table, fresh(*"ab"), fresh(*"ab"))
+    one, other = said(table, "a"), said(table, "b")
+    assert said(table, "a") is one
+    assert said(table, "b") is other
+    ready = table.take([one, one]).ready
+    assert [each.name for each in ready] == ["a"]
+    assert table.take([one, one]).ready is ready
+    assert done(table, other, other) == ["b"]
+
+
+def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
+    table = ReadinessTable(range(2), capacity=3)
+    table.take([fresh("a"), fresh("b")])
+    stuck = [Announcement(stuck="a"), Announcement(stuck="b")]
+    assert table.take([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
+    assert [name for name, _ in table.take(stuck).refused] == ["a", "b"]

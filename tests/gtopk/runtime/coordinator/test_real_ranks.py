@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("torchrun", 2)])
+@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("forked", 2)])
 def test_operations_are_matched_by_name(
     request: pytest.FixtureRequest, launcher: str, ranks: int
 ) -> None:

@@ -24,6 +24,7 @@ from gtopk.runtime.launch import (
     rank_environment,
     run,
 )
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 PLENTY_SECONDS = 100.0
@@ -242,7 +243,7 @@ def test_ranks_meet_on_one_core_with_spaces_in_every_path(tmp_path: Path) -> Non
     job = subprocess.run(
         python(code),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": "."},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH, "TMPDIR": "."},
         capture_output=True,
         text=True,
         timeout=PLENTY_SECONDS,
@@ -328,7 +329,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, end: signa
     code = f"from gtopk.runtime.launch import run; run(2, {python(patient, tmp_path)!r})"
     starter = subprocess.Popen(
         python(code),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

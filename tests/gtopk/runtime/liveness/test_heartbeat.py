@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gtopk.runtime.liveness.companion import look_at, segments_of
 from gtopk.runtime.liveness.watch import Beat, State
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT = 1.2
@@ -80,7 +81,7 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
     )
     with process:
         started = Ranks(process, size)

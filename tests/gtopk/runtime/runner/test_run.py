@@ -16,6 +16,7 @@ import pytest
 import gtopk
 from gtopk.runtime.launch import LaunchError, find_mpirun
 from tests.launchers import VENDOR
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 PROGRAM = ROOT / "tests/programs/calls_run.py"
@@ -65,7 +66,7 @@ def told(folder: Path) -> dict[str, Any]:
         [sys.executable, str(PROGRAM), *scenes],
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": STARTED_PATH,
             "PRTE_MCA_plm_ssh_agent": str(agent),
             "OMPI_MCA_plm_rsh_agent": str(agent),
         },

@@ -19,6 +19,7 @@ import torch
 from gtopk.runtime.launch import launched_by
 from gtopk.runtime.world.joining import join, left_apart, transport_for
 from tests.matrix import some_of
+from tests.started import STARTED_PATH
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -202,7 +203,7 @@ def start(ranks: int, started: int, variables: Callable[[int], dict[str, str]]) 
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), **variables(rank)},
+            env={**os.environ, "PYTHONPATH": STARTED_PATH, **variables(rank)},
         )
         for rank in range(started)
     ]

@@ -365,8 +365,8 @@ def test_the_shards_of_several_ranks_become_whole(ranks, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_dtensors_shards_become_whole_and_are_cut_again(torchrun, tmp_path):
-    job = torchrun(2, "checkpoint_shards.py", str(tmp_path))
+def test_a_dtensors_shards_become_whole_and_are_cut_again(forked, tmp_path):
+    job = forked(2, "checkpoint_shards.py", str(tmp_path))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("shards are as they were") == 2
 

@@ -23,6 +23,7 @@ from gtopk import CheckpointError, load_latest, save_checkpoint
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import save
 from tests.gtopk.torch.checkpoint.run import Run
+from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 
@@ -406,7 +407,7 @@ def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_
         text=True,
         timeout=180,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH},
     )
     assert done.returncode == 0, done.stderr
     some_left, new, deeds = map(int, done.stdout.split())

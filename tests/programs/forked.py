@@ -1,0 +1,103 @@
+"""Run a program on ranks that are forked once its imports are loaded: `forked.py 4 PROGRAM ...`.
+
+As torchrun's agent, this process serves the store where they meet, and ends all where one fails. A
+rank that loads torch, FSDP and torch's compiler by itself takes up to 7 s of CPU time for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parent
+
+
+def imports(program: Path) -> Iterator[str]:
+    """Yield the modules that a program imports, and those that its neighbours here do, in order."""
+    for node in ast.parse(program.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            beside = PROGRAMS / f"{name}.py"
+            if beside.exists() and name != "light_torch":
+                yield from imports(beside)
+            else:
+                yield name
+
+
+def load(program: Path) -> None:
+    names = list(imports(program))
+    for name in names:
+        importlib.import_module(name)
+    if any(name.startswith(("torch.nn.parallel", "torch.distributed.fsdp")) for name in names):
+        importlib.import_module("torch._dynamo.config")  # they look into it
+
+
+def run_rank(rank: int, ranks: int, port: int, program: Path) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="forked",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    sys.argv = [str(program), *sys.argv[3:]]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def wait_for(ranks: set[int]) -> int:
+    """Return 0 once all have ended well, and 1, and end the others, once one has not."""
+    code = 0
+    try:
+        while ranks and code == 0:
+            pid, status = os.wait()
+            if pid in ranks:
+                ranks.remove(pid)
+                code = 0 if status == 0 else 1
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL if code == 0 else signal.SIGTERM)
+        for pid in ranks:
+            os.waitpid(pid, 0)
+    return code
+
+
+def main() -> None:
+    ranks, program = int(sys.argv[1]), Path(sys.argv[2])
+    load(program)
+    ends = [os.pipe() for _ in range(ranks)]
+    children: set[int] = set()
+    for rank, (port_end, _) in enumerate(ends):
+        pid = os.fork()
+        if pid == 0:
+            port = int(os.read(port_end, 16))  # nothing, and an error, where the parent has ended
+            for end in ends:
+                os.close(end[0])
+                os.close(end[1])
+            run_rank(rank, ranks, port, program)
+            return
+        children.add(pid)
+    from torch.distributed import TCPStore  # its thread begins when all are forked
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    signal.signal(signal.SIGTERM, lambda *of: sys.exit(1))
+    for _, end in ends:
+        os.write(end, str(store.port).encode())
+    sys.exit(wait_for(children))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""On the path of a started Python, have its torch load the compiler's parts when they are needed.
+
+torch loads the shapes and decompositions of all its operators and what exports programs, 1.1 s of
+CPU time of 2.6, and each optimizer the compiler itself, to be left alone by it: another 1.2 s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def _disable(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
+    """Return the function as it is: nothing is compiled."""
+    return (lambda inner: inner) if function is None else function
+
+
+_SHAPES = "torch._meta_registrations"  # which torch loads when it has all else
+# Packages that are loaded once somebody looks for more in them than this.
+_LATE: dict[str, dict[str, Any]] = {
+    "torch.export": {},
+    "torch._dynamo": {"disable": _disable, "graph_break": lambda *arguments: None},
+    _SHAPES: {},
+}
+
+
+def _load(name: str) -> ModuleType:
+    """Load a package that was put off; a compiler needs the shapes, too."""
+    for each in (name, *([_SHAPES] if name == "torch._dynamo" else [])):
+        if _LATE.pop(each, None) is not None:
+            sys.modules.pop(each, None)
+            importlib.import_module(each)
+    return sys.modules[name]
+
+
+class _Found:
+    """Gives a module that is there by now."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it alone."""
+
+
+class _Finder:
+    """Finds modules with next to nothing in them in place of those that are put off."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package = name.rpartition(".")[0]
+        loader: Any = self if name in _LATE else None
+        if package in _LATE:
+            _load(package)
+            loader = _Found() if name in sys.modules else None
+        return loader and importlib.util.spec_from_loader(name, loader)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Take an empty one."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, torch = module.__name__, sys.modules["torch"]
+
+        def missing(attribute: str) -> Any:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)  # whoever looks through all modules needs none
+            return getattr(_load(name), attribute)
+
+        vars(module).update(_LATE[name], __getattr__=missing, __file__=__file__)
+        if name == _SHAPES:
+            if hasattr(torch._C, "_set_generator_metaclass"):  # else decompositions do it: 0.3 s
+                from torch._opaque_base import OpaqueBaseMeta
+
+                torch._C._set_generator_metaclass(OpaqueBaseMeta)
+        else:
+            module.__path__ = [f"{folder}/{name.rpartition('.')[2]}" for folder in torch.__path__]
+
+
+if not any(type(finder).__name__ == "_Finder" for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
