@@ -18,8 +18,8 @@
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
-# make test-adapters  the integrations with Lightning, Accelerate, Hugging Face's Trainer and Ray Train, and
-#             the records for TensorBoard, Weights & Biases and MLflow, in an environment of their own
+# make test-adapters  the integrations with Lightning, Accelerate, Hugging Face's Trainer and Ray Train,
+#             their examples, and the records for TensorBoard, Weights & Biases and MLflow, in an environment of their own
 # make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
 # make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json
 # make sanitize       the CUDA kernels' small set under compute-sanitizer; needs a GPU
@@ -41,7 +41,7 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py \
 	tests/gtopk/test_transformers.py tests/gtopk/telemetry/test_scalars.py \
-	tests/gtopk/telemetry/test_trackers.py
+	tests/gtopk/telemetry/test_trackers.py tests/mpi_scripts/test_examples.py
 
 # Over MPI alone, and of what test-faults does once or a few times.
 MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptive/hogbatch \
@@ -175,7 +175,7 @@ $(VENV)-adapters/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
 		-e ".[dev,lightning,accelerate,transformers,tensorboard]" \
-		"mlflow-skinny>=3" "ray[train]>=2.9" "wandb>=0.19"
+		"mlflow-skinny>=3" "peft>=0.15" "ray[train]>=2.9" "wandb>=0.19"
 	touch $@
 
 $(VENV)-mpich/.installed: $(INSTALLED)
