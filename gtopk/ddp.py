@@ -410,7 +410,7 @@ class GTopKState:
         of ranks can load.
         """
         parts = {
-            name: self._bucket_exchanges.residual_of(parameter)
+            name: self._bucket_exchanges.residual_of(parameter, is_trained=parameter.requires_grad)
             for name, parameter in named_parameters(model)
         }
         residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
