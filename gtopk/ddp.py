@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
@@ -409,7 +410,7 @@ class GTopKState:
         of ranks can load.
         """
         parts = {
-            name: self._bucket_exchanges.residual_of(parameter)
+            name: self._bucket_exchanges.residual_of(parameter, is_trained=parameter.requires_grad)
             for name, parameter in named_parameters(model)
         }
         residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
@@ -493,6 +494,44 @@ class GTopKState:
         self.progress.steps = int(state["steps"])
         if self._adam is not None:
             self._adam.loaded()
+
+    def stateful(self, model: torch.nn.Module) -> "_Stateful":
+        """Return what a framework's checkpoint can take: `state_dict()`, `load_state_dict(state)`.
+
+        The former is `gather_state(model)`: all ranks call it, and the file is the first one's.
+        """
+        return _Stateful(self, model)
+
+
+class _Stateful:
+    """A state beside the model that it is of."""
+
+    def __init__(self, state: GTopKState, model: torch.nn.Module) -> None:
+        self._state, self._model = state, model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.gather_state(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state.load_state_dict(state, self._model)
+
+
+def register(
+    model: DistributedDataParallel,
+    optimizers: Sequence[Any],
+    density: float,
+    *,
+    scaler: Any,
+    **options: Any,
+) -> GTopKState:
+    """Register the hook for optimizers as a framework has wrapped them; one is the state's own."""
+    own = [*map(plain, optimizers)]
+    given = {"optimizer": own[0] if len(own) == 1 else None, **options}
+    state = GTopKState(density, scaler=scaler, **given)
+    model.register_comm_hook(state, gtopk_hook)
+    for each in own if len(own) > 1 else []:
+        each.register_step_pre_hook(state.drop_skipped)
+    return state
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

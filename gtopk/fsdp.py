@@ -428,7 +428,7 @@ class ReplicaState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residual; save it on every rank."""
         parts = {
-            name: bucket_exchanges.residual_of(shard)
+            name: bucket_exchanges.residual_of(shard, is_trained=unit.parameter(name).requires_grad)
             for unit, bucket_exchanges in self._bucket_exchanges.items()
             for name, shard in unit.stand_ins.items()
         }

@@ -1,29 +1,36 @@
-"""Lightning: a callback that lets a Trainer's DDP exchange gradients by gTop-k.
+"""Lightning: a callback for its Trainer, and a call for Fabric, whose DDP then goes by gTop-k.
 
-Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
+    Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
 
 setup           Lightning wraps the module in DistributedDataParallel
 fit begins      the hook of `gtopk.ddp` is registered on it
 batches         its report of a step goes to the Trainer's loggers
 checkpoints     have the residuals of all ranks, for any number of ranks to go on from
+
+    model, optimizer = fabric.setup(model, optimizer)
+    state = gtopk.lightning.compress(fabric, model, optimizer, density=0.01)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "gtopk": state.stateful(model)})
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 try:
+    from lightning.fabric import Fabric
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
-from .ddp import GTopKState, gtopk_hook
+from .ddp import GTopKState, gtopk_hook, register
+from .integrations.ddp_passes import unwrapped
 from .telemetry.trackers import scalars_of_step
 
-__all__ = ["GTopK"]
+__all__ = ["GTopK", "compress"]
 
 
 class GTopK(Callback):
@@ -134,3 +141,32 @@ class GTopK(Callback):
     ) -> None:
         """Keep it until the module is wrapped; a checkpoint of a run without gTop-k is fine."""
         self._loaded = checkpoint.get("gtopk", {})
+
+
+def compress(
+    fabric: Fabric,
+    model: torch.nn.Module,
+    optimizer: Any,
+    density: float = 0.001,
+    **options: Any,
+) -> GTopKState:
+    """Let a model that Fabric has set up exchange gradients by gTop-k, and return the hook's state.
+
+    model, optimizer: as `fabric.setup` returned them; a sequence of several optimizers. One alone
+        is given to the state: AdamW's steps are then made before the selection, and
+        global_clip_norm= takes the place of fabric.clip_gradients.
+    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
+    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
+    is no optimizer.
+    """
+    wrapped = unwrapped(model)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise ValueError(
+            "gtopk.lightning.compress needs a model that fabric.setup has wrapped in "
+            f"DistributedDataParallel: use Fabric(strategy='ddp') on two ranks or more, got "
+            f"{type(wrapped).__name__} on {fabric.world_size} "
+            f"{'process' if fabric.world_size == 1 else 'processes'}"
+        )
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    return register(wrapped, optimizers, density, scaler=scaler, **options)

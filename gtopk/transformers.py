@@ -37,6 +37,7 @@ except ImportError as missing:
     ) from missing
 
 from .ddp import GTopKState, gtopk_hook
+from .exchange.residual_state import norm_of
 from .telemetry.trackers import scalars_of_step
 from .torch.checkpoint import load_latest, save_checkpoint
 from .torch.functions import allgather_object, broadcast_object
@@ -114,6 +115,16 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         """Take the agreed steps as Trainer leaves them: for their norm it multiplies them by 1."""
         if self.state is not None:
             self.state.accept_gradients()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Note, where Trainer is about to save, how much waits: for who resumes without it."""
+        if control.should_save and self.state is not None and self._model is not None:
+            (held,) = self.state.state_dict(self._model)["held"].values()
+            state.stateful_callbacks[_KEY]["norm"] = f"{norm_of(held.values()):.3g}"
+
+    on_epoch_end = on_step_end
 
     def on_log(
         self,
@@ -196,11 +207,13 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if args.process_index == 0:
             _log.warning(
                 "the residuals and moments that gtopk saved with %s, at step %d, are in none of "
-                "%s: all ranks begin without; if they are elsewhere, name the checkpoint's folder "
-                "in TrainingArguments(resume_from_checkpoint=...), too",
+                "%s: all ranks begin without (the norm of rank 0's residual was %s); if they are "
+                "elsewhere, name the checkpoint's folder in "
+                "TrainingArguments(resume_from_checkpoint=...), too",
                 name,
                 state.global_step,
                 ", ".join(map(str, dict.fromkeys(folders))),
+                saved.get("norm", "not noted"),
             )
         return None
 

@@ -89,6 +89,25 @@ def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(t
         assert not name.endswith("-any.whl")
 
 
+@pytest.mark.packaging
+def test_an_index_takes_what_is_handed_out_once_auditwheel_has_renamed_it(
+    source_archive: Path, tmp_path: Path
+) -> None:
+    """A wheel of this machine is called linux_x86_64, which no index takes."""
+    with wheel(tmp_path) as packed:
+        made = Path(str(packed.filename))
+
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, words)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("twine", "check", "--strict", made, source_archive).count("PASSED") == 2
+    assert "manylinux_" in run("auditwheel", "show", made)
+
+
 @pytest.fixture(scope="module")
 def pure_wheel(tmp_path_factory) -> Path:
     """Return the wheel that is made where no compiler is."""

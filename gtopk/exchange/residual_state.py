@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,14 @@ def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
         for name, parts in residuals.items()
         if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
+
+
+def norm_of(residuals: Iterable[ResidualState]) -> float:
+    """Return the norm of all that is to be sent yet, as one vector."""
+    unsent = (
+        parts[what] for parts in residuals for what in ("residual", OWNER_ERROR) if what in parts
+    )
+    return math.sqrt(sum(float(part.detach().double().square().sum()) for part in unsent))
 
 
 def _residual(bucket_exchange: Any) -> Residual | None:

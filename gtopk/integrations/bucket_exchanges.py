@@ -110,7 +110,12 @@ class BucketExchanges:
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return a parameter's part of what its bucket holds, in memory's order."""
-        bucket_exchange, index, start = self._homes[parameter]
+        return self._views_in(*self._homes[parameter], parameter.numel())
+
+    @staticmethod
+    def _views_in(
+        bucket_exchange: BucketExchange, index: int, start: int, length: int
+    ) -> ResidualState:
         residual = bucket_exchange.exchange.residual
         assert residual is not None
         views = {}
@@ -121,7 +126,7 @@ class BucketExchanges:
                 first = sum(residual.rows[:index])
                 views[what] = tensor[first : first + residual.rows[index]]
             else:
-                views[what] = tensor[start : start + parameter.numel()]
+                views[what] = tensor[start : start + length]
         return views
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -139,16 +144,24 @@ class BucketExchanges:
             part = residual.after_last_step()["residual"][start : start + parameter.numel()]
             yield parameter, as_shaped(part, parameter)  # type: ignore[misc]
 
-    def residual_of(self, parameter: torch.Tensor) -> ResidualState:
-        """Return copies of the residual of a parameter, in its shape."""
+    def residual_of(self, parameter: torch.Tensor, *, is_trained: bool) -> ResidualState:
+        """Return copies of the residual of a parameter, in its shape.
+
+        Of one that is trained and was in no bucket yet, what it begins with: torch's DCP loads
+        only what a state has.
+        """
         own = self._residuals.get(parameter)
-        if own is None:
-            own = self._views(parameter) if parameter in self._homes else {}
+        if own is None and parameter in self._homes:
+            own = self._views(parameter)
+        elif own is None and is_trained:
+            whole = torch.nn.Parameter(parameter.detach().new_zeros(parameter.numel()))
+            alone = self._open_bucket_exchange(whole, [parameter])
+            own = self._views_in(alone, 0, 0, parameter.numel())
         return {
             what: (part if what in (AGE, ROWS) else as_shaped(part, parameter)).clone(
                 memory_format=torch.contiguous_format
             )
-            for what, part in own.items()
+            for what, part in (own or {}).items()
         }
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:

@@ -82,9 +82,19 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
     )
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model, DDP around it included, without what torch.compile and Fabric wrap it in.
+
+    Fabric compiles before it wraps, or wraps before it compiles.
+    """
+    found: torch.nn.Module = getattr(model, "_orig_mod", model)
+    found = getattr(found, "_forward_module", found)
+    return getattr(found, "_orig_mod", found)
+
+
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters by their names, with or without DDP and torch.compile around them."""
-    model = getattr(model, "_orig_mod", model)
+    """Return the parameters by their names, whatever wraps the model."""
+    model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = model.module
     return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]

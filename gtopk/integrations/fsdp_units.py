@@ -51,7 +51,8 @@ class Unit:
             info = each._module_info
             called = ".".join(filter(None, (modules[info.module], info.param_name)))
             shape = each.padded_sharded_param_size
-            self.stand_ins[called] = stand_in(torch.empty(1, device=group.device), shape.numel())
+            one = torch.empty(1, dtype=each.sharded_param.dtype, device=group.device)
+            self.stand_ins[called] = stand_in(one, shape.numel())
             self.padded[called] = torch.empty(shape, device="meta")
             self._of[called] = each
         self._reduce = group.post_backward

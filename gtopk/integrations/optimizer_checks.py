@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compression import ErrorFeedback
 from ..optim.momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
+from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import adam_before, require_plain
 from .hook_skips import HookSkips
 
@@ -62,7 +63,8 @@ def look_at_optimizers(
     """Look once at each optimizer that steps a parameter of the model, as long as the hook lives.
 
     Returns what looks at each step, whether gradients were clipped: the hook tells it of passes.
-    rank: in the world. says: also say what is better done before the selection.
+    rank: in the world. says: also say what is better done before the selection, and whether the
+        density is too low.
     way: how to have the hook make an Adam's steps, in words.
     stepped: the optimizer whose steps the hook makes, which is the only one then.
     """
@@ -83,6 +85,9 @@ def look_at_optimizers(
                     f"another {type(optimizer).__name__} steps its model: give the hook this one, "
                     "or adam_steps='after'"
                 )
+            if says and not seen:
+                trained = sum(p.numel() for p in parameters if p.requires_grad)
+                warn_of_few_entries(compression, trained)
             if stepped is None:
                 require_one_momentum(optimizer, compression)  # again, where the script goes on
                 require_plain(optimizer.state.values(), rank)

@@ -35,7 +35,7 @@ from ..exchange.buckets.parameters import (
 )
 from ..exchange.buckets.placeholders import place
 from ..exchange.exchange import Progress
-from ..exchange.residual_state import unsent
+from ..exchange.residual_state import norm_of, unsent
 from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
@@ -345,9 +345,11 @@ class _AdasumOptimizer(Wrapping):
         if lost := sorted({name for part in parts for name in unsent(part)}):
             _log.warning(
                 "rank %d: the state has a residual of %s, which op=Adasum cannot send: they "
-                "are lost; take a step with op=Average and Compression.none first to send them",
+                "are lost (their norm: %.3g); take a step with op=Average and Compression.none "
+                "first to send them",
                 self._world.rank,
                 ", ".join(map(repr, lost[:5])) + (", ..." if len(lost) > 5 else ""),
+                norm_of(state for part in parts for state in part.values()),
             )
 
     def _forget(self) -> None:

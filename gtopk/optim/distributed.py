@@ -34,6 +34,7 @@ from .grad_scaler import (
 from .listener import Listener
 from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
+from .reduced_twice import SharedParameters
 from .reducer import Reducer
 from .replicas.check import ReplicaCheck
 from .samples import Samples
@@ -81,6 +82,7 @@ class _DistributedOptimizer(Readings):
         self._skipped = SkippedSteps(options.max_skipped_steps)
         self._agreed: AgreedSteps | None = None
         self._clipping = ClippingWatch(options.compression)
+        self._shared = SharedParameters(self._parameter_names)
         self.last_step: StepReport | None = None
 
     @property
@@ -124,7 +126,7 @@ class _DistributedOptimizer(Readings):
         """
         if self._world.rank == 0 and not self._has_told:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
-            warn_of_few_entries(self._options, elements)
+            warn_of_few_entries(self._options.compression, elements)
             if by_mode or not self._makes_adam_steps:
                 tell_of_optimizer(self._wrapped, self._options.compression)
         self._has_told = True
@@ -147,6 +149,7 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
+        self._shared.refuse_agreed(self._world.rank)
         self._tell_of_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
         transaction = self._reducer.reduce()
@@ -163,6 +166,7 @@ class _DistributedOptimizer(Readings):
                 self._agreed = AgreedSteps(self._reducer.trained())
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
+        self._shared.note_agreed()
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             transaction,

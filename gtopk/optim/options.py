@@ -189,13 +189,13 @@ def _check_groups(groups: Groups) -> None:
         seen.add(parameter)
 
 
-def warn_of_few_entries(options: Options, elements: int) -> None:
+def warn_of_few_entries(compression: object, elements: int) -> None:
     """Warn of a density that leaves too few entries of a model to train well."""
-    if not isinstance(options.compression, SparseCompression | Automatic):
+    if not isinstance(compression, SparseCompression | Automatic):
         return
-    if isinstance(options.compression, Shards):
+    if isinstance(compression, Shards):
         return  # each entry has its turn
-    density = options.compression.density
+    density = compression.density
     if density is None:
         return
     if selected(density, elements) < FEW_ENTRIES < elements:

@@ -1,12 +1,16 @@
-"""A model in DistributedDataParallel whose optimizer exchanges gradients, too: refused by name."""
+"""Gradients that would be exchanged twice, by DDP or by another optimizer, too: refused by name."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Final
+from weakref import WeakSet
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -31,3 +35,48 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
                 "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "
                 "or keep DDP with gtopk.ddp.gtopk_hook and a plain optimizer"
             )
+
+
+class SharedParameters:
+    """Of one optimizer: the others that step some of its parameters, too."""
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self._names = names
+        self._others: WeakSet[SharedParameters] = WeakSet()
+        self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
+        with _adding:
+            for other in _living:
+                if any(parameter in other._names for parameter in names):
+                    self._others.add(other)
+                    other._others.add(self)
+            _living.add(self)
+
+    def note_agreed(self) -> None:
+        """Note that gradients are what the ranks have agreed on."""
+        self._agreed = {
+            p: (TensorWeakRef(p.grad), p.grad._version)
+            for p in (self._names if self._others else ())
+            if p.grad is not None
+        }
+
+    def refuse_agreed(self, rank: int) -> None:
+        """Raise ValueError where a gradient is what another of them has agreed on."""
+        for parameter in self._names if self._others else ():
+            if any(other._has_agreed(parameter) for other in self._others):
+                raise ValueError(
+                    f"rank {rank}: two DistributedOptimizers step parameter "
+                    f"'{self._names[parameter]}' after one backward pass, and its gradient would "
+                    "be exchanged twice: give each parameter to one of them, or run a backward "
+                    "pass of its own for each"
+                )
+
+    def _has_agreed(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether nobody has written a gradient since this one noted it."""
+        if parameter.grad is None or parameter not in self._agreed:
+            return False
+        gradient, version = self._agreed[parameter]
+        return gradient() is parameter.grad and version == parameter.grad._version
+
+
+_adding: Final = threading.Lock()  # ranks may be threads
+_living: Final[WeakSet[SharedParameters]] = WeakSet()

@@ -132,10 +132,14 @@ class Recorder:
             if lines:
                 self._hand_out(lines)
 
-    def close(self) -> None:
-        """Write the last step and what was noted, and nothing more."""
+    def close(self) -> list[Sink]:
+        """Write the last step and what was noted, and nothing more.
+
+        Returns the sinks that are still open: of a run that goes on in another world, those that
+        would end with it (`goes_on`).
+        """
         if self._closing.is_set():
-            return
+            return []
         if not self._ended:
             self._note_left_out()
         self._closing.set()
@@ -143,10 +147,14 @@ class Recorder:
         self._thread.join()
         self.flush()
         with self._writing:
-            for sink in list(self._sinks):
+            open_still = [
+                s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
+            ]
+            for sink in [s for s in self._sinks if s not in open_still]:
                 with self._dropped_if_it_fails(sink):
                     sink.close()
             self._sinks.clear()
+        return open_still
 
     def _now(self) -> float:
         return time.perf_counter() - self._began

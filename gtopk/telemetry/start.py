@@ -103,12 +103,14 @@ class _Records:
     recorder:    what records its steps, while something does.
     recorded_to: the folders that it was recorded to so far.
     balance:     what compression has cost so far beside dense gradients.
+    open_still:  sinks of the world before, whose runs go on in this one.
     """
 
     settings: Settings
     recorder: Recorder | None = None
     recorded_to: set[str] = field(default_factory=set)
     balance: Balance = field(default_factory=Balance)
+    open_still: list[Sink] = field(default_factory=list)
 
 
 _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
@@ -160,15 +162,27 @@ class _WorldRecords:
 
     def join(self, world: World, before: World | None) -> bool:
         settings = settings_from() if before is None else settings_of(before)
-        _records[world] = _Records(settings)
+        open_still = [] if before is None else _records_of(before).open_still
+        _records[world] = _Records(settings, open_still=open_still)
         return settings.asked
 
     def start(self, world: World) -> None:
         """Record what was asked for; where that cannot be, say so and train."""
         settings = settings_of(world)
         _tell_of_earlier_run(world, settings)
-        sinks = []
+        records = _records_of(world)
+        open_still, records.open_still = records.open_still, []
+        if world.rank:  # another rank is the first by now, and has a run of its own
+            for sink in open_still:
+                sink.close()
+            open_still = []
+        sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
+            kind = {WANDB.name: Wandb, MLFLOW.name: MLflow}.get(variable)
+            goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
+            if goes_on:
+                sinks += goes_on
+                continue
             try:
                 sinks.append(opening())
             except Exception as error:  # of whatever kind theirs raise
@@ -254,7 +268,7 @@ def _pause(world: World) -> None:
     """Write what was noted: the run is not over, it goes on in another world."""
     records = _records_of(world)
     if records.recorder is not None:
-        records.recorder.close()
+        records.open_still = records.recorder.close()
         records.recorder = None
 
 

@@ -29,9 +29,9 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def prepared(kind: Any = torch.optim.SGD) -> tuple[Any, Any, Any]:
+def prepared(kind: Any = torch.optim.SGD, samples: int = 64) -> tuple[Any, Any, Any]:
     model = network()
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     optimizer = kind(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x), 8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -123,6 +123,36 @@ assert torch.equal(weights(model), mine)
 
 with pytest.raises(ValueError, match="needs a model that"):
     compress(accelerator, network(), optimizer)
+
+# Gradients add up over four batches, the loader's end cuts the last round short, and one exchange
+# ends each: with all entries weights are DDP's, whose steps AdamW makes behind the exchange.
+accelerator.gradient_accumulation_steps = 4
+for kind in (torch.optim.SGD, torch.optim.AdamW):
+    dense, ours = prepared(kind, samples=96), prepared(kind, samples=96)  # 6 batches a rank
+    state = compress(accelerator, ours[0], ours[1], density=1.0, adam_steps="after")
+    for model, optimizer, loader in (dense, ours):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(weights(ours[0]), weights(dense[0]), rtol=1e-9, atol=1e-9)
+    assert state.progress.steps == 2
+    accelerator.free_memory()
+
+# So it is where the hook makes AdamW's steps, of the sum of each round.
+model, optimizer, loader = prepared(torch.optim.AdamW, samples=96)
+state = compress(accelerator, model, optimizer, density=0.1)
+assert state.makes_adam_steps
+for (x,) in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+assert state.progress.steps == 2
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+accelerator.gradient_accumulation_steps = 1
 
 # The script's own optimizer will do, too, and a scheduler is none.
 model, optimizer, loader = prepared(torch.optim.AdamW)

@@ -32,7 +32,7 @@ from collectives.transports import Transport
 
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_names import translate, under_known_names
-from ...exchange.residual_state import ResidualState, unsent
+from ...exchange.residual_state import ResidualState, norm_of, unsent
 from ...runtime.object_codec import decode, encode
 from ..reducer import Reducer
 
@@ -111,11 +111,12 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
         if any(map(unsent, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
-                "exchanges %s; it is lost",
+                "exchanges %s; it is lost (its norm: %.3g)",
                 holder.rank,
                 len(holder.ranks),
                 of,
                 holder.holds,
+                _norm_of(part["held"]),
             )
         return
     residuals = _share_of(part, holder.rank, len(holder.ranks))
@@ -123,6 +124,11 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
     holder.put_state_in(
         under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
     )
+
+
+def _norm_of(held: Mapping[Any, Mapping[str, ResidualState]]) -> float:
+    """Return the norm of what several ranks have to send yet."""
+    return norm_of(state for residuals in held.values() for state in residuals.values())
 
 
 def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
@@ -241,7 +247,8 @@ def _share(
     there = ", ".join(map(str, parts))
     return {}, (
         f"of {ranks} has no residual: the checkpoint has the residual of rank {there} of {saved}, "
-        "and those of the others are lost; save what gather_state returns, or let every rank save "
+        f"whose norm is {_norm_of(parts):.3g}, and those of the others are lost; "
+        "save what gather_state returns, or let every rank save "
         "its own"
     )
 

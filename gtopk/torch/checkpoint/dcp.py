@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ...errors import CheckpointError, DamagedError
+from ...exchange.residual_state import norm_of
 from ...optim.wrapped.checkpoint import KEY
 from .files import (
     ALL,
@@ -172,10 +173,11 @@ class Reader(StorageReader):
             if any(map(torch.any, left.values())):
                 _log.warning(
                     "%s has the ranks' residuals of '%s', and the state that it is loaded into has "
-                    "no place for all of it, as before an optimizer's first step: that is lost; "
-                    "load it by gtopk.load_latest",
+                    "no place for all of it, as before an optimizer's first step: that is lost "
+                    "(its norm: %.3g); load it by gtopk.load_latest",
                     self.path,
                     optimizer,
+                    norm_of({name.rpartition(".")[2]: part} for name, part in left.items()),
                 )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -563,12 +563,20 @@ def test_what_a_loaded_state_holds_back_is_warned_of(threads, caplog):
             transport.barrier()
             parameter.grad = torch.arange(30.0)
             sparse.step()
-            together.load_state_dict(sparse.state_dict())
+            state = sparse.state_dict()
+            ((part,),) = (held.values() for held in state["gtopk"]["held"].values())
+            assert float(part["residual"].norm()) > 1
+            norms.add(f"(their norm: {float(part['residual'].norm()):.3g})")
+            together.load_state_dict(state)
 
+    norms: set[str] = set()
     with caplog.at_level(logging.WARNING, "gtopk"):
         threads(2, program)
     said = sorted(record.getMessage() for record in caplog.records)
-    assert [text[:7] for text in said if "are lost" in text] == ["rank 0:", "rank 1:"]
+    lost = [text for text in said if "are lost" in text]
+    assert [text[:7] for text in lost] == ["rank 0:", "rank 1:"]
+    (norm,) = norms  # both ranks had the same gradient
+    assert all(norm in text for text in lost)
 
 
 def test_it_goes_on_in_the_next_world():

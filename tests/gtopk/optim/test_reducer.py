@@ -512,6 +512,36 @@ def test_several_optimizers_and_models_step_in_any_order(threads):
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.2)])
+def test_two_optimizers_take_no_step_after_one_backward_pass(threads, compression) -> None:
+    """The second would exchange what the first has agreed on; each after a pass of its own may."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            model = torch.nn.Linear(4, 3)
+            first, second = (
+                DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.1),
+                    model.named_parameters(),
+                    compression,
+                )
+                for _ in "ab"
+            )
+            for step in range(4):
+                for optimizer in (first, second):
+                    optimizer.zero_grad(set_to_none=step % 2 == 0)
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+            said = "two DistributedOptimizers step parameter 'weight' after one backward pass"
+            first.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            first.step()
+            with pytest.raises(ValueError, match=said):
+                second.step()
+
+    threads(2, program)
+
+
 def test_a_model_that_ddp_reduces_already_is_refused_by_both_names(monkeypatch) -> None:
     def walk() -> None:
         raise AssertionError("a walk over all objects disturbs other threads")

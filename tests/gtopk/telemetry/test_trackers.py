@@ -14,7 +14,7 @@ import pytest
 
 import gtopk
 from gtopk.runtime.world import world
-from gtopk.telemetry import Line, scalars_of
+from gtopk.telemetry import Line, scalars_of, start
 from gtopk.telemetry.lines import step_line
 from gtopk.telemetry.trackers import MLflow, Wandb
 from tests.gtopk.made_runs import begin, report
@@ -148,6 +148,42 @@ def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
         assert [line["what"] for line in mine.lines][:2] == ["begin", "values"]
         assert mine.lines[1]["values"] == {"loss": 0.5 + rank}
         assert mine.closed
+
+
+class Ranked:
+    """What a recording knows of a world."""
+
+    resumed, local_rank, size, step = False, 0, 2, 0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_more(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("GTOPK_WANDB", "p")
+    monkeypatch.setenv("GTOPK_MLFLOW", "e")
+    monkeypatch.setattr(start, "_begin", lambda world, began: LINES[0])
+    worlds: Any = [Ranked(0), Ranked(rank)]
+    observer = start._WorldRecords()
+    for here, before in zip(worlds, (None, worlds[0]), strict=True):
+        assert observer.join(here, before)
+        observer.start(here)
+        if recorder := start.recorder_of(here):
+            recorder.note_values({"loss": 0.5})
+        if before is None:
+            observer.pause(here)  # an elastic job begins anew
+    assert wandb.begun == ["p"]
+    assert len([row for row in wandb.rows if "loss" in row]) == 1
+    assert (wandb.finished, client.ended) == (([], []) if rank == 0 else ([0], ["FINISHED"]))
+    observer.end(worlds[1], "the program ended", True)
+    observer.pause(worlds[1])
+    assert (wandb.finished, client.ended) == ([0], ["FINISHED"])
+    assert len([row for row in wandb.rows if "loss" in row]) == 2 - rank
 
 
 @pytest.mark.parametrize(

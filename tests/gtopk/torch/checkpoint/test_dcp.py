@@ -169,15 +169,22 @@ def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, 
     def program(rank):
         saved = Pair(kind, steps=4)
         dcp.save(saved.state(), storage_writer=Writer(tmp_path))
+        for name in ("critic", "optimizer"):
+            held = saved.state()[name].get("gtopk", {}).get("held", {0: {}})[0]
+            residual = [parts["residual"].flatten() for parts in held.values()]
+            norms[name] = float(torch.cat([torch.zeros(1), *residual]).norm())
         dcp.load(Pair(kind, steps=4).state(), storage_reader=Reader(tmp_path))
         dcp.load({"model": saved.model.state_dict()}, storage_reader=Reader(tmp_path))
         assert said() == []
         dcp.load(Pair(kind, steps=0).state(), storage_reader=Reader(tmp_path))
 
+    norms: dict[str, float] = {}
     ranks(1, program)
     lost = ["critic", "optimizer"] if kind is KINDS["gTop-k"] else []
     for name, text in zip(lost, said(), strict=True):
         assert f"has the ranks' residuals of '{name}', and the state that it is loaded" in text
+        assert f"(its norm: {norms[name]:.3g})" in text
+        assert norms[name] > 0
 
 
 def test_so_does_whatever_has_a_state(ranks, tmp_path):

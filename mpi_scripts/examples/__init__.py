@@ -1,0 +1,11 @@
+"""Whole training scripts to copy from, each beside its dense twin, which `--dense` runs.
+
+    images.py       DistributedDataParallel, SGD with momentum         gtopk.ddp
+    nanogpt.py      a small GPT, AdamW, clipping, a ramp of the rate   gtopk.torch
+    finetune.py     Hugging Face's Trainer, LoRA or all weights        gtopk.transformers
+    trainer.py      Lightning's Trainer                                gtopk.lightning
+    fabric.py       Lightning Fabric: the loop is yours                gtopk.lightning
+    two_sites.py    local steps, a rare exchange between sites         gtopk.LocalSGD
+
+From the root of a clone: torchrun --nproc-per-node 2 -m mpi_scripts.examples.images
+"""
