@@ -7,5 +7,6 @@
     fabric.py       Lightning Fabric: the loop is yours                gtopk.lightning
     two_sites.py    local steps, a rare exchange between sites         gtopk.LocalSGD
 
-From the root of a clone: torchrun --nproc-per-node 2 -m mpi_scripts.examples.images
+From the root of a clone, after `pip install ".[demo]"` for scikit-learn's digits:
+torchrun --nproc-per-node 2 -m mpi_scripts.examples.images
 """
