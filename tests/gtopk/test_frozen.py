@@ -59,25 +59,54 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("thawed", [True, False])
+def test_what_ranks_share_of_a_layer_stays_in_steps_that_did_not_use_it(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                model.named_parameters(),
+                Compression.gtopk(0.2),
+            )
+            take_steps(model, optimizer, transport.rank, range(4))
+            before = copy.deepcopy(dict(optimizer.state[model[2].weight]))
+            part = torch.nn.Sequential(model[0], model[1], model[3])
+            take_steps(part, optimizer, transport.rank, range(4, 6))
+            after = optimizer.state[model[2].weight]
+            assert "shared_exp_avg_sq" in before
+            for name, value in before.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[name])), name
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+@pytest.mark.parametrize("is_used_again", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_that_does_not_count_changes_nothing_while_a_layer_is_frozen(threads, kind, thawed):
+def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_use(
+    threads, kind, is_used_again, bucket_bytes
+):
+    """Also where other buckets have been exchanged by then: the first layer's comes last."""
+
     def trained(is_spoilt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
             model = layers()
+            part = torch.nn.Sequential(model[0], model[1], model[3])
             with world.entered(transport):
-                inner = kind(model.parameters(), lr=0.01, weight_decay=0.1)
                 optimizer = DistributedOptimizer(
-                    inner, model.named_parameters(), Compression.gtopk(0.2)
+                    kind(model.parameters(), lr=0.01, weight_decay=0.1),
+                    model.named_parameters(),
+                    Compression.gtopk(0.2),
+                    bucket_bytes=bucket_bytes,
                 )
                 take_steps(model, optimizer, transport.rank, range(4))
-                optimizer.zero_grad()
-                model[2].requires_grad_(False)
+                take_steps(part, optimizer, transport.rank, range(4, 5))
                 if is_spoilt:
-                    (model(inputs(transport.rank, 4)).sum() * torch.nan).backward()
-                    optimizer.step()
-                model[2].requires_grad_(thawed)
-                take_steps(model, optimizer, transport.rank, range(4, 8))
+                    spoil = model[0].weight.register_hook(lambda gradient: gradient * torch.nan)
+                    take_steps(part, optimizer, transport.rank, range(5, 6))
+                    spoil.remove()
+                again = model if is_used_again else part
+                take_steps(again, optimizer, transport.rank, range(5, 9))
                 return flat(model), held_of(optimizer, "2.weight")
 
         return threads(2, program)

@@ -251,7 +251,7 @@ def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
 
 
 def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Transport) -> None:
-    for dtype, length in itertools.product((*DTYPES, BFLOAT16), (2049, 4096, 6007)):
+    for dtype, length in zip((*DTYPES, BFLOAT16), 2 * (2049, 4096, 6007), strict=True):
         transport.traffic.take()
         transport.allreduce(np.zeros(length, dtype))
         counted = transport.traffic.take()
@@ -418,11 +418,11 @@ def test_views_compose(transport: Transport) -> None:
 def test_channels_are_used_at_once_each_by_a_thread(transport: Transport) -> None:
     def program(number: int) -> None:
         channel = transport.channel(number)
-        for turn in range(5):
+        for size in (0, 300):
             peer = transport.size - 1 - transport.rank
             if peer != transport.rank:
-                received = channel.exchange(message(100 * turn, number, transport.rank), peer)
-                assert received.tobytes() == message(100 * turn, number, peer).tobytes()
+                received = channel.exchange(message(size, number, transport.rank), peer)
+                assert received.tobytes() == message(size, number, peer).tobytes()
             all_operations(channel)
 
     together(*(partial(program, number) for number in range(4)), partial(all_operations, transport))
