@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
+from collectives.cost_model import Network, Prediction
 from collectives.errors import CollectiveError
-from collectives.planning import Network, Prediction
 from gtopk.cli.arguments import as_argument, number_in, whole_number
 from gtopk.cli.plan import command
 from gtopk.cli.plan.quantities import bandwidth, duration

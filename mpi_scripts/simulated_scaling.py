@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
+from collectives.cost_model import Network
 from collectives.errors import CollectiveError
-from collectives.planning import Network
 from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
 from gtopk.cli.charts import svg
 from gtopk.cli.plan.quantities import PARAMETERS, bandwidth, duration

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from collectives.planning import (
+from collectives.cost_model import (
     Budget,
     Calibration,
     Candidate,
@@ -35,7 +35,7 @@ from collectives.planning import (
     choose,
     predict,
 )
-from collectives.planning.choice import SPARSE, TooFewBytesError
+from collectives.cost_model.choice import SPARSE, TooFewBytesError
 
 from ..compression import Automatic
 from ..runtime.coordinator.announcement import cycle_bytes

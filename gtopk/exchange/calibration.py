@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from collectives.cost_model import Calibration, calibrate
+from collectives.cost_model.formats import FORMATS
+from collectives.cost_model.per_call_overhead import DENSITY
+from collectives.cost_model.probes import agree_on_slowest
+from collectives.cost_model.rates import Rates
 from collectives.kernels import clear_at
-from collectives.planning import Calibration, calibrate
-from collectives.planning.formats import FORMATS
-from collectives.planning.per_call_overhead import DENSITY
-from collectives.planning.probes import agree_on_slowest
-from collectives.planning.rates import Rates
 from collectives.transports import Transport
 
 from .. import __version__

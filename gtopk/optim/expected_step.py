@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collectives.planning import Calibration
+from collectives.cost_model import Calibration
 from collectives.transports import Transport
 
 from .. import settings

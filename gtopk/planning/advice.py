@@ -1,6 +1,6 @@
 """Advice: one sentence at the start of a run, on what compression saves here, and its details.
 
-From the links and rates that are measured once and kept for a week (collectives.planning): about
+From the links and rates that are measured once and kept for a week (collectives.cost_model): about
 three seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeGuard
 
 from collectives.cost import BreakEven, Link, break_even
-from collectives.planning import Calibration, Candidate, Prediction, Rates
+from collectives.cost_model import Calibration, Candidate, Prediction, Rates
 
 from ..compression import ErrorFeedback, SparseCompression, usual_density
 from ..runtime.world.state import World

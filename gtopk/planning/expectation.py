@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from collectives.planning import Calibration, Candidate, Prediction, predict
+from collectives.cost_model import Calibration, Candidate, Prediction, predict
 
 from ..compression import ErrorFeedback, Hierarchical, SparseCompression
 from ..exchange.buckets.buckets import Bucket

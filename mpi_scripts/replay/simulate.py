@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from collectives.cost import Link
-from collectives.planning import Network
+from collectives.cost_model import Network
 from gtopk import settings
 
 from .traces import Profile, Trace

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from collectives.cores import usable_cores
-from collectives.planning.calibration import measure_network
+from collectives.cost_model.calibration import measure_network
 from collectives.transports import Transport
 from gtopk.cli.arguments import above_zero, as_argument, number_in, output_file, share
 from gtopk.cli.bench.collectives.library import open_library

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 from collectives.cost import Link, break_even_bits_per_second
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 
 from ...compression import GTopK
 

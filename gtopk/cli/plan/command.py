@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
-from collectives.planning.calibration import measure_rates
-from collectives.planning.formats import FORMATS
+from collectives.cost_model import DEFAULT_RATES, Network, Prediction, Rates
+from collectives.cost_model.calibration import measure_rates
+from collectives.cost_model.formats import FORMATS
 from collectives.wire.values import VALUE_CODES
 
 from ...planning.comparison import SHARDS, Cluster, Comparison, compare

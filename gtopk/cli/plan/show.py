@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from collectives.cost import ERROR
-from collectives.planning import Prediction, Rates
+from collectives.cost_model import Prediction, Rates
 from collectives.wire.indices import USUAL_INDICES
 
 from ...planning.comparison import LABELS, Comparison, deciding, pays_clearly, where_it_pays

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from collectives.planning import Candidate
+from collectives.cost_model import Candidate
 from collectives.transports import Transport
 
 from ...adaptive.local_training.round_exchange import RoundExchange

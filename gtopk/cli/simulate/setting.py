@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 
 from ...adaptive.hogbatch.sizes import Thresholds
 from ...compression import Compression, SparseCompression

@@ -14,7 +14,7 @@ import pytest
 
 from collectives.cores import usable_cores
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.cli import doctor
 from gtopk.cli.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.cli.doctor.basics import gist

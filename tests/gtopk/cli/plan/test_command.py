@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 from gtopk.cli.main import main
 from gtopk.cli.plan.quantities import PARAMETERS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.planning.probes import PIECES, WORD_BYTES, _later_seconds_per_byte
+from collectives.cost_model.probes import PIECES, WORD_BYTES, _later_seconds_per_byte
 
 PIECE_BYTES = 2000
 SIZE = PIECES * PIECE_BYTES + WORD_BYTES

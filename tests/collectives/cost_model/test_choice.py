@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from collectives import SparseVector, reduce, run_ranks
 from collectives.cost import Link
-from collectives.planning import (
+from collectives.cost_model import (
     EXACT,
     Budget,
     Calibration,
@@ -22,7 +22,7 @@ from collectives.planning import (
     calibrate,
     choose,
 )
-from collectives.planning.choice import LARGEST_DENSITY, keeps, offered
+from collectives.cost_model.choice import LARGEST_DENSITY, keeps, offered
 from collectives.transports import local_world
 
 RESNET50 = 25_557_032

@@ -8,9 +8,9 @@ import pytest
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network, calibrate
-from collectives.planning.calibrated import LONG_SECONDS, still_holds
-from collectives.planning.calibration import measure_network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network, calibrate
+from collectives.cost_model.calibrated import LONG_SECONDS, still_holds
+from collectives.cost_model.calibration import measure_network
 from collectives.transports import local_world
 
 HOSTS = Calibration(Network(3, Link.of(100e6, 2e-3)), DEFAULT_RATES, "kept")
@@ -137,7 +137,7 @@ def test_within_a_host_nothing_is_asked() -> None:
 def test_what_holds_no_more_is_measured_anew_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    from collectives.planning import calibrated
+    from collectives.cost_model import calibrated
 
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
     asked: list[Calibration] = []

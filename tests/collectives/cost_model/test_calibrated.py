@@ -14,8 +14,8 @@ import pytest
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import CodingRate, Format, Network, Rates, cache, calibrate, calibrated
-from collectives.planning.calibration import Calibration
+from collectives.cost_model import CodingRate, Format, Network, Rates, cache, calibrate, calibrated
+from collectives.cost_model.calibration import Calibration
 from collectives.transports import local_world
 
 FACTS = {"hosts": "2 x a", "kernels": "fast"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collectives import SparseVector, reduce, run_ranks, wire
 from collectives.algorithms import ALGORITHMS, Regions
 from collectives.cost import Link
-from collectives.planning import (
+from collectives.cost_model import (
     DEFAULT_RATES,
     EXACT,
     Candidate,
@@ -24,8 +24,8 @@ from collectives.planning import (
     Rates,
     predict,
 )
-from collectives.planning.prediction import most_bytes
-from collectives.planning.schedules import (
+from collectives.cost_model.prediction import most_bytes
+from collectives.cost_model.schedules import (
     GATHER_SENDS,
     SCHEDULES,
     SEARCH_SENDS,

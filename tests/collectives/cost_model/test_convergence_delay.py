@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.planning import Training, lag_steps
+from collectives.cost_model import Training, lag_steps
 
 
 @pytest.mark.parametrize("updated", [4, 20, 100])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from collectives import run_ranks
 from collectives.cost import Link, rounds
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict, probes
-from collectives.planning.calibration import (
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict, probes
+from collectives.cost_model.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
     WITHIN_SECONDS,
@@ -26,7 +26,7 @@ from collectives.planning.calibration import (
     measure_network,
     measure_rates,
 )
-from collectives.planning.probes import (
+from collectives.cost_model.probes import (
     GROWTH,
     LONG_ALLREDUCE_BYTES,
     REPEATS,
