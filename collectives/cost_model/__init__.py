@@ -5,13 +5,12 @@ best, *others = choose(length, calibration, ...)    predicted, what costs least 
 """
 
 from ..wire import EXACT, Format
-from .calibrated import calibrate
+from .cache import calibrate
 from .calibration import Calibration
 from .choice import Budget, Correction, choose
 from .convergence_delay import Training, lag_steps
-from .network import Network
+from .network import DEFAULT_RATES, CodingRate, Network, Rates
 from .prediction import Candidate, Prediction, Traffic, predict
-from .rates import DEFAULT_RATES, CodingRate, Rates
 
 __all__ = [
     "DEFAULT_RATES",

@@ -39,7 +39,7 @@ from ..transports.pacing import link_of_messages
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .core_oversubscription import ranks_per_core
-from .network import Network
+from .network import DEFAULT_RATES, CodingRate, Network, Rates
 from .per_call_overhead import DENSITY, measure_calls, own_call_seconds, picks
 from .probes import (
     NOT_MEASURED,
@@ -53,7 +53,6 @@ from .probes import (
     time_agreement,
     time_allreduce,
 )
-from .rates import DEFAULT_RATES, CodingRate, Rates
 
 WITHIN_SECONDS: Final = 0.2
 BETWEEN_SECONDS: Final = 0.4

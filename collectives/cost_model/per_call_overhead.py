@@ -37,10 +37,9 @@ from ..transports.local import local_world
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT
-from .network import Network
+from .network import Network, Rates
 from .prediction import Candidate, predict
 from .probes import REPEATS, Clock, agree_on_mean
-from .rates import Rates
 from .schedules import SCHEDULES, Order
 
 CALLS_SECONDS: Final = 0.4

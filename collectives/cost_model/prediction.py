@@ -7,6 +7,17 @@ seconds of a byte, gamma those of selecting, encoding, decoding and merging an e
 one where all are sent, delta what a list takes in calls, however short. A rank sends and receives
 at once (full duplex); nodes do not share a link (a switch), the ranks of a node do. Where a link
 lets a burst pass, it has rested before the first round, and rests while ranks compute.
+
+Bucket: which bytes of a round pass at once, where a link has a token bucket.
+
+    would pass at once
+    burst |.                  .-----
+          | '.             .'
+        0 |   '-----------'
+          +------------------------ seconds
+            send            pause
+
+To send empties it, and who sends on gets the link's own rate; a pause fills it again, at that rate.
 """
 
 from __future__ import annotations
@@ -18,13 +29,35 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..algorithms.growth import USUAL_GROWTH
+from ..cost import Link
 from ..wire import EXACT, Format
-from .bucket import Bucket
 from .convergence_delay import lag_steps
 from .formats import message_bytes, most_message_bytes
-from .network import Network
-from .rates import Rates
+from .network import Network, Rates
 from .schedules import Order, Round, list_sizes, schedule
+
+
+class Bucket:
+    """What a link would let pass at once now; full at first."""
+
+    def __init__(self, burst_bytes: float) -> None:
+        self._burst_bytes = self._free_bytes = burst_bytes
+
+    def pass_on(self, times: int, message_bytes: float, link: Link, pause_seconds: float) -> float:
+        """Return how many bytes of equal rounds take their time, the others passing at once.
+
+        pause_seconds: of a round, in which nothing is sent; so is its latency.
+        """
+        if not self._burst_bytes or not link.burst_bytes:
+            return times * message_bytes
+        filled = min(
+            self._burst_bytes, (link.latency_seconds + pause_seconds) / link.seconds_per_byte
+        )
+        free = self._free_bytes + (times - 1) * filled
+        wanted = times * message_bytes
+        self._free_bytes = min(self._burst_bytes, max(0.0, free - wanted) + filled)
+        return max(0.0, wanted - free)
+
 
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}

@@ -28,7 +28,7 @@ from .local_training.own_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
-from .throughput.speed import Timer
+from .throughput.policies import Timer
 
 
 class Adapted(Protocol):

@@ -30,7 +30,7 @@ from ..batches.sources import Numbers, order_in_words, rebuilt
 from ..learning_rate import LearningRate
 from ..loader_base import LoaderBase
 from ..local_training.own_steps import OwnSteps, take_over
-from ..local_training.round_exchange import RoundExchange
+from ..local_training.replica import RoundExchange
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
 from .rounds import AgreedSettings, Rounds, RoundWire

@@ -47,7 +47,7 @@ from ...optim.replicas.replicas import Parted
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
 from ..local_training.own_steps import OwnSteps, Waited
-from ..local_training.round_exchange import RoundExchange
+from ..local_training.replica import RoundExchange
 
 
 class AgreedSettings:

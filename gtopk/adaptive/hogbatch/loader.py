@@ -23,7 +23,7 @@ from ..batches.sources import order_in_words, rebuilt
 from ..loader_base import LoaderBase, is_over
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .board import NAMES, Board, class_of, now_nanoseconds
+from .ledger import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, before, mean_loss, report_of

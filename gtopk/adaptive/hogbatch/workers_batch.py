@@ -31,7 +31,7 @@ from ..learning_rate import LearningRate
 from ..local_training.own_steps import Spent, take_over
 from ..memory import Memory
 from ..options import Job
-from .board import now_nanoseconds
+from .ledger import now_nanoseconds
 from .node import Node
 from .options import HogbatchOptions
 from .sizes import Sizer, memory_of

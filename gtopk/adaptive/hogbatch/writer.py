@@ -40,7 +40,7 @@ from collectives.vector import Array
 
 from ...exchange.buckets.arrays import await_copies
 from ...runtime.world.state import World
-from .board import Board
+from .ledger import Board
 from .shared_model import SharedModel, require_in_place
 
 _log = logging.getLogger("gtopk")

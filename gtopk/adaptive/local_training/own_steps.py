@@ -28,7 +28,7 @@ from ...telemetry.recorder import is_sampling_due, sample_residual
 from ...telemetry.start import balance_of, recorder_of
 from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
-from .round_exchange import RoundExchange
+from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # from, to; by time.perf_counter
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from collectives.transports import Counter
 
-from .shares import divide
+from .cuts import divide
 
 # From a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
 Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]

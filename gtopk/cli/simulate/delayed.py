@@ -17,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
-from ...adaptive.local_training.round_exchange import RoundExchange
+from ...adaptive.local_training.replica import RoundExchange
 from ...adaptive.partitioning.cuts import Passes, shuffled
 from .setting import Record, Setting
 

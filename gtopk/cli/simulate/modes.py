@@ -21,9 +21,8 @@ import torch
 from collectives.cost_model import Candidate
 from collectives.transports import Transport
 
-from ...adaptive.local_training.round_exchange import RoundExchange
-from ...adaptive.partitioning.cuts import shuffled
-from ...adaptive.partitioning.shares import Limits, whole
+from ...adaptive.local_training.replica import RoundExchange
+from ...adaptive.partitioning.cuts import Limits, shuffled, whole
 from ...compression import Compression
 from . import delayed, hogbatch, replicas, synchronous
 from .setting import Record, Setting

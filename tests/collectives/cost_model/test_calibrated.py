@@ -14,7 +14,7 @@ import pytest
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.cost_model import CodingRate, Format, Network, Rates, cache, calibrate, calibrated
+from collectives.cost_model import CodingRate, Format, Network, Rates, cache, calibrate
 from collectives.cost_model.calibration import Calibration
 from collectives.transports import local_world
 
@@ -147,10 +147,10 @@ def test_the_second_run_finds_what_the_first_one_measured():
 
 def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
     host = threading.local()
-    monkeypatch.setattr(calibrated.socket, "gethostname", lambda: host.name)
+    monkeypatch.setattr(cache.socket, "gethostname", lambda: host.name)
     four = replace(KEPT, network=KEPT.network._replace(ranks=4))
-    monkeypatch.setattr(calibrated, "measure", lambda *_: four)
-    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "measure", lambda *_: four)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
 
     def origin(hosts: str) -> str:
         def of_rank(transport):
@@ -166,8 +166,8 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
 
 def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
     """As a view of all ranks has, whose reductions are made of messages."""
-    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
-    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
 
     def origin(native_bytes: int = sys.maxsize) -> str:
         world = local_world(2, 30)
@@ -180,17 +180,17 @@ def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
     assert "kept in" not in origin(native_bytes=0)
     assert "kept in" not in origin(native_bytes=1 << 24)
     assert "kept in" in origin(native_bytes=0)
-    monkeypatch.setattr(calibrated, "MODEL", calibrated.MODEL + 1)
+    monkeypatch.setattr(cache, "MODEL", cache.MODEL + 1)
     assert "kept in" not in origin()
 
 
 def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
     """As those that are bound to one each, or wherever a container grants more or less of them."""
-    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
-    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
 
     def origin(crowding: float) -> str:
-        monkeypatch.setattr(calibrated, "ranks_per_core", lambda transport: crowding)
+        monkeypatch.setattr(cache, "ranks_per_core", lambda transport: crowding)
         return on_ranks(2)[0].origin
 
     assert "kept in" not in origin(1.0)

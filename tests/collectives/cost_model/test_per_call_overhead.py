@@ -12,8 +12,8 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link, rounds
 from collectives.cost_model import Network, Rates, per_call_overhead
+from collectives.cost_model.network import DEFAULT_RATES, CodingRate
 from collectives.cost_model.per_call_overhead import CALLS_SECONDS, measure_calls
-from collectives.cost_model.rates import DEFAULT_RATES, CodingRate
 from collectives.cost_model.schedules import GATHER_SENDS, SEARCH_SENDS
 from collectives.transports import local_world
 from collectives.wire import EXACT

@@ -9,7 +9,7 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link
 from collectives.cost_model import DEFAULT_RATES, Calibration, Network, calibrate
-from collectives.cost_model.calibrated import LONG_SECONDS, still_holds
+from collectives.cost_model.cache import LONG_SECONDS, still_holds
 from collectives.cost_model.calibration import measure_network
 from collectives.transports import local_world
 
@@ -137,7 +137,7 @@ def test_within_a_host_nothing_is_asked() -> None:
 def test_what_holds_no_more_is_measured_anew_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
-    from collectives.cost_model import calibrated
+    from collectives.cost_model import cache
 
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
     asked: list[Calibration] = []
@@ -146,7 +146,7 @@ def test_what_holds_no_more_is_measured_anew_and_kept(
         asked.append(calibration)
         return False
 
-    monkeypatch.setattr(calibrated, "still_holds", refuse)
+    monkeypatch.setattr(cache, "still_holds", refuse)
 
     def origins() -> list[str]:
         found = run_ranks(local_world(2, 30, node_size=1), calibrate)
