@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives.cost import Link
 from collectives.cost_model import Network, Prediction
 from collectives.errors import CollectiveError
-from gtopk.cli.arguments import as_argument, number_in, whole_number
+from gtopk.cli.arguments import as_argument, bandwidth, duration, number_in, whole_number
 from gtopk.cli.plan import command
-from gtopk.cli.plan.quantities import bandwidth, duration
 from gtopk.cli.plan.show import render as render_plan
 from gtopk.planning.comparison import LABELS, Comparison, exposed_seconds
 from gtopk.units import bandwidth_text, digits, seconds_text

@@ -22,9 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives.cost import Link
 from collectives.cost_model import Network
 from collectives.errors import CollectiveError
-from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
+from gtopk.cli.arguments import (
+    PARAMETERS,
+    as_argument,
+    bandwidth,
+    duration,
+    number_in,
+    output_file,
+    whole_number,
+)
 from gtopk.cli.charts import svg
-from gtopk.cli.plan.quantities import PARAMETERS, bandwidth, duration
 from gtopk.units import count_text, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,

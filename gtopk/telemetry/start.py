@@ -24,7 +24,7 @@ from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .endpoint import Address, Endpoint, parse_address
 from .lines import FORMAT, Line, as_text, path_of
-from .rank_file import has_ended
+from .reading import has_ended
 from .recorder import Recorder, Sink
 from .step_report import Balance
 from .trackers import MLflow, Scalars, Wandb

@@ -23,7 +23,7 @@ from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, en
 from ..arguments import share
 from .harness import add_words, bench_parser, refuse, write_json
 from .selection.command import describe
-from .selection.gradients import open_source
+from .selection.methods import open_source
 
 _STEPS = 12  # until a residual is what error feedback leaves
 

@@ -22,10 +22,15 @@ from .plots import (
     part_key,
     step_time_by_part,
 )
-from .record import LATENCY_SECONDS, METHODS, PART_NAMES, PARTS, Record, checked, over_link
 from .verdicts import (
+    LATENCY_SECONDS,
+    METHODS,
+    PART_NAMES,
+    PARTS,
+    Record,
     accuracy_verdict,
     bytes_verdict,
+    checked,
     epochs_text,
     fraction,
     heading,
@@ -33,6 +38,7 @@ from .verdicts import (
     link_verdict,
     method_verdict,
     model_verdict,
+    over_link,
     replicas_verdict,
     spread,
     time_outcome,

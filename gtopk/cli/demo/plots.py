@@ -29,17 +29,17 @@ from ..charts.svg import (
     text,
     vertical,
 )
-from .record import (
+from .verdicts import (
     LATENCY_SECONDS,
     PART_NAMES,
     PARTS,
     Part,
     Record,
+    mean_curve,
     modelled_step_seconds,
     pays_below,
     shared_compute_seconds,
 )
-from .verdicts import mean_curve
 
 MARKS = {  # 10 units wide around 0,0
     "dense": "M-4-4H4V4H-4Z",

@@ -31,7 +31,7 @@ from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
 from .plan import PROGRESS, TEST_IMAGES, Method, Plan
-from .record import Machine, Record
+from .verdicts import Machine, Record
 
 
 class Digits(NamedTuple):

@@ -19,8 +19,7 @@ from collectives.cost_model.formats import FORMATS
 from collectives.wire.values import VALUE_CODES
 
 from ...planning.comparison import SHARDS, Cluster, Comparison, compare
-from ..arguments import as_argument, number_in, share
-from .quantities import PARAMETERS, bandwidth, count, duration
+from ..arguments import PARAMETERS, as_argument, bandwidth, count, duration, number_in, share
 from .show import render, show
 
 # In a checkout; a wheel is without it.

@@ -12,7 +12,7 @@ from collectives.cost_model import Prediction, Rates
 from collectives.wire.indices import USUAL_INDICES
 
 from ...planning.comparison import LABELS, Comparison, deciding, pays_clearly, where_it_pays
-from ...runtime.standard_streams import wants_colour
+from ...runtime.logs import wants_colour
 from ...units import SPACE, bandwidth_text, bytes_text, count_text, digits, seconds_text
 
 _WIDTH = 80

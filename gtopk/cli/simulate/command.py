@@ -18,8 +18,16 @@ import torch
 from collectives.cost import Link
 
 from ...adaptive.hogbatch.sizes import Thresholds, checked
-from ..arguments import above_zero, as_argument, number_in, share
-from ..plan.quantities import PARAMETERS, bandwidth, count, duration
+from ..arguments import (
+    PARAMETERS,
+    above_zero,
+    as_argument,
+    bandwidth,
+    count,
+    duration,
+    number_in,
+    share,
+)
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .ranks import Processes, filtered_logs, processes_launched
 from .setting import GIGABIT, Classes, Cluster, Death, Record, Setting, Slowdown

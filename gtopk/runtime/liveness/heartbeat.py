@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..launch.launched import agent
-from .address import own_address
+from ..launch.job import agent
+from ..machine import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 

@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 
 from ... import settings
 from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
-from ..launch.job import Host, refuse_too_few_slots
-from ..launch.launched import torchrun_command
+from ..launch.job import Host, refuse_too_few_slots, torchrun_command
 from ..launch.mpirun import Mpi, require_mpirun
 from .worker import BEGIN
 

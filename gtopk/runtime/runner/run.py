@@ -83,8 +83,7 @@ def run(
 
     # These import torch or collectives, which `import gtopk` needs not.
     from ..object_codec import pickle_allowed
-    from .call import pack
-    from .collect import collect
+    from .call import collect, pack
 
     may_pickle = pickle_allowed() if allow_pickle is None else allow_pickle
     messages = pack(func, args, kwargs or {}, may_pickle, _to_install())

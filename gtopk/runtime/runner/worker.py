@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ... import settings
-from .. import standard_streams
+from .. import logs
 from ..launch import launched_by
 from .call_server import visit
 
@@ -33,7 +33,7 @@ def main() -> None:
     from ... import __version__
     from .. import object_codec as objects
     from . import call
-    from . import collect as report
+    from . import call as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]
@@ -49,7 +49,7 @@ def main() -> None:
         said = report.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = report.of_error(error, _FRAMES)
-    standard_streams.flush()
+    logs.flush()
     connection.send(said)
     connection.close()
 

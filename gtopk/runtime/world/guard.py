@@ -32,7 +32,7 @@ from typing import Final, Protocol
 from collectives.transports import Transport
 
 from ...errors import HorovodInternalError
-from .. import standard_streams
+from .. import logs
 from ..coordinator import Engine
 from ..liveness.heartbeat import Heartbeat, Lost
 from . import failure_file
@@ -169,7 +169,7 @@ class Guard:
     def _say(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
         line = f"gtopk: {self.name} ({self.place}) {what}\n"
-        standard_streams.flush()
+        logs.flush()
         with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, line.encode(errors="replace"))
 
@@ -243,7 +243,7 @@ class Guard:
         """End this process as if it were killed: what the others go by is that it is gone."""
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
-        standard_streams.flush()
+        logs.flush()
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

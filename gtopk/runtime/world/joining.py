@@ -32,10 +32,10 @@ from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
 from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
-from ..launch.launched import is_gone, launcher, ranks_here
+from ..launch.job import is_gone, launcher, ranks_here
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.watchdog import Lookout, Roll
-from ..standard_streams import occupy_closed_descriptors
+from ..logs import occupy_closed_descriptors
 from . import failure_file
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from collectives.kernels import device
 from collectives.vector import index_dtype
 
 from ....exchange.buckets.arrays import current_stream, view_array
-from .gradients import Array
-from .methods import COPY, FLOOR, TORCH_SELECTORS, Ours, Selector, Timed
+from .methods import COPY, FLOOR, TORCH_SELECTORS, Array, Ours, Selector, Timed
 
 # What one call of a method leaves: positions and values, tensors or arrays of its device.
 Picks = tuple[Any, Any]

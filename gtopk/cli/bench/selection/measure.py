@@ -28,8 +28,7 @@ import torch
 from collectives import SparseVector
 from collectives.kernels import host, reference, why_not_compiled
 
-from .gradients import Array, Source
-from .methods import Place
+from .methods import Array, Place, Source
 
 
 class Spread(NamedTuple):

@@ -19,9 +19,15 @@ from collectives.kernels import device, why_not_compiled
 from gtopk.cli.bench.selection import command, gpu
 from gtopk.cli.bench.selection import measure as rescans
 from gtopk.cli.bench.selection.command import SOURCES, cases, main
-from gtopk.cli.bench.selection.gradients import Training, open_source
 from gtopk.cli.bench.selection.measure import Answer
-from gtopk.cli.bench.selection.methods import COPY, FLOOR, TORCH_SELECTORS, all_methods
+from gtopk.cli.bench.selection.methods import (
+    COPY,
+    FLOOR,
+    TORCH_SELECTORS,
+    Training,
+    all_methods,
+    open_source,
+)
 from tests.collectives import fake_cuda
 from tests.collectives.kernels.device import machine_on_host
 

@@ -9,8 +9,8 @@ import pytest
 
 from collectives.cost import Link
 from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
+from gtopk.cli.arguments import PARAMETERS
 from gtopk.cli.main import main
-from gtopk.cli.plan.quantities import PARAMETERS
 
 SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
 BACKWARD = ["--backward-ms", "200"]  # in which dense's latencies hide
