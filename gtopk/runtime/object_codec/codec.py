@@ -1,4 +1,5 @@
-"""The writer takes an object apart; the reader puts it together, trusting nothing about its bytes."""
+"""The writer takes an object apart; the reader puts it together and trusts nothing about its bytes.
+"""
 
 from __future__ import annotations
 
