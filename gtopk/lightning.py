@@ -21,7 +21,7 @@ except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
 from .ddp import GTopKState, gtopk_hook
-from .telemetry.trackers import scalars_of_step
+from .telemetry.sinks import scalars_of_step
 
 __all__ = ["GTopK"]
 

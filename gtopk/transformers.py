@@ -37,7 +37,7 @@ except ImportError as missing:
     ) from missing
 
 from .ddp import GTopKState, gtopk_hook
-from .telemetry.trackers import scalars_of_step
+from .telemetry.sinks import scalars_of_step
 from .torch.checkpoint import load_latest, save_checkpoint
 from .torch.functions import allgather_object, broadcast_object
 

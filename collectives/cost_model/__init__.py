@@ -8,9 +8,8 @@ from ..wire import EXACT, Format
 from .cache import calibrate
 from .calibration import Calibration
 from .choice import Budget, Correction, choose
-from .convergence_delay import Training, lag_steps
 from .network import DEFAULT_RATES, CodingRate, Network, Rates
-from .prediction import Candidate, Prediction, Traffic, predict
+from .prediction import Candidate, Prediction, Traffic, Training, lag_steps, predict
 
 __all__ = [
     "DEFAULT_RATES",

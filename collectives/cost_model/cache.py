@@ -36,8 +36,7 @@ from ..kernels import in_use
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .calibration import Calibration, assumed, measure
-from .core_oversubscription import ranks_per_core
-from .network import CodingRate, Network, Rates
+from .network import CodingRate, Network, Rates, ranks_per_core
 from .prediction import Candidate, Prediction, predict
 from .probes import Clock, agree_on_mean
 

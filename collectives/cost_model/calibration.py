@@ -38,8 +38,7 @@ from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by
 from ..transports.pacing import link_of_messages
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
-from .core_oversubscription import ranks_per_core
-from .network import DEFAULT_RATES, CodingRate, Network, Rates
+from .network import DEFAULT_RATES, CodingRate, Network, Rates, ranks_per_core
 from .per_call_overhead import DENSITY, measure_calls, own_call_seconds, picks
 from .probes import (
     NOT_MEASURED,

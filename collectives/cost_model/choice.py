@@ -20,9 +20,16 @@ from typing import Final, NamedTuple
 
 from ..wire import Format
 from .calibration import Calibration
-from .convergence_delay import WITHOUT_END, Training
 from .network import Network
-from .prediction import USUAL_WIDENINGS, Candidate, Prediction, most_bytes, predict
+from .prediction import (
+    USUAL_WIDENINGS,
+    WITHOUT_END,
+    Candidate,
+    Prediction,
+    Training,
+    most_bytes,
+    predict,
+)
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")

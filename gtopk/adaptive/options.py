@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from ..optim.samples import whole_number
 from ..runtime.world.state import World
-from .batches.sources import Order
-from .learning_rate import FACTORS
+from .current_batch import FACTORS
+from .sources import Order
 from .throughput.policies import POLICIES, Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)

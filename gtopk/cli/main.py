@@ -20,7 +20,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "train on local ranks with dense, top-k and gTop-k, and compare them",
     ),
     "plan": (
-        ".plan.command",
+        ".plan",
         "estimate step time on a cluster, and whether compression pays",
     ),
     "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),

@@ -13,7 +13,7 @@
                 Only what takes over CLEARLY times as long as another is left at once
 
 A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
-updates make a training of so many steps take (`planning.convergence_delay`): what counts is when
+updates make a training of so many steps take (`cost_model.prediction`): what counts is when
 the training is done. Seconds that fit the room behind the backward pass lengthen nothing: where
 dense fits it is the best there is. Nothing is known of that room until a window has been measured.
 

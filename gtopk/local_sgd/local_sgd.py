@@ -43,7 +43,7 @@ from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .outer_exchange import Outcome, OuterExchange
 

@@ -40,7 +40,7 @@ from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
 from ..runtime.world.state import World
-from ..telemetry.start import recorder_of
+from ..telemetry.run_record import recorder_of
 from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep
 from .hooks import BackwardHooks

@@ -20,7 +20,7 @@ from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum

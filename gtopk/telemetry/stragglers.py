@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
-from .start import recorder_of
+from .run_record import recorder_of
 
 if TYPE_CHECKING:
     from ..runtime.coordinator import Engine, Operation

@@ -19,10 +19,10 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.state import World
-from ..batches.sources import order_in_words, rebuilt
 from ..loader_base import LoaderBase, is_over
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
+from ..sources import order_in_words, rebuilt
 from .ledger import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
 from .options import HogbatchOptions, check

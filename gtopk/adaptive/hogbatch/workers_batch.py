@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
-from ..learning_rate import LearningRate
+from ..current_batch import LearningRate
 from ..local_training.own_steps import Spent, take_over
 from ..memory import Memory
 from ..options import Job

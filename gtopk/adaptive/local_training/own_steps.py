@@ -25,7 +25,7 @@ from ...optim.peers import Peers
 from ...runtime.coordinator import Operation
 from ...runtime.world.state import World
 from ...telemetry.recorder import is_sampling_due, sample_residual
-from ...telemetry.start import balance_of, recorder_of
+from ...telemetry.run_record import balance_of, recorder_of
 from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange

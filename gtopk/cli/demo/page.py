@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...units import bytes_text, count_text, digits, points_text, seconds_text
-from ..charts.page import facts as list_of_facts
-from ..charts.page import legend, prose
-from ..charts.page import page as shared_page
+from ..charts import facts as list_of_facts
+from ..charts import legend, prose
+from ..charts import page as shared_page
 from .plots import (
     accuracy_floor,
     accuracy_over_bytes,

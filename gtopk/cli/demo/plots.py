@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from collectives.cost import Link
 
 from ...units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
-from ..charts.svg import (
+from ..charts import (
     BOTTOM,
     LEFT,
     RIGHT,

@@ -21,7 +21,7 @@ from ...runtime.launch import (
     mpirun_settings,
 )
 from ...runtime.logs import wants_colour
-from ...runtime.runner.ranks import launcher_at_hand
+from ...runtime.runner.run import launcher_at_hand
 from . import ranks
 from .basics import Finding, State, look_at_launcher
 from .isolation import PROBES, look

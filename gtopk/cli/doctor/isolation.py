@@ -155,7 +155,7 @@ def ports(
         found.append(Port("where ranks meet (TCP)", address, "MASTER_ADDR", moved))
     if settings.PROMETHEUS.read(environ):
         # Here, as it needs NumPy, without which the other findings still count.
-        from ...telemetry.start import settings_from
+        from ...telemetry.run_record import settings_from
 
         asked = settings_from(environ).prometheus
         if asked is not None and (address := _resolved(asked.host)):

@@ -34,7 +34,7 @@ from ...runtime.launch import (
     find_mpirun,
     run,
 )
-from ...runtime.runner.ranks import launcher_at_hand
+from ...runtime.runner.run import launcher_at_hand
 from .basics import INSTALL_MPI, Finding, State, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process
 

@@ -33,8 +33,7 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from . import delayed, hogbatch, replicas
-from .setting import Record, Setting
-from .tasks import mean_loss
+from .setting import Record, Setting, mean_loss
 
 NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 

@@ -11,8 +11,8 @@ from importlib.resources import files
 from typing import Final
 
 from ...units import count_text, digits, seconds_text
-from ..charts.page import page as shared_page
-from ..charts.svg import Axis, drawing, frame, horizontal, line, text, vertical
+from ..charts import Axis, drawing, frame, horizontal, line, text, vertical
+from ..charts import page as shared_page
 from .modes import DENSE
 from .setting import Record, Setting
 

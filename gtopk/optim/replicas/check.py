@@ -13,7 +13,7 @@ from collectives.transports import Transport
 from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
-from ...telemetry.start import recorder_of
+from ...telemetry.run_record import recorder_of
 from ..reducer import Reducer
 from .healing import pack, put_in, spread_majority
 from .replicas import Parted, checksums, compare, require_the_same

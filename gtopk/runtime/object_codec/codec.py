@@ -1,5 +1,4 @@
-"""The writer takes an object apart; the reader puts it together and trusts nothing about its bytes.
-"""
+"""The codec: its writer takes an object apart, its reader trusts nothing about the bytes."""
 
 from __future__ import annotations
 

@@ -1,15 +1,199 @@
-"""run: the function itself, with the arguments of horovod.run."""
+"""run: the function itself, with the arguments of horovod.run.
+
+Start ranks: by mpirun here or on other hosts, by srun in its allocation, by torchrun here.
+
+How Open MPI's mpirun starts ranks on other hosts: over ssh, with this process's environment.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from ... import settings
-from ..launch.job import job, parse_hosts, read_hostfile, refuse_inside_a_job
+from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
+from ..launch.job import (
+    Host,
+    job,
+    parse_hosts,
+    read_hostfile,
+    refuse_inside_a_job,
+    refuse_too_few_slots,
+    torchrun_command,
+)
+from ..launch.mpirun import Mpi, require_mpirun
 from .call_server import CallServer, own_address
-from .ranks import Places, start_of
+from .worker import BEGIN
+
+# Of this host, this shell or this job, and of no use to another.
+_STAYS: re.Pattern[str] = re.compile(
+    r"(OMPI|PMIX|PMI|PRTE|SLURM|SSH|XDG|BASH_FUNC)_.*|_|DISPLAY|HOME|HOSTNAME|LOGNAME|LS_COLORS|"
+    r"OLDPWD|PWD|SHELL|SHLVL|TERM|TMPDIR|USER"
+)
+
+
+def refuse_other_than_open_mpi(mpi: Mpi) -> None:
+    """Raise LaunchError for an MPI whose way to other hosts is not known here."""
+    if mpi.vendor != "Open MPI":
+        raise LaunchError(
+            f"starting ranks on other hosts needs Open MPI's mpirun, found {mpi}; start the script "
+            "with that MPI's own launcher, and let it call hvd.init() in place of gtopk.run"
+        )
+
+
+def host_options(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
+    """Return the options of mpirun for these hosts, to which the environment goes along."""
+    places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    names = [
+        name
+        for name in sorted(environ)
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and not _STAYS.fullmatch(name)
+    ]
+    return ["--host", places, *(word for name in names for word in ("-x", name))]
+
+
+def ssh_environment(port: int | None, identity_file: str | None) -> dict[str, str]:
+    """Return the variables that tell Open MPI 4 and 5 how to call ssh."""
+    arguments = []
+    if port is not None:
+        arguments += ["-p", str(port)]
+    if identity_file is not None:
+        arguments += ["-i", identity_file]
+    if not arguments:
+        return {}
+    text = " ".join(arguments)
+    return {"PRTE_MCA_plm_ssh_args": text, "OMPI_MCA_plm_rsh_args": text}
+
+
+def interface_environment(interfaces: str) -> dict[str, str]:
+    """Return the variables that keep MPI, NCCL and gloo to these interfaces ("eth0,eth1")."""
+    return {
+        "OMPI_MCA_btl_tcp_if_include": interfaces,
+        "OMPI_MCA_oob_tcp_if_include": interfaces,
+        "PRTE_MCA_prte_if_include": interfaces,
+        "NCCL_SOCKET_IFNAME": interfaces,
+        "GLOO_SOCKET_IFNAME": interfaces,
+    }
+
+
+LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Hosts and launcher to start ranks with; None and empty: here, with what is at hand."""
+
+    ranks: int
+    hosts: Sequence[Host] = ()
+    launcher: str | None = None  # one of LAUNCHERS
+    mpi_args: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    interfaces: str | None = None
+    python: str = sys.executable
+    output_folder: str | None = None
+
+    @property
+    def elsewhere(self) -> str | None:
+        """Return the name of a host that is not this one, if there is one."""
+        return next((host.name for host in self.hosts if not host.is_this_one), None)
+
+
+class Start(NamedTuple):
+    """A launcher's command line, and what its environment needs besides this process's."""
+
+    command: list[str]
+    variables: dict[str, str]
+
+
+def start_of(places: Places, needed: Mapping[str, str]) -> Start:
+    """Return how to start the ranks of a call, with these variables in their environment.
+
+    Raises LaunchError where there is nothing to start them with, ValueError where the hosts have
+    too few slots.
+    """
+    root = Path(__file__).parents[3]
+    return start_program(places, [places.python, "-c", BEGIN, str(root)], needed)
+
+
+def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
+    """Return how to start ranks of a program, its executable first; see `start_of`."""
+    variables = {**needed}
+    if places.output_folder is not None:
+        variables[settings.RUN_OUTPUT.name] = os.path.abspath(places.output_folder)
+    if places.interfaces is not None:
+        variables |= interface_environment(places.interfaces)
+    if places.hosts:
+        refuse_too_few_slots(places.hosts, places.ranks)
+    launcher = places.launcher or launcher_at_hand(places.hosts)
+    if launcher == "srun":
+        return _by_srun(places, program, variables)
+    if launcher == "torchrun":
+        return _by_torchrun(places, program, variables)
+    return _by_mpirun(places, program, variables)
+
+
+def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
+    """Return the launcher that works: mpirun, or torchrun where all is here and MPI incomplete."""
+    complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
+    return "torchrun" if not complete and all(host.is_this_one for host in hosts) else "mpirun"
+
+
+def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    from collectives.environment import whole_number  # which needs NumPy
+
+    if shutil.which("srun") is None:
+        raise LaunchError(
+            "srun is not on PATH: start the ranks inside a Slurm allocation, or use "
+            "mpirun or torchrun"
+        )
+    if places.hosts or places.mpi_args is not None:
+        raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
+    options = [f"--ntasks={places.ranks}"]
+    cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # since 22.05 srun does not inherit it
+    tasks = whole_number("SLURM_NTASKS", whole_number("SLURM_JOB_NUM_NODES", 1))
+    if cores and places.ranks <= tasks:  # more share what there is
+        options.append(f"--cpus-per-task={cores}")
+    return Start(["srun", *options, *program], variables)
+
+
+def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    if places.elsewhere:
+        raise LaunchError(
+            f"torchrun starts ranks on this host, not on '{places.elsewhere}': use mpirun "
+            "(use_mpi=True), or start the script itself by torchrun on each host"
+        )
+    if places.mpi_args is not None:
+        raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
+    threads = {
+        name: value
+        for name, value in rank_environment(places.ranks).items()
+        if name == "OMP_NUM_THREADS"
+    }
+    command = torchrun_command(places.ranks, program, places.python)
+    return Start(command, {**threads, **variables})
+
+
+def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    mpirun = require_mpirun()
+    options = shlex.split(places.mpi_args or "")
+    if places.elsewhere:
+        refuse_other_than_open_mpi(identify(mpirun))
+        variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
+    ranks_here = None if places.elsewhere else places.ranks
+    variables = {**rank_environment(ranks_here), **variables}
+    if places.elsewhere:
+        options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
+    return Start(mpirun_command(mpirun, places.ranks, [*options, *program]), variables)
+
 
 _ELASTIC: Final = (
     *("min_num_proc", "max_num_proc", "min_np", "max_np", "slots"),

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from collectives.cores import core_quota
-from collectives.cost_model.core_oversubscription import (
-    Seat,
-    most_per_core,
-    own_seat,
-    ranks_per_core,
-)
+from collectives.cost_model.network import Seat, most_per_core, own_seat, ranks_per_core
 from collectives.transports import local_world, run_ranks
 
 

@@ -139,14 +139,14 @@ def test_ctrl_c_ends_a_command_without_a_word_also_while_it_is_imported(monkeypa
 
 
 def test_an_error_that_is_not_of_the_output_is_the_commands_own(monkeypatch):
-    monkeypatch.setattr("gtopk.cli.plan.command.main", raises(BrokenPipeError("a peer's")))
+    monkeypatch.setattr("gtopk.cli.plan.main", raises(BrokenPipeError("a peer's")))
     with pytest.raises(BrokenPipeError, match="a peer's"):
         main(["plan"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
 def test_the_other_ranks_hear_of_what_ends_one(monkeypatch, threads, error):
-    monkeypatch.setattr("gtopk.cli.plan.command.main", raises(error()))
+    monkeypatch.setattr("gtopk.cli.plan.main", raises(error()))
 
     def rank(transport):
         with world.entered(transport), pytest.raises(error):

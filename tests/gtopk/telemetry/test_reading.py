@@ -9,7 +9,7 @@ import pytest
 
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import begin, lines_of, report, write_run
 
 

@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from ...charts.svg import Axis, text
+from ...charts import Axis, text
 from .cases import Record, Results
 
 Panel = tuple[int, int, float, str]  # ranks, length, density, distribution

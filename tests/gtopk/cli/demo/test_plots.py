@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
-from gtopk.cli.charts.svg import LEFT, RIGHT
+from gtopk.cli.charts import LEFT, RIGHT
 from gtopk.cli.demo.plots import (
     accuracy_over_bytes,
     accuracy_over_epochs,

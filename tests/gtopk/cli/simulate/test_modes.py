@@ -12,8 +12,7 @@ import pytest
 from gtopk.adaptive.throughput.policies import spread_of
 from gtopk.cli.simulate import delayed, modes
 from gtopk.cli.simulate.modes import SIMULATED
-from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown
-from gtopk.cli.simulate.tasks import open_task
+from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown, open_task
 
 TASK = open_task("digits", 0)
 

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
 from collectives import MismatchError, PeerError
-from gtopk.adaptive.batches.sources import order_in_words
+from gtopk.adaptive.sources import order_in_words
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

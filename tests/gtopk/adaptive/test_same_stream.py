@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.batches.sources import checksum, columns_of, require_the_same
+from gtopk.adaptive.sources import checksum, columns_of, require_the_same
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.indices import indices_of
 from tests.gtopk.adaptive.modelled_ranks import on_ranks, some_optimizer
@@ -80,7 +80,7 @@ def test_an_error_that_has_nothing_to_do_with_values_is_heard(
     def fails(*of: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("gtopk.adaptive.batches.sources.checksums", fails)
+    monkeypatch.setattr("gtopk.adaptive.sources.checksums", fails)
     with pytest.raises(RuntimeError, match="the device is gone"):
         checksum([torch.ones(2)])
 

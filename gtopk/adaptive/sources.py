@@ -30,9 +30,9 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 from collectives.vector import Array
 
-from ...optim.replicas.replicas import checksums
-from ...runtime.coordinator.agreement import name_ranks
-from ..partitioning.cuts import Cut, Plan, cut_epoch, shuffled
+from ..optim.replicas.replicas import checksums
+from ..runtime.coordinator.agreement import name_ranks
+from .partitioning.cuts import Cut, Plan, cut_epoch, shuffled
 
 
 def columns_of(block: Sequence[Any]) -> Array:

@@ -11,12 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.adaptive.batches.current_batch import CurrentBatch
-from gtopk.adaptive.learning_rate import LearningRate
+from gtopk.adaptive.current_batch import CurrentBatch, LearningRate
 from gtopk.runtime.world.state import World
-from tests.gtopk.adaptive.batches.test_next_world import in_turn
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
+from tests.gtopk.adaptive.test_next_world import in_turn
 
 
 class Script:

@@ -262,7 +262,7 @@ def test_options_of_a_network_that_is_not_simulated_are_refused(capsys):
 
 
 def test_without_a_checkout_it_says_where_the_simulation_is(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("gtopk.cli.plan.command.SIMULATED", tmp_path / "simulated_plan.py")
+    monkeypatch.setattr("gtopk.cli.plan.SIMULATED", tmp_path / "simulated_plan.py")
     assert main(["plan", *SLOW, assumed, "--simulate", "--sites", "2"]) == 2
     assert "--simulate needs a checkout of gtopk" in capsys.readouterr().err
 

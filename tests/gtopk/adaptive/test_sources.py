@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.adaptive.batches.sources import Numbers, rebuilt
+from gtopk.adaptive.sources import Numbers, rebuilt
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
