@@ -42,7 +42,6 @@ class Curve(NamedTuple):
     points: Sequence[Point]
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {"label": self.label, "points": [point._asdict() for point in self.points]}
 
 

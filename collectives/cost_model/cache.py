@@ -92,7 +92,6 @@ def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """Return a calibration in the types of JSON."""
     network, rates = calibration.network, calibration.rates
     return {
         "origin": calibration.origin,

@@ -130,7 +130,6 @@ class Candidate:
         return max(1, round(length * self.density))
 
     def __str__(self) -> str:
-        """Return it in words."""
         if self.algorithm == "dense":
             return "dense"
         return f"{self.algorithm} density={self.density:.3g}{self.wider} {'+'.join(self.format)}"
@@ -184,7 +183,6 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Return what all of it takes."""
         return self.agreement_seconds + self.select_seconds + self.exchange_seconds
 
     def times(self, count: int) -> Prediction:

@@ -107,7 +107,6 @@ class Order(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Return how many nodes there are."""
         return -(-self.ranks // self.ranks_per_node)
 
 

@@ -251,7 +251,6 @@ class OuterExchange:
         return self._progress.steps
 
     def known_names(self) -> Collection[str]:
-        """Return the names of all parameters."""
         return set(self._bucket_exchange.names)
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:

@@ -215,7 +215,6 @@ class RankRecord:
 
     @property
     def rank(self) -> int:
-        """Return which rank it is."""
         return int(self.begin["rank"])
 
     @property
@@ -369,7 +368,6 @@ def _by_meeting(attempts: Sequence[list[Line]]) -> Attempts:
 
 
 def _last(attempts: Attempts) -> Line:
-    """Return the last begin."""
     return next(reversed(attempts.values()))[0]
 
 

@@ -93,13 +93,11 @@ class LineFile:
             os.write(self._file, b"\n")  # whoever wrote here before was killed in a line
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Write lines."""
         content = memoryview("".join(map(as_text, lines)).encode())
         while content:
             content = content[os.write(self._file, content) :]
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
@@ -270,7 +268,6 @@ def _pause(world: World) -> None:
 
 
 def _begin(world: World, began: float) -> Line:
-    """Return who this rank is."""
     import torch
 
     records = _records_of(world)

@@ -152,7 +152,6 @@ class Endpoint:
         self.address = Address(*self._page.address)
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Take in what happened."""
         self._metrics.take(lines)
 
     def close(self) -> None:
@@ -189,7 +188,6 @@ class Metrics:
         self._values: dict[tuple[str, str], float] = {}
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Take in what happened."""
         with self._lock:
             for line in lines:
                 self._values |= _metrics_of(line)
@@ -268,14 +266,12 @@ class Scalars:
         self._writer = SummaryWriter(folder)
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Write lines."""
         for line in lines:
             for name, value in scalars_of(line):
                 self._writer.add_scalar(name, value, line["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -338,7 +334,6 @@ class Wandb:
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Log lines."""
         self._has_failed |= _tell_of_failure(lines)
         for line in lines:
             if values := dict(scalars_of(line)):
@@ -377,7 +372,6 @@ class MLflow:
         self._has_failed = False
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Log lines."""
         self._has_failed |= _tell_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [

@@ -55,7 +55,6 @@ class Told(NamedTuple):
     crowded: set[str]
 
     def scores(self) -> list[float | None]:
-        """Return every rank's score; None where it had no seconds."""
         fastest = min((each for each in self.seconds if each), default=0.0)
         return [fastest / each if each else None for each in self.seconds]
 

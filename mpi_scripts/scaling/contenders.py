@@ -66,7 +66,6 @@ def _plain(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(setting: Setting) -> Step:
-    """Return the step of one worker."""
     model = setting.compute.make()
     return _stepping(setting, model, _plain(model))
 

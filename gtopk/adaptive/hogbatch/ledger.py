@@ -332,7 +332,6 @@ class Ledger:
         return first
 
     def finish(self, places: Sequence[int]) -> None:
-        """Note places as done."""
         self._notes[list(places)] = _DONE
 
     def reclaim(self, count: int) -> list[int]:
@@ -425,7 +424,6 @@ class Ledger:
             self._head["turn"][0] = (self._board.me + 1) % self._memory.places
 
     def _all_have(self, word: str, round: int) -> bool:
-        """Tell whether all others have said this word of a round."""
         others, rows = self._board.others(), self._board.rows[word]
         with self._memory.lock():
             return all(rows[place] >= round for place in others)

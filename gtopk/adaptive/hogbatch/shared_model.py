@@ -47,7 +47,6 @@ class Layout(NamedTuple):
 
 
 def layout_of(parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> Layout:
-    """Return the places of parameters and of the tensors in their states."""
     places, first = [], 0
     for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
         tensors = {"": parameter, **{k: v for k, v in state.items() if torch.is_tensor(v)}}

@@ -200,7 +200,6 @@ class BatchInHand:
             self._let_go()
 
     def give_back(self) -> None:
-        """Let others have the batch, if there is one in hand."""
         self._ledger.give_back(self.places)
         self.places = ()
 

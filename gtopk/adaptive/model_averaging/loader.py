@@ -170,7 +170,6 @@ class MergingLoader(LoaderBase):
         return self._replica
 
     def _open_replica(self) -> Replica:
-        """Return a replica for this rank, which is the model as it is."""
         trained = [p for p in self._optimizer._parameter_names if p.requires_grad]
         compression = self._optimizer._compression
         self._replica = Replica(trained, compression, self._options.merge_momentum)

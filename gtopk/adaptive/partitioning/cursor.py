@@ -87,7 +87,6 @@ class SharedCursor:
         self._begin, self._total = count, total
 
     def take(self, samples: int) -> range:
-        """Take the next samples."""
         before = self._counter.add(samples)
         self.count = before + samples
         first = before - self._begin

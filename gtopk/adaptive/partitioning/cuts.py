@@ -159,7 +159,6 @@ class Plan:
         self.drawn = 0
 
     def at(self, step: int) -> tuple[int, ...]:
-        """Return the sizes of a step."""
         return self._sizes[bisect_right(self._steps, step) - 1]
 
     def change(self, step: int, sizes: Sequence[int]) -> None:
@@ -173,7 +172,6 @@ class Plan:
         self._sizes.append(tuple(sizes))
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what holds from a step on."""
         first = bisect_right(self._steps, step) - 1
         steps = [0, *self._steps[first + 1 :]]  # since when the first sizes hold is past
         return {"steps": steps, "sizes": [list(sizes) for sizes in self._sizes[first:]]}

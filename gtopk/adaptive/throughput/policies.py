@@ -179,7 +179,6 @@ class SpeedModel:
         return abs(seconds - expected) > REGIME * expected
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known."""
         return {"seen": [list(pair) for pair in self._seen]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -160,7 +160,6 @@ def _record(case: str, names: int, size_bytes: int, ours: list[float], bare: lis
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return the records as lines."""
     lines = [
         f"{'':24}{'bytes':>12}{'engine':>12}{'bare':>12}{'ratio':>8}  quartiles     cycles a step"
     ]

@@ -100,7 +100,6 @@ class Record(NamedTuple):
 
 
 def measure(entries: Entries, rounds: int) -> list[Record]:
-    """Return a record of each format."""
     vector, k = entries.vector, max(1, entries.vector.entries)
     messages = {format: encode(vector, k, format).message for format in FORMATS}
     encoded: dict[Format, list[float]] = {format: [] for format in FORMATS}

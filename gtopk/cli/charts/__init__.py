@@ -134,7 +134,6 @@ def band(lower: Sequence[Point], upper: Sequence[Point]) -> str:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Return points as path data."""
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 

@@ -179,7 +179,6 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return the whole page."""
     race, linked = race_figure(records), over_link(records)
     records = records[: len(METHODS)]
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")

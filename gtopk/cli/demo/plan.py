@@ -79,7 +79,6 @@ class Method:
 
     @property
     def sparse(self) -> bool:
-        """Tell whether it selects."""
         return isinstance(self.compression, SparseCompression)
 
     @property

@@ -154,7 +154,6 @@ def accuracy_floor(records: Sequence[Record]) -> float:
 
 
 def percent_ticks(axis: Axis) -> dict[float, str]:
-    """Return an accuracy axis' ticks."""
     return {value: f"{100 * value:.0f} %" for value in axis.ticks()}
 
 

@@ -206,7 +206,6 @@ def link_in_words() -> str:
 
 
 def this_machine() -> Machine:
-    """Return where this runs."""
     return {
         "cores": usable_cores(),
         "processor": processor(),

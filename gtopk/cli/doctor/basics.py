@@ -71,7 +71,6 @@ def gist(output: str) -> str:
 
 
 def look_at_python() -> Finding:
-    """Probe which Python this is."""
     detail = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     return Finding("Python", State.OK, detail)
 
@@ -200,7 +199,6 @@ _MPICH_FAMILY: Final = ("MPICH", "Intel MPI", "MVAPICH")
 
 
 def look_at_mpi4py() -> Finding:
-    """Probe whether mpi4py is there."""
     if not installed("mpi4py"):
         return Finding("mpi4py", State.MISSING, "mpirun needs it, torchrun does not", INSTALL_MPI)
     return Finding("mpi4py", State.OK, import_module("mpi4py").__version__)

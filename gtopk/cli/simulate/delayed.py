@@ -120,7 +120,6 @@ class Ends:
         self._reduce_seconds = setting.reduce_seconds
 
     def meeting(self, kind: str, number: int) -> Meeting:
-        """Return a meeting, the same one for every rank."""
         self._meetings.pop((kind, number - 2), None)
         return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
 

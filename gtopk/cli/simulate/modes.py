@@ -69,8 +69,6 @@ class Clock:
 
 
 def gathered(name: str, *numbers: float) -> list[list[float]]:
-    """Return every rank's numbers."""
-
     def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
         return transport.gather_object(numbers)
 
@@ -92,7 +90,6 @@ class ModelledTimer:
         )
 
     def take(self) -> float | None:
-        """Return what it took."""
         return self.seconds
 
     def exchanged(self, step: StepReport) -> float:

@@ -256,7 +256,6 @@ class Classes:
     )
 
     def name(self, rank: int) -> str:
-        """Return the class of a rank."""
         return "fast" if rank in self.fast else "slow"
 
 
@@ -333,7 +332,6 @@ class Cluster:
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
-        """Return every rank's source of noise."""
         return [np.random.default_rng([seed, rank]) for rank in range(self.ranks)]
 
 
@@ -380,7 +378,6 @@ class Setting:
         return max(0.0, reduce_seconds - self.overlap * compute_seconds)
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return a rank's optimizer."""
         return torch.optim.SGD(parameters, self.learning_rate, momentum=self.momentum)
 
     def is_due(self, samples: int, evaluations: int) -> bool:

@@ -100,7 +100,6 @@ def series(place: int, name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def seconds_ticks(axis: Axis) -> dict[float, str]:
-    """Return the ticks of an axis of seconds."""
     return {value: f"{value:g}" for value in axis.ticks()}
 
 

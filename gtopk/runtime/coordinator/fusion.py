@@ -73,7 +73,6 @@ class Layout(NamedTuple):
     postscale: float
 
     def describe(self) -> str:
-        """Return it in words."""
         return (
             f"{self.dtype} [{self.length}] {self.reduction} "
             f"prescale_factor={self.prescale} postscale_factor={self.postscale}"

@@ -319,7 +319,6 @@ class ReadinessTable:
         return None
 
     def _there(self, name: str) -> set[int]:
-        """Return the ranks that are ready for a name."""
         if name in self._open:
             return set(self._open[name].intentions)
         slot = self._named.get(name)

@@ -200,7 +200,6 @@ def _check_bools(elements: NDArray[np.uint8]) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that torch has a dtype under."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -70,7 +70,6 @@ def folder_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """Return a rank's file in a folder."""
     return Path(folder, f"failure_rank{rank}.json")
 
 

@@ -157,7 +157,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
-    """Return the plan that the options describe."""
     return Plan(
         command=shlex.join(["gtopk", "bench", "collectives", *given]),
         ranks=tuple(options.ranks or ()),

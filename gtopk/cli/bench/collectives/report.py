@@ -45,7 +45,6 @@ def panel(record: Record) -> Panel:
 
 
 def title(case: Panel) -> str:
-    """Return a case in words."""
     ranks, length, density, distribution = case
     return f"{ranks} ranks, n = {count_text(length)}, density {density:g}, {distribution} picks"
 

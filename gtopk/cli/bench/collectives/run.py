@@ -396,7 +396,6 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, ModelLink]:
 
 
 def count_hosts(transport: Transport) -> int:
-    """Return on how many hosts the ranks are."""
     return len({*transport.gather_object(min(transport.neighbours()))})
 
 

@@ -121,7 +121,6 @@ class Gpu:
         self._shape = 0, 0
 
     def clock(self, method: str) -> str:
-        """Return "gpu"."""
         return "gpu"
 
     def begin_round(self, residual: Array, gradient: Array, k: int) -> None:
@@ -148,7 +147,6 @@ class Gpu:
 
 
 def open_gpu() -> Gpu:
-    """Return this thread's GPU."""
     of = torch.device("cuda", torch.cuda.current_device())
     with torch.cuda.stream(torch.cuda.Stream(of)):  # the default one cannot be captured
         on_stream = current_stream(of)

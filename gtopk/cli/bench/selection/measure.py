@@ -127,7 +127,6 @@ def run_round(rows: Rows, residual: Array, gradient: Array, k: int, note: bool) 
 
 
 def records_of(rows: Rows, data: str, length: int, k: int, density: float) -> list[Record]:
-    """Return the rows of one kind of data as records."""
     return [
         Record(
             method=name,
