@@ -25,7 +25,7 @@ from ..cores import granted_cores
 from ..cost import Link, rounds
 from ..transports.transport import Transport
 from ..wire import WHOLE, Format
-from .formats import FORMATS
+from .schedules import FORMATS
 
 _ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
 

@@ -45,9 +45,8 @@ from typing import Final, NamedTuple
 from ..algorithms.growth import USUAL_GROWTH
 from ..cost import Link
 from ..wire import EXACT, Format
-from .formats import message_bytes, most_message_bytes
 from .network import Network, Rates
-from .schedules import Order, Round, list_sizes, schedule
+from .schedules import Order, Round, list_sizes, message_bytes, most_message_bytes, schedule
 
 
 def lag_steps(length: int, updated: float) -> float:

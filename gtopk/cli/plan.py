@@ -20,7 +20,7 @@ from typing import Any, Final
 from collectives.cost import ERROR, Link
 from collectives.cost_model import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.cost_model.calibration import measure_rates
-from collectives.cost_model.formats import FORMATS
+from collectives.cost_model.schedules import FORMATS
 from collectives.wire.indices import USUAL_INDICES
 from collectives.wire.values import VALUE_CODES
 

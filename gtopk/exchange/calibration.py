@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from collectives.cost_model import Calibration, calibrate
-from collectives.cost_model.formats import FORMATS
 from collectives.cost_model.network import Rates
 from collectives.cost_model.per_call_overhead import DENSITY
 from collectives.cost_model.probes import agree_on_slowest
+from collectives.cost_model.schedules import FORMATS
 from collectives.kernels import clear_at
 from collectives.transports import Transport
 

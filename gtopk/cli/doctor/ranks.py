@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from collectives.cost import Link
 from collectives.cost_model import Budget, Calibration, Prediction, calibrate, choose
-from collectives.cost_model.formats import FORMATS
+from collectives.cost_model.schedules import FORMATS
 from collectives.transports import Transport
 
 from ... import __version__, settings

@@ -9,7 +9,7 @@ settings.py          the settings of cycles, the cache, fusion and stalls
 """
 
 from .engine import Engine
+from .execution import Settings
 from .operation import Event, Observer, Operation, StandIn, Work
-from .settings import Settings
 
 __all__ = ["Engine", "Event", "Observer", "Operation", "Settings", "StandIn", "Work"]

@@ -33,11 +33,10 @@ from collectives.transports.transport import say
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
 from .announcement import Announcement, Intention, ReadyName, exchange
-from .execution import Execution, Settled, Stalls
+from .execution import Execution, Settings, Settled, Stalls, settings_from
 from .fusion import Dense, layout_of
 from .operation import Event, Observer, Operation, StandIn, Work
 from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
-from .settings import Settings, settings_from
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import SparseVector, wire
-from collectives.cost_model.formats import (
+from collectives.cost_model.schedules import (
     FORMATS,
     entropy_bits,
     message_bytes,

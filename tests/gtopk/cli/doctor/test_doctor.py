@@ -36,7 +36,7 @@ def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
     """Run the doctor in a process of its own; path: a folder whose packages come first."""
     folders = [str(path), str(ROOT)] if path else [str(ROOT)]
     return subprocess.run(
-        [sys.executable, "-m", "gtopk.cli.doctor", *arguments],
+        [sys.executable, "-m", "gtopk", "doctor", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
@@ -469,7 +469,7 @@ def test_a_job_prints_one_report_that_says_its_size(
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     lines: list[str] = []
-    program = [sys.executable, "-m", "gtopk.cli.doctor"]
+    program = [sys.executable, "-m", "gtopk", "doctor"]
     code = run(size, program, on_line=lines.append, timeout_seconds=PLENTY_SECONDS)
     report = "\n".join(lines)
     assert code == 0, report
