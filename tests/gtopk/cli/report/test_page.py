@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from gtopk.telemetry.start import LineFile
 
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
@@ -17,6 +16,7 @@ from gtopk.cli.top import status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.recorder import Recorder
+from gtopk.telemetry.run_record import LineFile
 from gtopk.telemetry.step_report import parts
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
