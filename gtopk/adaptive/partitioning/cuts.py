@@ -99,16 +99,15 @@ def whole(wanted: Sequence[float], limits: Limits) -> list[int]:
     limits.check()
     grain, low, high = limits.grain, limits.lowest(), limits.highest()
     exact = clamp(wanted, limits)
-    # A sum of floats may lie a hair below the whole number that it stands for.
+    # A sum of floats may lie a hair below the whole number that it stands for: rounded down, too
+    # little is dealt out, never too much.
     sizes = [
         min(max(math.floor(size / grain + 1e-9) * grain, a), b)
         for size, a, b in zip(exact, low, high, strict=True)
     ]
-    while (missing := limits.total - sum(sizes)) != 0:
-        step = grain if missing > 0 else -grain
-        may = [rank for rank, size in enumerate(sizes) if low[rank] <= size + step <= high[rank]]
-        chosen = max(may, key=lambda rank: (exact[rank] - sizes[rank]) * step)
-        sizes[chosen] += step
+    while sum(sizes) < limits.total:
+        may = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
+        sizes[max(may, key=lambda rank: exact[rank] - sizes[rank])] += grain
     return sizes
 
 
