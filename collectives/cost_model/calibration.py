@@ -31,8 +31,7 @@ from typing import Final
 import numpy as np
 
 from .. import wire
-from ..algorithms.outcome import among, put_together
-from ..algorithms.rounding import rounding_error
+from ..algorithms.conservation import among, put_together, rounding_error
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
 from ..transports.pacing import link_of_messages

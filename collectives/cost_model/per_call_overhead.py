@@ -28,10 +28,10 @@ import numpy as np
 
 from .. import wire
 from ..algorithms import ALGORITHMS
+from ..algorithms.conservation import rounding_error
 from ..algorithms.gtopk import reduce
 from ..algorithms.gtopk_options import GtopkOptions
 from ..algorithms.regions import Regions
-from ..algorithms.rounding import rounding_error
 from ..transports.endpoint import Endpoint
 from ..transports.local import local_world
 from ..transports.transport import Transport

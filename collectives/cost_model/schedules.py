@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..algorithms.alive import alive_bytes
-from ..algorithms.growth import kept_sizes
+from ..algorithms.conservation import alive_bytes
+from ..algorithms.gtopk_options import kept_sizes
 from ..algorithms.pacing import go_aheads
 from ..algorithms.shards import STAMP_BYTES
 from ..cost import rounds

@@ -38,7 +38,7 @@ from collectives.cost_model import (
 from collectives.cost_model.choice import SPARSE, TooFewBytesError
 
 from ..compression import Automatic
-from ..runtime.coordinator.announcement import cycle_bytes
+from ..runtime.coordinator.operation import cycle_bytes
 
 CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5

@@ -34,7 +34,7 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
-from ..optim.replicas.replicas import BUFFERS_STAY, checksums
+from ..optim.replica_check import BUFFERS_STAY, checksums
 from ..optim.skip_counter import SkipCounter
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters

@@ -27,7 +27,7 @@ from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
-from ..optim.replicas.replicas import checksums, require_the_same
+from ..optim.replica_check import checksums, require_the_same
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.coordinator import Operation
 from ..runtime.world.process_sets import ProcessSet

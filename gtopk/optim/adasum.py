@@ -45,7 +45,7 @@ from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep
 from .hooks import BackwardHooks
 from .peers import Peers
-from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
+from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 

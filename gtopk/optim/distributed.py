@@ -35,10 +35,9 @@ from .listener import Listener
 from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
-from .replicas.check import ReplicaCheck
-from .samples import Samples
-from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
-from .weights import agreed_norm
+from .replica_check import ReplicaCheck
+from .samples import Samples, agreed_norm
+from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
 from .wrapped.adam_step import step as step_with_adam

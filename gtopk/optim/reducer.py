@@ -32,13 +32,11 @@ from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
 from .join_shadow import stands_in
 from .options import Options
-from .overlap import Overlap
+from .overlap import Overlap, refuse_ddp
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
-from .reduced_twice import refuse_ddp
-from .samples import Samples, note_stepper
+from .samples import LocalClip, Samples, note_stepper
 from .step_transaction import StepTransaction
-from .weights import LocalClip
 
 _log = logging.getLogger("gtopk")
 

@@ -27,10 +27,9 @@ from .ledger import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, before, mean_loss, report_of
-from .shared_model import SharedModel, layout_of, require_shareable, states_of
+from .shared_model import SharedModel, Writer, layout_of, require_shareable, states_of
 from .sizes import ClassSizes, Sizer, default_thresholds
 from .workers_batch import BatchInHand, ClaimedBatches
-from .writer import Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 

@@ -34,8 +34,8 @@ from ..options import Job
 from .ledger import now_nanoseconds
 from .node import Node
 from .options import HogbatchOptions
+from .shared_model import Writer
 from .sizes import Sizer, memory_of
-from .writer import Writer
 
 
 class ClaimedBatches(Sampler[list[int]]):

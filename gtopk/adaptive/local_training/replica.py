@@ -46,7 +46,7 @@ from ...exchange.buckets.buckets import Bucket
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
 from ...exchange.exchanges import open_exchange
 from ...exchange.residual import ResidualSize
-from ...optim.weights import LocalClip, norm_of
+from ...optim.samples import LocalClip, norm_of
 
 
 class Ran(NamedTuple):

@@ -23,8 +23,8 @@ import numpy as np
 from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
-from ...runtime.coordinator.announcement import Announcement, Intention, ReadyName, exchange
 from ...runtime.coordinator.fusion import Dense, layout_of
+from ...runtime.coordinator.operation import Announcement, Intention, ReadyName, exchange
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import Machine, load, this_machine

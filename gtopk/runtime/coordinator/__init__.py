@@ -1,11 +1,9 @@
 """The engine: operations of all ranks, matched by name, run by one thread that owns the transport.
 
-operation.py         something all ranks do together, and its outcome; what an observer hears of it
+operation.py         something all ranks do together, as it is announced and observed
 engine.py            the thread: when a cycle begins, and what follows from it
-announcement.py      what a rank tells the others in a cycle, and how all get it
 readiness_table.py   who is ready for what, the same on every rank
-execution.py         what is run, and in which order; what to say while others are not ready
-settings.py          the settings of cycles, the cache, fusion and stalls
+execution.py         what is run, and in which order; what to say while others are not ready; settings
 """
 
 from .engine import Engine

@@ -32,10 +32,19 @@ from collectives.transports.transport import say
 
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
-from .announcement import Announcement, Intention, ReadyName, exchange
 from .execution import Execution, Settings, Settled, Stalls, settings_from
 from .fusion import Dense, layout_of
-from .operation import Event, Observer, Operation, StandIn, Work
+from .operation import (
+    Announcement,
+    Event,
+    Intention,
+    Observer,
+    Operation,
+    ReadyName,
+    StandIn,
+    Work,
+    exchange,
+)
 from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on

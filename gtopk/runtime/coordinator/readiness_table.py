@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .announcement import Announcement, Intention, ReadyName
+from .operation import Announcement, Intention, ReadyName
 
 
 class Ready(NamedTuple):

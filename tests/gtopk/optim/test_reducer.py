@@ -18,7 +18,7 @@ from gtopk.exchange.bucket_exchange import BucketExchange
 from gtopk.optim import reducer
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.expected_step import ExpectedStep
-from gtopk.optim.reduced_twice import refuse_ddp
+from gtopk.optim.overlap import refuse_ddp
 from gtopk.optim.step_transaction import StepTransaction
 from gtopk.runtime.world import world
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train

@@ -26,10 +26,7 @@ from numpy.typing import NDArray
 from collectives import SELECTORS, SparseVector, kernels
 from collectives.kernels import reference
 from collectives.kernels.host import threads
-from collectives.selectors.gaussian import CORRECTIONS
-from collectives.selectors.mstopk import PASSES
-from collectives.selectors.sampled import FEWEST, ROUNDS, SHARE
-from collectives.selectors.sidco import FIRST, STAGES
+from collectives.selectors import CORRECTIONS, FEWEST, FIRST, PASSES, ROUNDS, SHARE, STAGES
 
 Array: TypeAlias = NDArray[Any]
 

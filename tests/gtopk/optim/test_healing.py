@@ -12,8 +12,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.replicas.healing import pack, put_in, spread_majority
-from gtopk.optim.replicas.replicas import Parted
+from gtopk.optim.replica_check import Parted, pack, put_in, spread_majority
 from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
