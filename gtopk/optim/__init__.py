@@ -5,7 +5,7 @@ options.py          its arguments, checked; momentum.py: momentum that would cou
 wrapped/            the optimizer that a script made, its Adam moments, and its state
 hooks.py            backward hooks: which gradients are complete
 bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py
-overlap.py          exchanges complete buckets while backward goes on; refuses those that DDP has reduced
+overlap.py          exchanges complete buckets while backward goes on; refuses those of DDP
 reducer.py          runs a whole step over all buckets
 step_transaction.py all buckets of a step count, or none does
 peers.py            the ranks of a step; join_shadow.py: takes the place of one that has joined

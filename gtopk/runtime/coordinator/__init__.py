@@ -3,7 +3,7 @@
 operation.py         something all ranks do together, as it is announced and observed
 engine.py            the thread: when a cycle begins, and what follows from it
 readiness_table.py   who is ready for what, the same on every rank
-execution.py         what is run, and in which order; what to say while others are not ready; settings
+execution.py         what is run, and in which order; stalls; settings
 """
 
 from .engine import Engine
