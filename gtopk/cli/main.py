@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from .. import __version__
-from ..runtime.logs import spell_in_any_encoding
+from ..runtime.standard_streams import spell_in_any_encoding
 
 # The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
 # called: `gtopk doctor` works where torch is broken.

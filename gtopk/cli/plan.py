@@ -34,7 +34,7 @@ from ..planning.comparison import (
     pays_clearly,
     where_it_pays,
 )
-from ..runtime.logs import wants_colour
+from ..runtime.standard_streams import wants_colour
 from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, seconds_text
 from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, number_in, share
 

@@ -26,7 +26,7 @@ from collectives.environment import whole_number
 from .. import settings
 from ..runtime.launch import LaunchError
 from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
-from ..runtime.runner.run import LAUNCHERS, Places, Start, launcher_at_hand, start_program
+from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
 
 
 def in_allocation() -> bool:

@@ -33,7 +33,7 @@ from collectives.transports import Transport
 from ...compression import Compression
 from ...ddp import GTopKState, gtopk_hook
 from ...optim.distributed import DistributedOptimizer
-from ...runtime.machine import own_address
+from ...runtime.liveness.address import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
 from ..arguments import as_argument, share

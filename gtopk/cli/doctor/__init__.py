@@ -20,8 +20,8 @@ from ...runtime.launch import (
     launched_by,
     mpirun_settings,
 )
-from ...runtime.logs import wants_colour
-from ...runtime.runner.run import launcher_at_hand
+from ...runtime.runner.ranks import launcher_at_hand
+from ...runtime.standard_streams import wants_colour
 from . import ranks
 from .basics import Finding, State, look_at_launcher
 from .isolation import PROBES, look

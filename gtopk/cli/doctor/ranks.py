@@ -2,10 +2,6 @@
 
 Alone, the doctor starts two ranks for that. Under a launcher each of its processes starts a child
 that joins the running job in its place, so that an MPI that aborts cannot take the report along.
-
-What the links between the running ranks are like, and whether compression would pay on them.
-
-Runs in the ranks' children, after they have come together; what it returns is printed as it is.
 """
 
 from __future__ import annotations
@@ -20,12 +16,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from collectives.cost import Link
-from collectives.cost_model import Budget, Calibration, Prediction, calibrate, choose
-from collectives.cost_model.schedules import FORMATS
-from collectives.transports import Transport
-
-from ... import __version__, settings
+from ... import settings
 from ...runtime.launch import (
     Launched,
     LaunchError,
@@ -34,47 +25,9 @@ from ...runtime.launch import (
     find_mpirun,
     run,
 )
-from ...runtime.runner.run import launcher_at_hand
+from ...runtime.runner.ranks import launcher_at_hand
 from .basics import INSTALL_MPI, Finding, State, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process
-
-MODEL, LENGTH, DENSITY = "ResNet-50", 25_557_032, 0.001
-_EXACT: Final = [format for format in FORMATS if format.values == "exact"]
-
-
-def describe_network(transport: Transport) -> str:
-    """Return a sentence on the links, and one on what pays; every rank must call it."""
-    calibration = calibrate(transport, FORMATS, {"gtopk": __version__})
-    return describe(calibration)
-
-
-def describe(calibration: Calibration) -> str:
-    """Return what a calibration means for a model of a well-known size."""
-    network = calibration.network
-    links = []
-    if network.ranks > network.ranks_per_node:
-        links.append(f"between hosts {_link(network.between)}")
-    if network.within is not None:
-        links.append(f"inside a host {_link(network.within)}")
-    choices = choose(LENGTH, calibration, Budget(density=DENSITY), _EXACT)
-    seconds = {each.candidate.algorithm: each for each in reversed(choices)}
-    dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)
-    pays = choices[0].candidate.algorithm != "dense"
-    step = (
-        f"a step of {MODEL}'s size at density {DENSITY:g} would take "
-        f"{_milliseconds(dense)} dense, {_milliseconds(best)} by {best.candidate.algorithm}: "
-        f"compression {'pays' if pays else 'would not pay'} here ({calibration.origin})"
-    )
-    return f"{', '.join(links)}; {step}" if links else step
-
-
-def _link(link: Link) -> str:
-    return f"{link.bits_per_second / 1e9:.3g} Gbit/s and {1e6 * link.latency_seconds:.3g} us"
-
-
-def _milliseconds(found: Prediction) -> str:
-    return f"{1e3 * found.seconds:.3g} ms"
-
 
 NAME: Final = "ranks"
 NETWORK: Final = "network"
@@ -264,6 +217,8 @@ def add_up(measure_network: bool = True) -> None:
         "gpus": find_out(world),
     }
     if measure_network and world.size > 1:
+        from .network import describe_network
+
         sums["network"] = describe_network(world)
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)

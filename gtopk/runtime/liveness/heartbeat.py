@@ -19,7 +19,7 @@ from collectives.transports import Transport
 from collectives.transports.transport import say
 
 from ..launch.job import agent
-from ..machine import own_address
+from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ... import settings
-from .. import logs
+from .. import standard_streams
 from ..launch import launched_by
 from .call_server import visit
 
@@ -49,7 +49,7 @@ def main() -> None:
         said = report.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = report.of_error(error, _FRAMES)
-    logs.flush()
+    standard_streams.flush()
     connection.send(said)
     connection.close()
 

@@ -56,7 +56,7 @@ from collectives.transports import Transport
 
 from ... import __version__, settings
 from ...errors import HorovodInternalError
-from .. import logs
+from .. import standard_streams
 from ..coordinator import Engine
 from ..launch.watchdog import now, write_record
 from ..liveness.heartbeat import Heartbeat, Lost
@@ -271,7 +271,7 @@ class Guard:
     def _say(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
         line = f"gtopk: {self.name} ({self.place}) {what}\n"
-        logs.flush()
+        standard_streams.flush()
         with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, line.encode(errors="replace"))
 
@@ -345,7 +345,7 @@ class Guard:
         """End this process as if it were killed: what the others go by is that it is gone."""
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
-        logs.flush()
+        standard_streams.flush()
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

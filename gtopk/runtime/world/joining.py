@@ -46,7 +46,7 @@ from ... import settings
 from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
 from ..launch.job import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
-from ..logs import occupy_closed_descriptors
+from ..standard_streams import occupy_closed_descriptors
 from . import guard
 
 if TYPE_CHECKING:

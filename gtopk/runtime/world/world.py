@@ -24,7 +24,7 @@ from collectives.transports.transport import say
 
 from ... import settings
 from ...errors import HorovodInternalError, InvalidCallError
-from .. import logs
+from .. import logs, standard_streams
 from ..coordinator.agreement import name_ranks
 from ..launch import Launched, launched_by, require_sound_ranks
 from .guard import Guard, describe, folder_from, remove_earlier, write_of_start
@@ -279,7 +279,7 @@ def _at_exit() -> None:
 
 def _end_without_mpi() -> None:
     """End this process, with exit code 1 where an exception has ended its program."""
-    logs.flush()
+    standard_streams.flush()
     os._exit(int(_what_ended_the_program() is not None))
 
 
@@ -294,7 +294,7 @@ def _end_by_what_went_wrong() -> None:
         return
     for failure in _untold:
         say(f"exit code 1, not 0: {describe(failure)}")
-    logs.flush()
+    standard_streams.flush()
     os._exit(1)
 
 

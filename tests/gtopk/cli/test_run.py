@@ -16,7 +16,7 @@ import pytest
 from gtopk.cli import run as command
 from gtopk.cli.run import main
 from gtopk.runtime.launch import Mpi
-from gtopk.runtime.runner import run
+from gtopk.runtime.runner import ranks
 
 PLENTY_SECONDS = 100.0
 # `gtopk run` by an mpirun that becomes its one rank; what `job` itself would wait counts for none.
@@ -196,8 +196,8 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("collectives.cores.usable_cores", lambda: cores)
-    monkeypatch.setattr(run, "require_mpirun", lambda: Path("mpirun"))
-    monkeypatch.setattr(run, "identify", lambda path: Mpi(path, "Open MPI", "5.0"))
+    monkeypatch.setattr(ranks, "require_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(ranks, "identify", lambda path: Mpi(path, "Open MPI", "5.0"))
     found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
     assert (
         found["variables"]

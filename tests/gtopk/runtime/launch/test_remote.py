@@ -8,7 +8,7 @@ import pytest
 
 from gtopk.runtime.launch import LaunchError, Mpi
 from gtopk.runtime.launch.job import Host
-from gtopk.runtime.runner.run import (
+from gtopk.runtime.runner.ranks import (
     host_options,
     interface_environment,
     refuse_other_than_open_mpi,

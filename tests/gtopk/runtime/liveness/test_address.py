@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.runtime.machine import address_of, own_address
+from gtopk.runtime.liveness.address import address_of, own_address
 
 
 def test_on_one_host_no_other_host_is_let_near():

@@ -1,0 +1,61 @@
+"""Standard streams: some may be closed (by a daemon), or take few letters, or colours."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final, TextIO
+
+_IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
+_SPELT: Final = "gtopk-spelt"
+
+
+def spell_in_any_encoding() -> None:
+    """Have stdout and stderr write what their encoding lacks in ASCII: no output is an error then.
+
+    A few characters have an ASCII spelling ("us" for microseconds), all others are escaped.
+    """
+    codecs.register_error(_SPELT, _spelt)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # what stands in for a stream has none
+        if reconfigure is not None:
+            reconfigure(errors=_SPELT)
+
+
+def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    first = error.object[error.start]
+    if first in _IN_ASCII:
+        return _IN_ASCII[first], error.start + 1
+    one = UnicodeEncodeError(
+        error.encoding, error.object, error.start, error.start + 1, error.reason
+    )
+    return codecs.lookup_error("backslashreplace")(one)
+
+
+def occupy_closed_descriptors() -> None:
+    """Open what is closed of descriptors 0, 1 and 2 on the null device.
+
+    Else a socket or a pipe that is opened next gets such a number, and a child process, which has
+    its own standard streams there, does not inherit it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def flush() -> None:
+    """Flush stdout and stderr, as far as this process has them."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone; closed
+                stream.flush()
+
+
+def wants_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether to write colours: to a terminal, unless NO_COLOR says no (no-color.org)."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
