@@ -1,6 +1,6 @@
 """What a link costs, the least an allreduce sends, and where one way overtakes another.
 
-What each algorithm costs on a network: `planning`.
+What each algorithm costs on a network: `cost_model`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 
 from collectives.algorithms import Regions
 from collectives.algorithms.conservation import PUT_BACK
-from collectives.algorithms.growth import USUAL_GROWTH
-from collectives.planning import Candidate
+from collectives.algorithms.gtopk_options import USUAL_GROWTH
+from collectives.cost_model import Candidate
 from collectives.wire import WHOLE, Format
 from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
 from collectives.wire.values import CHOSEN_FROM, CODES_OF_BITS, VALUE_CODES

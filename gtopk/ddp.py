@@ -51,8 +51,8 @@ from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
 from .integrations.optimizer_checks import look_at_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
-from .optim.skipped_steps import MAX_SKIPPED_STEPS
-from .optim.weights import LocalClip
+from .optim.samples import LocalClip
+from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam, plain
 from .optim.wrapped.checkpoint import FORMAT, share_of
 from .optim.wrapped.wrapping import Wrapping

@@ -65,7 +65,7 @@ from .integrations.one_step import CLEARED, NOT_FINITE, SPOILT, VOID, OneStep, f
 from .integrations.optimizer_checks import look_at_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
-from .optim.skipped_steps import MAX_SKIPPED_STEPS
+from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
 from .optim.wrapped.checkpoint import FORMAT, share_of
 from .optim.wrapped.wrapping import Wrapping

@@ -28,7 +28,7 @@ except ImportError as missing:
 
 from .ddp import GTopKState, gtopk_hook, register
 from .integrations.ddp_passes import unwrapped
-from .telemetry.trackers import scalars_of_step
+from .telemetry.sinks import scalars_of_step
 
 __all__ = ["GTopK", "compress"]
 

@@ -38,7 +38,7 @@ except ImportError as missing:
 
 from .ddp import GTopKState, gtopk_hook
 from .exchange.residual_state import norm_of
-from .telemetry.trackers import scalars_of_step
+from .telemetry.sinks import scalars_of_step
 from .torch.checkpoint import load_latest, save_checkpoint
 from .torch.functions import allgather_object, broadcast_object
 

@@ -24,7 +24,7 @@ from pathlib import Path
 # By path, Python would not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gtopk.cli.plan.quantities import bandwidth
+from gtopk.cli.arguments import bandwidth
 from gtopk.runtime.launch.mpirun import require_mpirun
 from mpi_scripts.scaling.measure import Results, read
 from mpi_scripts.scaling.models import PUBLISHED

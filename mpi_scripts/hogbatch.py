@@ -106,7 +106,6 @@ class Worker:
         return open_table(arguments.data, seed, arguments.rows, file)
 
     def new_model(self, seed: int) -> torch.nn.Module:
-        """Return a model; of one seed all are alike."""
         torch.manual_seed(seed)
         model = fully_connected(self.table.features, self.table.outputs, self.arguments.hidden)
         return model.to(self.device)

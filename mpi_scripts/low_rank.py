@@ -94,7 +94,6 @@ class LowRank:
         self.last_step = Cost(elements, everything, sent)
 
     def _averages(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the ranks' averages, by one message."""
         if not tensors:
             return []
         flat = torch.cat([each.reshape(-1) for each in tensors])

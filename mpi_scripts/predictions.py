@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
-from collectives.planning import EXACT, Format, Network
+from collectives.cost_model import EXACT, Format, Network
 from gtopk.cli.bench.collectives.cases import Record, Results
 from gtopk.cli.bench.collectives.command import read
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate

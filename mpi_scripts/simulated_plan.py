@@ -19,12 +19,11 @@ from typing import Any, Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
+from collectives.cost_model import Network, Prediction
 from collectives.errors import CollectiveError
-from collectives.planning import Network, Prediction
-from gtopk.cli.arguments import as_argument, number_in, whole_number
-from gtopk.cli.plan import command
-from gtopk.cli.plan.quantities import bandwidth, duration
-from gtopk.cli.plan.show import render as render_plan
+from gtopk.cli import plan
+from gtopk.cli.arguments import as_argument, bandwidth, duration, number_in, whole_number
+from gtopk.cli.plan import render as render_plan
 from gtopk.planning.comparison import LABELS, Comparison, exposed_seconds
 from gtopk.units import bandwidth_text, digits, seconds_text
 from mpi_scripts.replay.simulate import (
@@ -63,7 +62,7 @@ def is_dense(prediction: Prediction) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """Return the grammar of `gtopk plan` with the tree of the simulated network."""
-    described = command.parser()
+    described = plan.parser()
     add = described.add_argument_group(
         "simulation", f"by SimGrid, of up to {MOST_RANKS:,} ranks, each a thread"
     ).add_argument
@@ -205,16 +204,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison, simulated too, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
-        comparison, rates, origin = command.compared(options)
+        comparison, rates, origin = plan.compared(options)
         platform = platform_of(options, comparison.cluster.network)
         found = simulated(comparison, platform)
     except (SimulationError, ValueError) as error:
-        return command.fail(str(error))
-    content = command.as_record(comparison, rates, origin)
+        return plan.fail(str(error))
+    content = plan.as_record(comparison, rates, origin)
     content["simulated"] = as_record(found, platform, options.backward_ms)
     lines = render_plan(comparison, rates, origin)
     lines += render(found, platform, comparison, LABELS)
-    return command.deliver(content, lines, options.json)
+    return plan.deliver(content, lines, options.json)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,18 @@ from typing import Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
+from collectives.cost_model import Network
 from collectives.errors import CollectiveError
-from collectives.planning import Network
-from gtopk.cli.arguments import as_argument, number_in, output_file, whole_number
-from gtopk.cli.charts import svg
-from gtopk.cli.plan.quantities import PARAMETERS, bandwidth, duration
+from gtopk.cli import charts
+from gtopk.cli.arguments import (
+    PARAMETERS,
+    as_argument,
+    bandwidth,
+    duration,
+    number_in,
+    output_file,
+    whole_number,
+)
 from gtopk.units import count_text, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,
@@ -121,28 +128,28 @@ def picture(found: Found, ranks: Sequence[int]) -> str:
     everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
     if not everything:
         raise ValueError("--plot has nothing to draw: no method took any time")
-    x = svg.horizontal(min(ranks), max(ranks), logarithmic=True)
-    y = svg.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
+    x = charts.horizontal(min(ranks), max(ranks), logarithmic=True)
+    y = charts.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
     panels = []
     for place, (rate, methods) in enumerate(found.items()):
         x_ticks = {float(size): count_text(size) for size in ranks}
         y_ticks = {tick: seconds_text(tick) for tick in y.ticks()}
-        parts = [svg.frame(x, y, x_ticks, y_ticks, ("hosts", f"{rate}, simulated"))]
+        parts = [charts.frame(x, y, x_ticks, y_ticks, ("hosts", f"{rate}, simulated"))]
         for method, seconds in methods.items():
             points = [(x.place(size), y.place(s)) for size, s in seconds.items() if s]
-            parts.append(f'<g class="m{METHODS.index(method)}">{svg.line(points)}</g>')
+            parts.append(f'<g class="m{METHODS.index(method)}">{charts.line(points)}</g>')
         row, column = divmod(place, columns)
-        at = f"{svg.WIDTH * column} {head + svg.HEIGHT * row}"
+        at = f"{charts.WIDTH * column} {head + charts.HEIGHT * row}"
         panels.append(f'<g transform="translate({at})">{"".join(parts)}</g>')
     labels = [
-        svg.text((58 + 140 * (place % a_line), 20 + LINE * (place // a_line)), method, "label")
+        charts.text((58 + 140 * (place % a_line), 20 + LINE * (place // a_line)), method, "label")
         for place, method in enumerate(drawn)
     ]
     words = [
         f'<g class="m{METHODS.index(method)}">{label}</g>'
         for method, label in zip(drawn, labels, strict=True)
     ]
-    width, height = columns * svg.WIDTH + 12, head + svg.HEIGHT * -(-len(found) // columns)
+    width, height = columns * charts.WIDTH + 12, head + charts.HEIGHT * -(-len(found) // columns)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="Simulated seconds of each method over hosts, a panel for each bandwidth">'

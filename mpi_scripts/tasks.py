@@ -60,7 +60,6 @@ class Task:
         object.__setattr__(self, "weights", self.new_model().state_dict())
 
     def model(self) -> torch.nn.Module:
-        """Return the model as it begins."""
         model = self.new_model()
         model.load_state_dict(self.weights)
         return model

@@ -33,8 +33,7 @@ from models.data.rows import LabelledRows
 from models.data.synthetic_xml import resized, synthesise
 from models.data.xml import read_xml
 from models.xml_mlp import XmlMlp, precisions
-from mpi_scripts.arguments import Parser, at_least, on_every_rank
-from mpi_scripts.device import own_device
+from mpi_scripts.arguments import Parser, at_least, on_every_rank, own_device
 from mpi_scripts.xml_page import AT, Curve, Point, page
 
 EVALUATED_AT_ONCE: Final = 256  # rows: their logits over all labels are in memory together

@@ -48,7 +48,6 @@ class Rank:
         self.twin = self.new_model()
 
     def new_model(self) -> torch.nn.Module:
-        """Return a model; all are alike."""
         torch.manual_seed(0)
         return mlp(FEATURES, self.hidden)
 
@@ -106,7 +105,6 @@ class Training(NamedTuple):
 
 
 def open_mode(mode: str, rank: Rank, arguments: argparse.Namespace) -> Training:
-    """Return what one mode trains with."""
     model = rank.new_model()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),

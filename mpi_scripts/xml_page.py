@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, Final, NamedTuple
 
-from gtopk.cli.charts.svg import drawing, frame, horizontal, line, text, vertical
+from gtopk.cli.charts import drawing, frame, horizontal, line, text, vertical
 from gtopk.units import count_text, digits
 
 AT: Final = (1, 3, 5)
@@ -42,7 +42,6 @@ class Curve(NamedTuple):
     points: Sequence[Point]
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {"label": self.label, "points": [point._asdict() for point in self.points]}
 
 

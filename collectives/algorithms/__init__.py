@@ -27,9 +27,8 @@ from ..wire import EXACT, Format
 from ..wire.format import ON_DEVICE as FORMATS_ON_DEVICE
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
-from .by_host import Reduction, by_host
 from .hierarchical import Hierarchy
-from .nodes import find_nodes
+from .nodes import Reduction, by_host, find_nodes
 from .options import check_names
 from .regions import Regions
 

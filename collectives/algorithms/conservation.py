@@ -6,13 +6,87 @@
 "spread"   what a merge of lists dropped is divided evenly among the ranks that hold the merged
            list (a power of two: the division is exact). Only the merge with a folded rank's
            list, which one rank alone holds, goes by owners.
+
+One rank's result of a sparse reduction, before it is split into (update, returned).
+
+A rank that finds NaN or infinity says so in the messages of the reduction itself. From there on
+empty lists travel in place of entries, so that nobody waits and little is sent; the number of the
+lowest rank that refused travels in their headers, and all ranks end alike.
+
+Alive: one bit for each entry of a list, whether its pick is part of the final result.
+
+Rounding: what coded values lose is put back, each error by exactly one rank.
 """
 
 from __future__ import annotations
 
-from ..kernels import contains
-from ..vector import Array, SparseVector
-from .outcome import Outcome, among, put_together
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import NonFiniteError
+from ..kernels import all_finite, contains, merge, sum_by_index
+from ..vector import Array, SparseVector, module_of
+from ..wire import NOBODY, Format
+
+
+class Outcome(NamedTuple):
+    """The agreed update, and what this rank puts back into its residual.
+
+    dead:  this rank's picks that are no part of the update; they return whole.
+    extra: rounding errors, and shares of what merges dropped.
+    refused_by: the lowest rank that found NaN or infinity, or NOBODY; the same on every rank.
+    """
+
+    update: SparseVector
+    dead: SparseVector
+    extra: SparseVector
+    refused_by: int = NOBODY
+
+
+def lowest(*ranks: int) -> int:
+    """Return the lowest of the ranks that refused, or NOBODY."""
+    return min((rank for rank in ranks if rank != NOBODY), default=NOBODY)
+
+
+def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[SparseVector, int]:
+    """Return the vector and who refused; when anybody has, nothing in place of the vector.
+
+    rank: who refuses when the vector is not finite. refused_by: who has already.
+    """
+    if not all_finite(vector.values):
+        refused_by = lowest(rank, refused_by)
+    return (vector if refused_by == NOBODY else vector.at(slice(0)), refused_by)
+
+
+def refused(selected: SparseVector, rank: int) -> Outcome:
+    """Return the outcome of a reduction that a rank refused: nothing happened."""
+    nothing = selected.at(slice(0))
+    return Outcome(nothing, selected, nothing, rank)
+
+
+def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+    """Return (update, returned); raise NonFiniteError when a rank refused."""
+    if outcome.refused_by != NOBODY:
+        raise NonFiniteError(outcome.refused_by)
+    return outcome.update, put_together([outcome.dead, outcome.extra])
+
+
+def put_together(vectors: list[SparseVector]) -> SparseVector:
+    """Return the sum, in memory of its own; a single list that is not empty as it is."""
+    filled = [vector for vector in vectors if vector.entries]
+    if len(filled) == 2:
+        one, other = filled
+        return merge(one, other, one.entries + other.entries)[0]  # in one walk
+    return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
+
+
+def among(vector: SparseVector, others: SparseVector) -> SparseVector:
+    """Return the entries whose index the other vector has, too."""
+    if not vector.entries:
+        return vector  # on a GPU the host would wait to learn that
+    return vector.where(contains(others.indices, vector.indices))
+
 
 PUT_BACK = ("owners", "spread")
 
@@ -48,3 +122,34 @@ class Conservation:
         """Return the outcome."""
         extra = put_together([self._errors, *self._shares])
         return Outcome(update, self.picks.where(~self.alive), extra)
+
+
+def alive_bytes(count: int) -> int:
+    """Return how many bytes the bits of `count` entries take."""
+    return -(-count // 8)
+
+
+def pack_alive(alive: Array) -> Array:
+    """Return bool [m] as bits, uint8 [alive_bytes(m)]."""
+    bits: Array = module_of(alive).packbits(alive)
+    return bits
+
+
+def unpack_alive(bits: Array, count: int) -> Array:
+    """Return the first `count` bits as bool [count]."""
+    alive: Array = module_of(bits).unpackbits(bits)[:count].view(np.bool_)
+    return alive
+
+
+def rounding_error(
+    vector: SparseVector, rounded: SparseVector, format: Format, first: int = 0, step: int = 1
+) -> SparseVector:
+    """Return what the values lost: vector - rounded, at positions first, first + step, ...
+
+    A list that `step` ranks hold alike loses the same on each of them, so each takes every
+    step-th entry.
+    """
+    if format.values == "exact":
+        return vector.at(slice(0))
+    share = slice(first, None, step)
+    return vector.at(share).minus(rounded.at(share))

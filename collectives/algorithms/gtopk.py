@@ -21,13 +21,20 @@ from ..kernels import merge
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
-from .alive import alive_bytes, pack_alive, unpack_alive
-from .conservation import Conservation
-from .growth import kept_sizes
-from .gtopk_options import GtopkOptions
-from .outcome import Outcome, examine, lowest, refused, settle
+from .conservation import (
+    Conservation,
+    Outcome,
+    alive_bytes,
+    examine,
+    lowest,
+    pack_alive,
+    refused,
+    rounding_error,
+    settle,
+    unpack_alive,
+)
+from .gtopk_options import GtopkOptions, kept_sizes
 from .pacing import wait_for_go_ahead
-from .rounding import rounding_error
 
 
 def reduce(

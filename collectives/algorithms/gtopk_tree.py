@@ -20,9 +20,18 @@ from ..kernels import contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
-from .alive import alive_bytes, pack_alive, unpack_alive
-from .outcome import Outcome, among, examine, lowest, refused, settle
-from .rounding import rounding_error
+from .conservation import (
+    Outcome,
+    alive_bytes,
+    among,
+    examine,
+    lowest,
+    pack_alive,
+    refused,
+    rounding_error,
+    settle,
+    unpack_alive,
+)
 
 PUT_BACK = ("owners", "published")
 

@@ -27,11 +27,20 @@ from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from . import gtopk, oktopk
-from .alive import alive_bytes, pack_alive, unpack_alive
+from .conservation import (
+    Outcome,
+    alive_bytes,
+    examine,
+    lowest,
+    pack_alive,
+    put_together,
+    refused,
+    settle,
+    unpack_alive,
+)
 from .gtopk_options import GtopkOptions
 from .nodes import checked_nodes, find_nodes
 from .options import check_names
-from .outcome import Outcome, examine, lowest, put_together, refused, settle
 from .regions import Regions
 
 ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]

@@ -1,13 +1,21 @@
-"""Nodes: which ranks share a host, as lists of ranks in order."""
+"""Nodes: which ranks share a host, as lists of ranks in order.
+
+By host: a GPU's vector is reduced by way of the host, where every transport and format works.
+
+GPU     selected                         update, returned
+           | k entries                          ^ as many as there are
+host       +--> reduction among the hosts ------+
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from ..errors import MessageError
 from ..transports.transport import Transport
+from ..vector import SparseVector
 
 
 def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[int]]:
@@ -38,3 +46,15 @@ def checked_nodes(nodes: Iterable[Sequence[int]], size: int) -> list[list[int]]:
             f"nodes must have each of the ranks 0..{size - 1} in exactly one list, got {ordered}"
         )
     return ordered
+
+
+Reduction = Callable[[SparseVector], tuple[SparseVector, SparseVector]]
+
+
+def by_host(reduction: Reduction, selected: SparseVector) -> tuple[SparseVector, SparseVector]:
+    """Return what the reduction of the copies gives, with arrays on the current GPU.
+
+    selected: on the current GPU, whose current stream orders the copies.
+    """
+    update, returned = reduction(selected.on_host())
+    return update.beside(selected.values), returned.beside(selected.values)

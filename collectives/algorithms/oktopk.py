@@ -37,9 +37,17 @@ from ..kernels import contains, merge, sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
-from .outcome import Outcome, among, examine, lowest, put_together, refused, settle
+from .conservation import (
+    Outcome,
+    among,
+    examine,
+    lowest,
+    put_together,
+    refused,
+    rounding_error,
+    settle,
+)
 from .regions import Cut, Regions
-from .rounding import rounding_error
 from .threshold import share_out
 
 # A largest part of so many times the mean is even enough: the allgather takes that much longer,

@@ -16,6 +16,8 @@ The first step draws its boundaries from its own picks, before it sends any: it 
 that follow. Picks hardly move from step to step, so boundaries serve many steps (Li and Hoefler
 2022, section 3.1); all ranks learn how full the regions were, and draw new boundaries early when
 one got too full.
+
+Quantiles: a sorted list in equal parts; where each ends tells much of it in few numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,19 @@ import numpy as np
 from .. import wire
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
-from .quantiles import at_positions, quantile_ends
+
+
+def quantile_ends(entries: int, quantiles: int) -> list[int]:
+    """Return where the quantiles of a list end: as equal as can be, none empty."""
+    quantiles = min(quantiles, entries)
+    return [entries * (quantile + 1) // quantiles for quantile in range(quantiles)]
+
+
+def at_positions(array: Array, positions: list[int]) -> Array:
+    """Return the elements at these positions, in the host's memory."""
+    elements = array.take(positions).tolist() if positions else []
+    return np.array(elements, array.dtype)
+
 
 QUANTILES_PER_RANK: Final = 4
 _TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new

@@ -31,8 +31,8 @@ from ..kernels import all_finite
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector, index_dtype, module_of
 from ..wire import NOBODY, Encoded, Format
+from .conservation import lowest
 from .hierarchical import shard_bounds
-from .outcome import lowest
 
 BLOCK = 256  # elements that have their turn together, and share a scale
 STAMP_BYTES = 4  # behind the values: which shard they are of

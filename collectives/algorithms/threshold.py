@@ -27,8 +27,8 @@ from ..errors import MessageError
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import NOBODY
-from .outcome import lowest
-from .quantiles import at_positions, quantile_ends
+from .conservation import lowest
+from .regions import at_positions, quantile_ends
 
 _QUANTILES: Final = 64
 _NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples

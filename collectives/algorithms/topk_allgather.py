@@ -10,8 +10,7 @@ from ..kernels import sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
-from .outcome import Outcome, examine, lowest, refused, settle
-from .rounding import rounding_error
+from .conservation import Outcome, examine, lowest, refused, rounding_error, settle
 
 
 def reduce(

@@ -14,8 +14,7 @@ from .format import EXACT, Format
 from .format import check as check_format
 from .header import HEADER_BYTES
 from .indices import INDEX_CODES, WHOLE
-from .message import NOBODY, Decoded, Encoded, decode, encode
-from .meter import NOTHING_CODED, Coded, coded
+from .message import NOBODY, NOTHING_CODED, Coded, Decoded, Encoded, coded, decode, encode
 from .values import VALUE_CODES
 
 __all__ = [

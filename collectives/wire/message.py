@@ -1,7 +1,11 @@
-"""encode and decode: header, indices, values and extra put together, and taken apart."""
+"""encode and decode: header, indices, values and extra put together, and taken apart.
+
+Meter: what writing and reading messages has taken this thread, and how long they became.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Final, NamedTuple
 
@@ -11,11 +15,56 @@ from ..errors import MessageError
 from ..ranges import profiled
 from ..vector import Array, SparseVector, module_of
 from . import header as headers
-from . import meter
 from .format import EXACT, Format, numbered, numbers
 from .header import HEADER_BYTES, NUMBERS, Header
 from .indices import ALL_INDEX_CODES
 from .values import VALUE_CODES
+
+
+class Coded(NamedTuple):
+    """What encode and decode did.
+
+    seconds: of both.
+    entries, bytes: of the messages that were written, headers included.
+    """
+
+    seconds: float = 0.0
+    entries: int = 0
+    bytes: int = 0
+
+    def since(self, earlier: Coded) -> Coded:
+        """Return what has come to it."""
+        return Coded(
+            self.seconds - earlier.seconds,
+            self.entries - earlier.entries,
+            self.bytes - earlier.bytes,
+        )
+
+
+NOTHING_CODED: Final = Coded()
+
+
+class _OfThread(threading.local):
+    """A rank's messages are written and read by one thread, its engine's."""
+
+    total = NOTHING_CODED
+
+
+_here: Final = _OfThread()
+
+
+def coded() -> Coded:
+    """Return what this thread has coded since it began."""
+    return _here.total
+
+
+def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:
+    """Add a message that was written, or the time of reading one."""
+    before = _here.total
+    _here.total = Coded(
+        before.seconds + seconds, before.entries + entries, before.bytes + message_bytes
+    )
+
 
 NOBODY: Final = -1
 
@@ -60,7 +109,7 @@ def encode(
     begun = time.perf_counter()
     with profiled("encode"):
         encoded = _encode(vector, k, format, extra, refused_by, number)
-    meter.count(time.perf_counter() - begun, vector.entries, encoded.message.size)
+    count(time.perf_counter() - begun, vector.entries, encoded.message.size)
     return encoded
 
 
@@ -134,7 +183,7 @@ def decode(
             decoded = _decode(message, like, k, format, extra_bytes, number)
     except ValueError as error:
         raise MessageError(f"the message from rank {sender} is malformed: {error}") from error
-    meter.count(time.perf_counter() - begun)
+    count(time.perf_counter() - begun)
     return decoded
 
 

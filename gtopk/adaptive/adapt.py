@@ -20,7 +20,6 @@ from ..reduce_ops import Average
 from ..runtime.world import world
 from ..runtime.world.process_sets import global_process_set
 from .balanced import BalancedLoader
-from .batches.sources import Order, is_indexed
 from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
@@ -28,7 +27,8 @@ from .local_training.own_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
-from .throughput.speed import Timer
+from .sources import Order, is_indexed
+from .throughput.policies import Timer
 
 
 class Adapted(Protocol):

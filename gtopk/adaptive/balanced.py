@@ -22,18 +22,23 @@ from ..exchange.buckets.parameters import trained_by
 from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
 from ..runtime.object_codec import decode, encode
-from .batches.current_batch import CurrentBatch
-from .batches.sources import open_source, require_the_same
-from .learning_rate import LearningRate
+from .current_batch import CurrentBatch, LearningRate
 from .loader_base import LoaderBase, is_over
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
-from .partitioning.cuts import Cut, Plan
-from .partitioning.shares import Limits, whole
+from .partitioning.cuts import Cut, Limits, Plan, whole
+from .sources import open_source, require_the_same
 from .throughput.controller import Controller, Window
-from .throughput.policies import POLICIES, Measured, Seen, equal_finish, next_total
-from .throughput.speed import GradientTimer, summarise
+from .throughput.policies import (
+    POLICIES,
+    GradientTimer,
+    Measured,
+    Seen,
+    equal_finish,
+    next_total,
+    summarise,
+)
 
 _log = logging.getLogger("gtopk")
 _NO_BOUND: Final = 1 << 40  # samples

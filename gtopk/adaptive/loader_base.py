@@ -20,8 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..runtime.world import world
 from ..runtime.world.state import World
-from .batches.sources import order_of
 from .options import Job
+from .sources import order_of
 
 
 class LoaderBase(ABC):

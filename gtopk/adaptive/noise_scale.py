@@ -73,7 +73,6 @@ class NoiseAverage:
         return self._weight >= SURE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
         return {"variance": self._variance, "square": self._square, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from ..optim.samples import whole_number
 from ..runtime.world.state import World
-from .batches.sources import Order
-from .learning_rate import FACTORS
-from .throughput.policies import POLICIES
-from .throughput.speed import Timer
+from .current_batch import FACTORS
+from .sources import Order
+from .throughput.policies import POLICIES, Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 

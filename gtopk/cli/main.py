@@ -6,24 +6,21 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from .. import __version__
 from ..runtime.standard_streams import spell_in_any_encoding
 
-if TYPE_CHECKING:
-    from .completion import Grammar
-
 # The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
 # called: `gtopk doctor` works where torch is broken.
-_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (
         ".demo.command",
         "train on local ranks with dense, top-k and gTop-k, and compare them",
     ),
     "plan": (
-        ".plan.command",
+        ".plan",
         "estimate step time on a cluster, and whether compression pays",
     ),
     "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),
@@ -35,19 +32,17 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": (".report.command", "draw a recorded run as one HTML page"),
     "top": (".top", "show what each rank of a run is doing"),
     "timeline": (".timeline", "merge the traces of all ranks"),
+    "completion": (".completion", "shell completion for bash, zsh and fish"),
 }
-_COMPLETION: Final = "completion"
 _INTERRUPTED: Final = 130
 _UNREAD: Final = 141
-_COMPLETES: Final = "shell completion for bash, zsh and fish"
 
 
 def usage() -> str:
     """Return the help text."""
-    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())
+    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
     return (
-        f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n"
-        f"  {_COMPLETION:10} {_COMPLETES}\n\n"
+        f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n\n"
         "`gtopk COMMAND --help` has details and an example; `gtopk --version` prints the version.\n"
         "Exit codes: 0 success, 1 failure, 2 wrong usage."
     )
@@ -105,13 +100,10 @@ def _lacks_stdout() -> bool:
 
 
 def _run(words: list[str]) -> int:
-    if words and words[0] in _COMMANDS:
-        command: Callable[[Sequence[str]], int] = _module(_COMMANDS[words[0]][0]).main
+    if words and words[0] in COMMANDS:
+        module = importlib.import_module(COMMANDS[words[0]][0], __package__)
+        command: Callable[[Sequence[str]], int] = module.main
         return command(words[1:])
-    if words and words[0] == _COMPLETION:
-        from . import completion
-
-        return completion.main(completable(), words[1:])
     if words and words[0] == "--version":
         print(f"gtopk {__version__}")
         return 0
@@ -121,28 +113,6 @@ def _run(words: list[str]) -> int:
     wrong = f"gtopk: no command {words[0]!r}\n\n" if words else ""
     print(wrong + usage(), file=sys.stderr)
     return 2
-
-
-def completable() -> Grammar:
-    """Return what may follow each command, as far as it can be imported here."""
-    from .bench import BENCHMARKS, place
-    from .completion import HELP, Command, Option, command_of, parser
-
-    meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
-    words = meanings | {_COMPLETION: _COMPLETES}
-    found = {"": Command((HELP, Option(("--version",), "print the version")), words)}
-    places = {name: module for name, (module, _) in _COMMANDS.items() if name != "bench"}
-    places |= {f"bench {what}": f".bench{place(what)}" for what in BENCHMARKS}
-    for name, module in places.items():
-        try:
-            found[name] = command_of(_module(module).parser())
-        except ImportError:
-            found[name] = Command((HELP,), takes_file=True)
-    return found | {"bench": Command((HELP,), BENCHMARKS), _COMPLETION: command_of(parser())}
-
-
-def _module(place: str) -> Any:
-    return importlib.import_module(place, __package__)
 
 
 if __name__ == "__main__":

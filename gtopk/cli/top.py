@@ -62,7 +62,6 @@ class Status:
 
 
 def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
-    """Return the status of each rank."""
     return [_status(rank, _silent_seconds(folder, rank.rank, now())) for rank in run.ranks]
 
 
@@ -191,7 +190,6 @@ def _number(value: float | None) -> str:
 
 
 def as_lines(statuses: Sequence[Status]) -> list[str]:
-    """Return the table as lines."""
     headings, cells = rows(statuses)
     table = [headings, *cells]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -13,7 +13,7 @@
                 Only what takes over CLEARLY times as long as another is left at once
 
 A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
-updates make a training of so many steps take (`planning.convergence_delay`): what counts is when
+updates make a training of so many steps take (`cost_model.prediction`): what counts is when
 the training is done. Seconds that fit the room behind the backward pass lengthen nothing: where
 dense fits it is the best there is. Nothing is known of that room until a window has been measured.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from collectives.planning import (
+from collectives.cost_model import (
     Budget,
     Calibration,
     Candidate,
@@ -35,10 +35,10 @@ from collectives.planning import (
     choose,
     predict,
 )
-from collectives.planning.choice import SPARSE, TooFewBytesError
+from collectives.cost_model.choice import SPARSE, TooFewBytesError
 
 from ..compression import Automatic
-from ..runtime.coordinator.announcement import cycle_bytes
+from ..runtime.coordinator.operation import cycle_bytes
 
 CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5

@@ -29,9 +29,9 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from collectives.planning import Candidate, Format
-from collectives.planning.calibration import assumed
-from collectives.planning.probes import agree_on_slowest
+from collectives.cost_model import Candidate, Format
+from collectives.cost_model.calibration import assumed
+from collectives.cost_model.probes import agree_on_slowest
 from collectives.transports import Transport
 
 from ..compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK

@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from collectives.cost_model import Calibration, calibrate
+from collectives.cost_model.network import Rates
+from collectives.cost_model.per_call_overhead import DENSITY
+from collectives.cost_model.probes import agree_on_slowest
+from collectives.cost_model.schedules import FORMATS
 from collectives.kernels import clear_at
-from collectives.planning import Calibration, calibrate
-from collectives.planning.formats import FORMATS
-from collectives.planning.per_call_overhead import DENSITY
-from collectives.planning.probes import agree_on_slowest
-from collectives.planning.rates import Rates
 from collectives.transports import Transport
 
 from .. import __version__

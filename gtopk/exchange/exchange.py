@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
+from collectives.cost_model import predict
 from collectives.errors import NonFiniteError
-from collectives.planning import predict
 from collectives.ranges import profiled
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from ..errors import check_count
-from ..optim.skipped_steps import SkippedSteps
+from ..optim.skip_counter import SkippedSteps
 
 _everyones: Final[WeakSet[HookSkips]] = WeakSet()
 

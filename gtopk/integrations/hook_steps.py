@@ -16,7 +16,7 @@ from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
 from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import Seen, StepReport, report
 from ..telemetry.stragglers import Stragglers
 

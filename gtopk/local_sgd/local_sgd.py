@@ -34,7 +34,7 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
-from ..optim.replicas.replicas import BUFFERS_STAY, checksums
+from ..optim.replica_check import BUFFERS_STAY, checksums
 from ..optim.skip_counter import SkipCounter
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
@@ -43,7 +43,7 @@ from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .outer_exchange import Outcome, OuterExchange
 

@@ -27,7 +27,7 @@ from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
-from ..optim.replicas.replicas import checksums, require_the_same
+from ..optim.replica_check import checksums, require_the_same
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.coordinator import Operation
 from ..runtime.world.process_sets import ProcessSet
@@ -251,7 +251,6 @@ class OuterExchange:
         return self._progress.steps
 
     def known_names(self) -> Collection[str]:
-        """Return the names of all parameters."""
         return set(self._bucket_exchange.names)
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:

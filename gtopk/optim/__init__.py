@@ -6,15 +6,15 @@ reduced_twice.py    refuses gradients that DDP, or another optimizer, has alread
 wrapped/            the optimizer that a script made, its Adam moments, and its state
 hooks.py            backward hooks: which gradients are complete
 bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py
-overlap.py          exchanges complete buckets while backward goes on
+overlap.py          exchanges complete buckets while backward goes on; refuses those of DDP
 reducer.py          runs a whole step over all buckets
 step_transaction.py all buckets of a step count, or none does
 peers.py            the ranks of a step; join_shadow.py: takes the place of one that has joined
-samples.py          how many samples a rank's gradient stands for; weights.py: its weight
+samples.py          how many samples a rank's gradient stands for, and its weight
 grad_scaler.py      GradScaler's scale
-skipped_steps.py    steps that no rank applied; skip_counter.py: the limit in a row
+skip_counter.py     steps that no rank applied, and the limit in a row
 expected_step.py    the predicted time of a step, once the links are measured
 listener.py         StepListener: how the adaptive modes follow a step
-replicas/           checks that parameters are bit-identical on all ranks
+replica_check.py    checks that parameters are bit-identical on all ranks
 learning_rates.py   `gtopk.ramp`
 """

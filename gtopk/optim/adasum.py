@@ -40,12 +40,12 @@ from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
 from ..runtime.world.state import World
-from ..telemetry.start import recorder_of
+from ..telemetry.run_record import recorder_of
 from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep
 from .hooks import BackwardHooks
 from .peers import Peers
-from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
+from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 

@@ -20,7 +20,7 @@ from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.start import balance_of, recorder_of
+from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum
@@ -36,10 +36,9 @@ from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
 from .reducer import Reducer
-from .replicas.check import ReplicaCheck
-from .samples import Samples
-from .skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
-from .weights import agreed_norm
+from .replica_check import ReplicaCheck
+from .samples import Samples, agreed_norm
+from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
 from .wrapped.adam_step import step as step_with_adam

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from collectives.planning import Calibration
+from collectives.cost_model import Calibration
 from collectives.transports import Transport
 
 from .. import settings
@@ -16,8 +16,8 @@ from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..planning import advice
+from ..planning.advice import Exchanging, expected, expected_seconds, in_question
 from ..planning.bucket_plan import buckets_by
-from ..planning.expectation import Exchanging, expected, expected_seconds, in_question
 from ..runtime.world.state import World
 from ..telemetry.step_report import Sized
 from .peers import Peers

@@ -16,7 +16,7 @@ import torch
 from ..compression import ErrorFeedback, SparseCompression
 from ..runtime.logs import EVERYWHERE
 from .grad_scaler import is_unscaled, loss_scale
-from .weights import norm_of
+from .samples import norm_of
 from .wrapped.adam_step import AgreedSteps
 
 _log = logging.getLogger("gtopk")

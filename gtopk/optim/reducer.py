@@ -36,9 +36,8 @@ from .overlap import Overlap
 from .peers import peers_in
 from .planned_buckets import PlannedBuckets
 from .reduced_twice import refuse_ddp
-from .samples import Samples, note_stepper
+from .samples import LocalClip, Samples, note_stepper
 from .step_transaction import StepTransaction
-from .weights import LocalClip
 
 _log = logging.getLogger("gtopk")
 

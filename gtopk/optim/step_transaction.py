@@ -37,8 +37,7 @@ from ..exchange.exchange import Exchanged
 from ..exchange.residual import ResidualSize
 from ..runtime.coordinator import Engine, Operation
 from ..runtime.coordinator.agreement import describe_missing
-from .samples import VOTE_BITS, Samples, weighs
-from .weights import LocalClip
+from .samples import VOTE_BITS, LocalClip, Samples, weighs
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2

@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from collectives.planning import Candidate, predict
-from collectives.planning.calibration import assumed
+from collectives.cost_model import Candidate, predict
+from collectives.cost_model.calibration import assumed
 
 from ..compression import Automatic, GTopK, SparseCompression
 

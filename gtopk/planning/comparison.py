@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from collectives.cost import ERROR, BreakEven, Link, break_even
-from collectives.planning import (
+from collectives.cost_model import (
     Budget,
     Calibration,
     Candidate,
@@ -19,8 +19,8 @@ from collectives.planning import (
     choose,
     predict,
 )
-from collectives.planning.choice import SPARSE, offered
-from collectives.planning.prediction import USUAL_WIDENINGS
+from collectives.cost_model.choice import SPARSE, offered
+from collectives.cost_model.prediction import USUAL_WIDENINGS
 from collectives.wire import WHOLE
 
 from ..units import SPACE, about_bandwidth_text, rough_bandwidth_text

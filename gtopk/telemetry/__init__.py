@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from .lines import Line
 from .recorder import Sink
-from .trackers import scalars_of
+from .sinks import scalars_of
 
 __all__ = ["Line", "Sink", "scalars_of"]
 

@@ -1,6 +1,8 @@
 """What a script may say of its run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`.
 
 The loss that it logs is watched, too: where that of a compressed run rises, rank 0 warns, once.
+
+Start and end the recording of a world: what is recorded, and where to.
 """
 
 from __future__ import annotations
@@ -8,21 +10,311 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import os
+import platform
+import socket
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from collectives.cores import usable_cores
+
+from .. import __version__, settings
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
+from ..runtime.machine import processor
 from ..runtime.world import world
-from ..runtime.world.state import World
-from .endpoint import parse_address
-from .recorder import Sink
-from .start import Settings, balance_of, recorder_of, start
+from ..runtime.world.state import World, register
+from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
+from . import timeline
+from .lines import FORMAT, Line, as_text, path_of
+from .reading import has_ended
+from .recorder import Recorder, Sink
+from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
+from .step_report import Balance
 
 _log = logging.getLogger("gtopk")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sinks that a rank records to; empty: nothing is recorded.
+
+    run:         the folder of the run's record.
+    every:       steps, of which one is written.
+    tensorboard: the folder for its scalars.
+    wandb:       the project for them; mlflow: the experiment.
+    prometheus:  where its endpoint is, for local rank 0; the others' ports follow.
+    """
+
+    run: str = ""
+    every: int = 1
+    tensorboard: str = ""
+    prometheus: Address | None = None
+    wandb: str = ""
+    mlflow: str = ""
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether anything is to be recorded."""
+        return any((self.run, self.tensorboard, self.prometheus, self.wandb, self.mlflow))
+
+
+def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return what the environment asks for; raise ValueError for what makes no sense."""
+    address = settings.PROMETHEUS.read(environ)
+    return Settings(
+        settings.RUN.read(environ),
+        settings.RUN_EVERY.read(environ),
+        settings.TENSORBOARD.read(environ),
+        parse_address(address, settings.PROMETHEUS.name) if address else None,
+        settings.WANDB.read(environ),
+        settings.MLFLOW.read(environ),
+    )
+
+
+class LineFile:
+    """Appends lines to a file; each call is one write, so that readers see whole lines."""
+
+    name = "the record"
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        length = os.fstat(self._file).st_size
+        if length and os.pread(self._file, 1, length - 1) != b"\n":
+            os.write(self._file, b"\n")  # whoever wrote here before was killed in a line
+
+    def take(self, lines: Sequence[Line]) -> None:
+        content = memoryview("".join(map(as_text, lines)).encode())
+        while content:
+            content = content[os.write(self._file, content) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+_written: Final[set[Path]] = set()
+
+
+@dataclass
+class _Records:
+    """The recording of a world.
+
+    settings:    what was asked to be recorded, by the environment or the script.
+    recorder:    what records its steps, while something does.
+    recorded_to: the folders that it was recorded to so far.
+    balance:     what compression has cost so far beside dense gradients.
+    open_still:  sinks of the world before, whose runs go on in this one.
+    """
+
+    settings: Settings
+    recorder: Recorder | None = None
+    recorded_to: set[str] = field(default_factory=set)
+    balance: Balance = field(default_factory=Balance)
+    open_still: list[Sink] = field(default_factory=list)
+
+
+_records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
+
+
+def _records_of(world: World) -> _Records:
+    found = _records.get(world)
+    if found is None:  # it was made before this was imported
+        found = _records[world] = _Records(settings_from())
+    return found
+
+
+def recorder_of(world: World) -> Recorder | None:
+    """Return what records the steps of a world; None where nothing does."""
+    return _records_of(world).recorder
+
+
+def balance_of(world: World) -> Balance:
+    """Return what compression has cost a world so far beside dense gradients."""
+    return _records_of(world).balance
+
+
+def settings_of(world: World) -> Settings:
+    """Return what was asked to be recorded of a world."""
+    return _records_of(world).settings
+
+
+def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
+    """Record what this rank does from now on; a recording that goes on ends.
+
+    own: the script's sinks.
+    Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
+    asked for is not installed.
+    """
+    _end(world, "it is recorded elsewhere from now on")
+    _tell_of_earlier_run(world, settings)
+    with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
+        sinks = []
+        for opening in _openings(world, settings).values():
+            sinks.append(opening())
+            opened.callback(sinks[-1].close)
+        opened.pop_all()
+    _records_of(world).settings = settings
+    _record(world, [*sinks, *own])
+
+
+class _WorldRecords:
+    """Records what the environment or the world before asks for; a WorldObserver."""
+
+    def join(self, world: World, before: World | None) -> bool:
+        settings = settings_from() if before is None else settings_of(before)
+        open_still = [] if before is None else _records_of(before).open_still
+        _records[world] = _Records(settings, open_still=open_still)
+        return settings.asked
+
+    def start(self, world: World) -> None:
+        """Record what was asked for; where that cannot be, say so and train."""
+        settings = settings_of(world)
+        _tell_of_earlier_run(world, settings)
+        records = _records_of(world)
+        open_still, records.open_still = records.open_still, []
+        if world.rank:  # another rank is the first by now, and has a run of its own
+            for sink in open_still:
+                sink.close()
+            open_still = []
+        sinks: list[Sink] = []
+        for variable, opening in _openings(world, settings).items():
+            kind = {WANDB.name: Wandb, MLFLOW.name: MLflow}.get(variable)
+            goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
+            if goes_on:
+                sinks += goes_on
+                continue
+            try:
+                sinks.append(opening())
+            except Exception as error:  # of whatever kind theirs raise
+                _log.warning(
+                    "rank %d trains without what %s asks for: %s", world.rank, variable, error
+                )
+        _record(world, sinks)
+
+    def open_set(self, world: World, number: int) -> None:
+        pass
+
+    def resume(self, world: World) -> None:
+        if (recorder := recorder_of(world)) is not None:
+            recorder.note_resumed()
+
+    def leave(self, world: World) -> None:
+        pass
+
+    def pause(self, world: World) -> None:
+        _pause(world)
+
+    def end(self, world: World, how: str, in_order: bool) -> None:
+        records = _records_of(world)
+        if in_order and world.rank == 0 and (verdict := records.balance.verdict()):
+            _log.info("%s", verdict)
+            records.balance = Balance()  # it is said once
+        if (recorder := recorder_of(world)) is not None:
+            recorder.end(how, in_order)
+
+
+def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]:
+    """Return how to open what is asked for, by the variable that does."""
+    found: dict[str, Callable[[], Sink]] = {}
+    if settings.run:
+        found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
+    if settings.prometheus is not None:
+        host, port = settings.prometheus
+        address = Address(host, port + world.local_rank if port else 0)
+        found[PROMETHEUS.name] = partial(Endpoint, address, world.rank)
+    of_rank_0: dict[str, tuple[str, Callable[[str], Sink]]] = {
+        TENSORBOARD.name: (settings.tensorboard, Scalars),
+        WANDB.name: (settings.wandb, Wandb),
+        MLFLOW.name: (settings.mlflow, MLflow),
+    }
+    for variable, (where, opening) in of_rank_0.items():
+        if where and world.rank == 0:
+            found[variable] = partial(opening, where)
+    return found
+
+
+def _tell_of_earlier_run(world: World, settings: Settings) -> None:
+    """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
+    path = path_of(settings.run, world.rank) if settings.run else None
+    if world.rank or world.resumed or path is None or path in _written:
+        return
+    _written.add(path)
+    if has_ended(path):
+        _log.info(
+            "'%s' holds the record of an earlier run; this one is added, and `gtopk report` shows "
+            "the last: give each run a folder of its own to see both",
+            settings.run,
+        )
+
+
+def _record(world: World, sinks: list[Sink]) -> None:
+    if sinks:
+        records, began = _records_of(world), time.perf_counter()
+        every = records.settings.every
+        records.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
+        records.recorded_to.add(records.settings.run)
+        if world.resumed:
+            records.recorder.note_resumed()
+
+
+def _end(world: World, how: str) -> None:
+    """Write how this recording ends, and nothing more."""
+    if (recorder := recorder_of(world)) is not None:
+        recorder.end(how, True)
+    _pause(world)
+
+
+def _pause(world: World) -> None:
+    """Write what was noted: the run is not over, it goes on in another world."""
+    records = _records_of(world)
+    if records.recorder is not None:
+        records.open_still = records.recorder.close()
+        records.recorder = None
+
+
+def _begin(world: World, began: float) -> Line:
+    import torch
+
+    records = _records_of(world)
+    return {
+        "what": "begin",
+        "format": FORMAT,
+        "rank": world.rank,
+        "ranks": world.size,
+        "local_rank": world.local_rank,
+        "step": world.step,
+        "every": records.settings.every,
+        "again": records.settings.run in records.recorded_to,
+        "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
+        "clock_uncertain_seconds": world.clock.uncertain_seconds,
+        "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed
+        "unix_seconds": time.time(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "processor": processor(),
+        "cores": usable_cores(),
+        "transport": world.transport.name,
+        "library": world.transport.library(),
+        "link": world.transport.link_text,
+        "gtopk": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+# Both, whoever imports what records: every world is observed.
+register(timeline.WorldTimelines())
+register(_WorldRecords())
+
 
 WINDOW: Final = 20  # values of the loss that are taken together
 _WINDOWS: Final = 100  # that are looked at: a run is fragile in its beginning

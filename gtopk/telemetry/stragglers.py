@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
-from .start import recorder_of
+from .run_record import recorder_of
 
 if TYPE_CHECKING:
     from ..runtime.coordinator import Engine, Operation
@@ -55,7 +55,6 @@ class Told(NamedTuple):
     crowded: set[str]
 
     def scores(self) -> list[float | None]:
-        """Return every rank's score; None where it had no seconds."""
         fastest = min((each for each in self.seconds if each), default=0.0)
         return [fastest / each if each else None for each in self.seconds]
 

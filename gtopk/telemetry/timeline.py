@@ -322,5 +322,4 @@ class WorldTimelines:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Return where a rank's trace is in the folder of all."""
     return folder / f"timeline-{rank:05d}.json"

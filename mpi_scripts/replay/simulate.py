@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from collectives.cost import Link
-from collectives.planning import Network
+from collectives.cost_model import Network
 from gtopk import settings
 
 from .traces import Profile, Trace
@@ -59,7 +59,6 @@ class Platform(NamedTuple):
             raise ValueError("several sites need a link between them: --site-bandwidth")
 
     def switches(self) -> list[list[list[int]]]:
-        """Return ranks by node, by switch."""
         ranks, per_node = range(self.network.ranks), self.network.ranks_per_node
         nodes = [list(ranks[first : first + per_node]) for first in ranks[::per_node]]
         step = self.nodes_per_switch

@@ -23,7 +23,7 @@ import numpy as np
 from collectives import run_ranks
 from collectives.algorithms import ALGORITHMS, Regions
 from collectives.algorithms.regions import QUANTILES_PER_RANK
-from collectives.planning.schedules import SCHEDULES, Order
+from collectives.cost_model.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED, Event, Recorder

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from collectives.cores import usable_cores
-from collectives.planning.calibration import measure_network
+from collectives.cost_model.calibration import measure_network
 from collectives.transports import Transport
 from gtopk.cli.arguments import above_zero, as_argument, number_in, output_file, share
 from gtopk.cli.bench.collectives.library import open_library
 from gtopk.cli.bench.collectives.run import count_hosts
-from gtopk.cli.bench.harness import add_words, one_of, silent, tell
+from gtopk.cli.bench.harness import NETWORKS, add_words, one_of, real, silent, tell
 from gtopk.cli.bench.optimizer import open_gloo, own_host
-from gtopk.cli.bench.workloads import NETWORKS, real
 from gtopk.runtime.machine import load, this_machine
 from gtopk.runtime.world import world
 

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gtopk.cli.bench.collectives.library import Reckoning
+from gtopk.cli.bench.harness import Compute
 from gtopk.cli.bench.optimizer import WHOLE_MODEL_MB, register_power
-from gtopk.cli.bench.workloads import Compute
 from gtopk.compression import Compression, SparseCompression
 from gtopk.optim.distributed import DistributedOptimizer
 
@@ -66,7 +66,6 @@ def _plain(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def alone(setting: Setting) -> Step:
-    """Return the step of one worker."""
     model = setting.compute.make()
     return _stepping(setting, model, _plain(model))
 

@@ -13,15 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from gtopk.cli.bench.workloads import (
-    Compute,
-    Layer,
-    asleep,
-    convolution,
-    linear,
-    lstm_ptb,
-    resnet50,
-)
+from gtopk.cli.bench.harness import Compute, Layer, asleep, convolution, linear, lstm_ptb, resnet50
 
 WORKERS: Final = (4, 8, 16, 32)
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from gtopk.cli.bench.collectives.report import STYLE
-from gtopk.cli.charts.svg import Axis, text
+from gtopk.cli.bench.collectives.command import STYLE
+from gtopk.cli.charts import Axis, text
 from gtopk.units import bandwidth_text, bytes_text, count_text, digits, percent_text, seconds_text
 
 from .measure import Record, Results

@@ -79,7 +79,6 @@ class Tally:
         self.steps_per_epoch = steps_per_epoch
 
     def next_epoch(self) -> Tally:
-        """Return the begin of the next epoch."""
         return replace(self, epoch=self.epoch + 1, step=0, made=0, loss_sum=0.0, seconds=0.0)
 
 

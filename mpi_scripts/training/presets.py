@@ -39,8 +39,7 @@ from models.resnet_imagenet import resnet50
 from models.vgg_cifar import vgg16
 
 from .classify import open_cifar10, open_digits, open_imagenet, open_table
-from .continue_text import CONTEXT, open_docstrings
-from .read_on import open_ptb
+from .read_on import CONTEXT, open_docstrings, open_ptb
 from .schedules import Schedule, constant, cosine, decaying, stepwise
 from .task import Feed, Sizes, Source, Task
 from .transcribe import open_an4

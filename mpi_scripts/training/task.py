@@ -107,7 +107,6 @@ class Loading(Generic[B]):
         return len(self.visits)
 
     def batches(self, epoch: int, first: int) -> Iterator[B]:
-        """Yield the batches of an epoch, from the first-th on."""
         self.visits.begin(epoch, first)
         loader: DataLoader[B] = DataLoader(
             self.data,

@@ -1,8 +1,11 @@
-"""Speech to letters by connectionist temporal classification; measured by words and letters."""
+"""Speech to letters by connectionist temporal classification; measured by words and letters.
+
+How far two texts are apart: insertions, deletions and replacements from one to the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +23,18 @@ from models.data.speech import (
 )
 from models.data.synthetic_speech import synthesise_speech
 
-from .edit_distance import edit_distance
 from .task import Feed, Loading, Sizes, Source, Task, moved, share
+
+
+def edit_distance(said: Sequence[object], meant: Sequence[object]) -> int:
+    """Return the fewest that turn one into the other (Levenshtein 1966)."""
+    distances = list(range(len(meant) + 1))
+    for row, one in enumerate(said, start=1):
+        before, distances[0] = distances[0], row
+        for column, other in enumerate(meant, start=1):
+            cheapest = min(distances[column], distances[column - 1], before - (one == other))
+            before, distances[column] = distances[column], cheapest + 1
+    return distances[-1]
 
 
 class Transcribe(Task[SpeechBatch]):

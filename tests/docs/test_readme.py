@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.make.blocks import blocks
-from gtopk.cli.plan.command import main as plan
+from gtopk.cli.plan import main as plan
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = list(blocks(README))

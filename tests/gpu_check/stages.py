@@ -16,7 +16,7 @@ POOL = f"{KERNELS}/test_cuda.py::test_the_pool_gets_what_torch_has_cached"
 LIBRARY = (
     "tests/collectives/algorithms/test_by_host.py",
     "tests/collectives/algorithms/test_on_device.py",
-    "tests/gtopk/adaptive/batches/test_sources.py",
+    "tests/gtopk/adaptive/test_sources.py",
     "tests/gtopk/adaptive/hogbatch/test_on_gpu.py",
     "tests/gtopk/cli/bench/test_selection.py",
     "tests/gtopk/exchange/buckets/test_arrays.py",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.runtime.launch.meeting import Address
+from gtopk.runtime.world.joining import Address
 from tests.gtopk import posing
 
 

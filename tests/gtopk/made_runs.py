@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gtopk.telemetry.lines import FORMAT, Line, as_text, path_of, step_line
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from gtopk.telemetry.step_report import StepReport
 
 

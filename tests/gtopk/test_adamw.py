@@ -21,7 +21,7 @@ from gtopk.compression import Compression
 from gtopk.exchange.residual_state import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.weights import LocalClip
+from gtopk.optim.samples import LocalClip
 from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
 from gtopk.torch import add_process_set, broadcast_optimizer_state, join

@@ -40,7 +40,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.runtime.coordinator.observer import Event
+from gtopk.runtime.coordinator.operation import Event
 from gtopk.runtime.launch import launched_by
 from gtopk.runtime.world import world
 

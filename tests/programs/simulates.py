@@ -16,8 +16,7 @@ from gtopk.adaptive.hogbatch.sizes import Thresholds
 from gtopk.cli.simulate.command import main
 from gtopk.cli.simulate.modes import SIMULATED
 from gtopk.cli.simulate.ranks import processes_launched
-from gtopk.cli.simulate.setting import Classes, Cluster, Death, Record, Setting
-from gtopk.cli.simulate.tasks import open_task
+from gtopk.cli.simulate.setting import Classes, Cluster, Death, Record, Setting, open_task
 
 PROCESSES = processes_launched()
 assert PROCESSES is not None

@@ -26,13 +26,13 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
-from ..batches.sources import Numbers, order_in_words, rebuilt
-from ..learning_rate import LearningRate
+from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
 from ..local_training.own_steps import OwnSteps, take_over
-from ..local_training.round_exchange import RoundExchange
+from ..local_training.replica import RoundExchange
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
+from ..sources import Numbers, order_in_words, rebuilt
 from .rounds import AgreedSettings, Rounds, RoundWire
 
 _HUNG: Final = ("grad_scale", "found_inf")

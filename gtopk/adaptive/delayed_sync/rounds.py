@@ -42,12 +42,11 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...optim.replicas.check import ReplicaCheck
-from ...optim.replicas.replicas import Parted
+from ...optim.replica_check import Parted, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
 from ..local_training.own_steps import OwnSteps, Waited
-from ..local_training.round_exchange import RoundExchange
+from ..local_training.replica import RoundExchange
 
 
 class AgreedSettings:

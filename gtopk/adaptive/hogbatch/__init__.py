@@ -5,7 +5,7 @@ Ma and Rusu 2020 (arXiv 2004.08771). Their coordinator's messages are words in s
     theirs                          here
     a worker asks for a batch       claims the next samples of its own size     ledger.py
     the coordinator sizes it        the worker does, from everybody's counts    sizes.py
-    CPU: update the shared model    in place                                    writer.py
-    GPU: copy, step, copy back      copy, gradient, update in place with it     writer.py
-    the updates each has made       a row of the board                          board.py
+    CPU: update the shared model    in place                                    shared_model.py
+    GPU: copy, step, copy back      copy, gradient, update in place with it     shared_model.py
+    the updates each has made       a row of the board                          ledger.py
 """

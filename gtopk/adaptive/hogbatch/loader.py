@@ -19,18 +19,17 @@ import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.state import World
-from ..batches.sources import order_in_words, rebuilt
 from ..loader_base import LoaderBase, is_over
 from ..local_training.own_steps import OwnSteps
 from ..options import Job
-from .board import NAMES, Board, class_of, now_nanoseconds
+from ..sources import order_in_words, rebuilt
+from .ledger import NAMES, Board, class_of, now_nanoseconds
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, before, mean_loss, report_of
-from .shared_model import SharedModel, layout_of, require_shareable, states_of
+from .shared_model import SharedModel, Writer, layout_of, require_shareable, states_of
 from .sizes import ClassSizes, Sizer, default_thresholds
 from .workers_batch import BatchInHand, ClaimedBatches
-from .writer import Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 

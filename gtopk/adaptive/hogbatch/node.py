@@ -1,33 +1,256 @@
 """Node: the workers of one host, and the memory they meet in.
 
 | board: head, a row for each worker | ledger: notes of two rounds | the model |
+
+Merging: the models of several nodes, merged at intervals while their workers go on.
+
+    node 0   ...updates...| snapshot o_0 = x_0 - z |...updates... | + (z' + o_0' - snapshot) |...
+                            \\                                      /
+    wire                     |== S = reduce of T(w_i o_i) ========|
+                            /                                      \
+    node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
+
+The first worker of each node does it, in the offset form of `local_training.replica`: what top-k
+does not send stays in the node's model. All weigh the same, w_i = 1 / nodes: a node that has
+computed more has moved further already. What a merge changed is added to what the model is by then;
+so no update is lost, and none waits.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from collectives.algorithms.nodes import checked_nodes, find_nodes
 from collectives.cores import allowed_cores, core_quota
+from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
 from ... import settings
+from ...optim.expected_step import ExpectedStep
+from ...optim.peers import Peers
 from ...planning import advice
+from ...runtime.coordinator import Engine, Operation
+from ...runtime.world.state import World
 from ...units import count_text
 from ..local_training.own_steps import OwnSteps
+from ..local_training.replica import Replica
 from ..options import Job
-from .board import CLASSES, NAMES, Board, DeviceClass
-from .ledger import Ledger
-from .merging import Merging
+from .ledger import CLASSES, NAMES, Board, DeviceClass, Ledger
 from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel
+
+MERGES: Final = 10  # of an epoch, by default
+_PAUSE_SECONDS: Final = 1e-3
+_WORD_SECONDS: Final = 2.0  # who fails leaves, and says why right after that
+
+
+class Workers(Protocol):
+    """The workers of a node, as far as its merges need them."""
+
+    @property
+    def memory(self) -> NodeMemory: ...
+    @property
+    def board(self) -> Board: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+
+class Merging:
+    """One worker's part in the merges; only the first of each node has one to play.
+
+    merges: so far, on the first worker of a node.
+    """
+
+    def __init__(
+        self,
+        node: Workers,
+        nodes: Sequence[Sequence[int]],
+        shared: SharedModel,
+        length: int,
+        merge_every: int | None,
+        counter: Counter | None,
+    ) -> None:
+        self._node, self._shared, self._counter = node, shared, counter
+        self._leaders = [ranks[0] for ranks in nodes]
+        self._leads = node.memory.place == 0
+        self._every = merge_every or -(-length // MERGES)
+        self._length = length
+        self._due = self._begun = 0  # merges of this epoch
+        self._pending: Operation | None = None
+        self._engine: Engine | None = None
+        self.merges = 0
+
+    def open(self, world: World, compression: Any, steps: OwnSteps, advises: bool) -> None:
+        """Begin, with all nodes' models alike; all ranks call it together.
+
+        steps: where the merges of this worker are counted, when they are through.
+        advises: have rank 0 say what compression saves of a merge.
+        """
+        self._world, self._steps = world, steps
+        if len(self._leaders) == 1:
+            return
+        world.sets_made += 1
+        world.open_set(world.sets_made, self._leaders)
+        if not self._leads:
+            return
+        self._name = f"hogbatch.{world.sets_made}"
+        engine = self._engine = world.sets[world.sets_made].engine
+        assert engine is not None
+        self._tensors = self._shared.parameters
+        self._snapshot = [torch.nn.Parameter(tensor.clone()) for tensor in self._tensors]
+        self._replica = Replica(self._snapshot, compression)
+        if advises:
+            reduction = self._replica.reduction
+            peers = Peers(world, engine, self._name, self._leaders, takes_part=True)
+            expected = ExpectedStep(compression, reduction.progress, "merge of all nodes")
+            expected.measure([reduction], peers)
+
+    def begin(self, what: str) -> None:
+        """Begin an epoch, which is the same on all nodes; the first workers of all meet for that.
+
+        Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
+        """
+        if self._engine is not None:
+            met = self._engine.submit(
+                f"{self._name}.epoch", [what], lambda transport, all_flags: None
+            )
+            self._wait(met)
+            self._steps.submitted(met)
+        self._due, self._begun = -(-self._length // self._every), 0
+
+    def poll(self) -> None:
+        """Take in a merge that is through, and begin one that is due."""
+        if self._engine is None:
+            return
+        if self._pending is not None and self._pending.done:
+            self._take()
+        if self._pending is None and self._begun + 1 < self._due:
+            place = int(self._node.board.head["next"][0])
+            if place >= (self._begun + 1) * self._every:
+                self._merge(is_last=False)
+
+    def end(self, broken_off: Ledger | None = None) -> None:
+        """End an epoch: all its merges, the last of them of all that its workers have done.
+
+        broken_off: by this worker's script, while others may still compute.
+        """
+        if broken_off is not None and not broken_off.is_sound:
+            return  # nobody goes on, and this iteration ends where no error is heard
+        if broken_off is not None and len(self._leaders) > 1:
+            broken_off.await_others()
+        if self._engine is not None:
+            while self._begun < self._due:
+                if self._pending is not None:
+                    self._take()
+                self._merge(is_last=self._begun + 1 == self._due)
+            self._take()
+            self._node.board.head["merged"][0] = self._node.ledger.round
+        elif len(self._leaders) > 1:
+            self._await_the_first()
+
+    def _wait(self, operation: Operation) -> Any:
+        """Wait for an operation of the first workers; where it fails, none of the node goes on."""
+        try:
+            return operation.wait()
+        except BaseException as error:
+            first = self._world.rank
+            self._node.ledger.fail(f"rank {first}, which merges models between nodes, got {error}")
+            raise
+
+    def _merge(self, is_last: bool) -> None:
+        """Begin a merge of what the node's model is now."""
+        assert self._engine is not None
+        self._begun += 1
+        with torch.no_grad():
+            for own, tensor in zip(self._snapshot, self._tensors, strict=True):
+                own.copy_(tensor)
+        self._before = [own.detach().clone() for own in self._snapshot]
+        self._replica.prepare()
+        count = self._counter.add(0) if is_last and self._counter is not None else 0
+
+        def work(transport: Transport, all_flags: list[int]) -> tuple[float, Any, int]:
+            counts = transport.gather_object(count)
+            weight = 1.0 / transport.size
+            return weight, self._replica.exchange(transport, weight), max(counts)
+
+        signature = [self._replica.signature, f"the last one of an epoch: {is_last}"]
+        self._is_last = is_last
+        self._pending = self._engine.submit(f"{self._name}.merge", signature, work)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Add what a merge has changed to the node's model."""
+        assert self._pending is not None
+        weight, update, count = self._wait(self._pending)
+        self._steps.submitted(self._pending)
+        self._steps.arrived(self._replica.reduction)
+        self._pending = None
+        self._replica.merge(update, weight)
+        self._add_changes()
+        self.merges += 1
+        if self._is_last:
+            # Nobody claims: all nodes' counts are the same, and the next epoch begins there.
+            self._node.board.head["base"][0] = count
+
+    def _add_changes(self) -> None:
+        with self._node.board.writing():
+            for own, before, tensor in zip(
+                self._snapshot, self._before, self._tensors, strict=True
+            ):
+                tensor.add_(own.detach() - before)
+
+    def _await_the_first(self) -> None:
+        """Wait until the first worker of this node has merged the epoch."""
+        node, begun = self._node, time.monotonic()
+        first, seconds = node.ranks[0], self._world.transport.timeout_seconds
+        while node.board.head["merged"][0] < node.ledger.round:
+            node.ledger.require_sound()
+            if not node.memory.is_present(0):
+                until = time.monotonic() + _WORD_SECONDS
+                while node.ledger.is_sound and time.monotonic() < until:
+                    time.sleep(_PAUSE_SECONDS)
+                node.ledger.require_sound()
+                raise PeerError(f"rank {first}, which merges its node's model with others, is gone")
+            if time.monotonic() > begun + seconds:
+                raise PeerTimeoutError(
+                    f"rank {self._world.rank} has waited {seconds:g} s for rank {first} to merge "
+                    "its node's model with others"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def drain(self) -> None:
+        """Merge densely: all nodes' models become one; all ranks call it, between epochs."""
+        if len(self._leaders) == 1:
+            return
+
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            if self._leads:
+                self._merge_all(transport.subset(self._leaders))
+            transport.barrier()
+
+        name = f"adapt.drain.{next(self._world.sets[0].unnamed)}"
+        self._world.engine.submit(name, [], work).wait()
+
+    @torch.no_grad()
+    def _merge_all(self, leaders: Transport) -> None:
+        for own, tensor in zip(self._snapshot, self._tensors, strict=True):
+            own.copy_(tensor)
+        self._before = [own.detach().clone() for own in self._snapshot]
+        offset = self._replica.weighted_offset(1.0 / leaders.size)
+        leaders.allreduce(offset)
+        self._replica.collapse(offset)
+        self._add_changes()
+
 
 _ALIGNMENT: Final = 4096
 _NOTE: Final = np.dtype(np.int16)

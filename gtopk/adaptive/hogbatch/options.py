@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..batches.sources import require_in_order
 from ..local_training.own_steps import require_no_common_step
 from ..options import Job, Options
-from .board import class_named
+from ..sources import require_in_order
+from .ledger import class_named
 from .sizes import Thresholds, thresholds_of
 
 _log = logging.getLogger("gtopk")

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .board import CLASSES, NAMES, Board
+from .ledger import CLASSES, NAMES, Board
 from .node import Node
 
 BATCH: Final = 4096  # samples

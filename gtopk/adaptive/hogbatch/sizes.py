@@ -37,7 +37,7 @@ import torch
 
 from collectives.transports.node_memory import NodeMemory
 
-from .board import CLASSES, Board, DeviceClass, class_named
+from .ledger import CLASSES, Board, DeviceClass, class_named
 
 
 class ClassSizes:

@@ -27,15 +27,15 @@ from torch.utils.data import Sampler
 
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
-from ..learning_rate import LearningRate
+from ..current_batch import LearningRate
 from ..local_training.own_steps import Spent, take_over
 from ..memory import Memory
 from ..options import Job
-from .board import now_nanoseconds
+from .ledger import now_nanoseconds
 from .node import Node
 from .options import HogbatchOptions
+from .shared_model import Writer
 from .sizes import Sizer, memory_of
-from .writer import Writer
 
 
 class ClaimedBatches(Sampler[list[int]]):
@@ -200,7 +200,6 @@ class BatchInHand:
             self._let_go()
 
     def give_back(self) -> None:
-        """Let others have the batch, if there is one in hand."""
         self._ledger.give_back(self.places)
         self.places = ()
 

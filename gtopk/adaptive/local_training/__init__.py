@@ -1,6 +1,5 @@
 """For modes whose ranks step by themselves between exchanges.
 
 own_steps.py        a mode's own step in place of the distributed optimizer's, and its step reports
-round_exchange.py   a round's sums of gradients, with a residual
-replica.py          a rank's own model, the center of all, and the merge of both
+replica.py          a rank's own model, the center of all, and the merge of both; gradients' sums
 """

@@ -25,10 +25,10 @@ from ...optim.peers import Peers
 from ...runtime.coordinator import Operation
 from ...runtime.world.state import World
 from ...telemetry.recorder import is_sampling_due, sample_residual
-from ...telemetry.start import balance_of, recorder_of
+from ...telemetry.run_record import balance_of, recorder_of
 from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
-from .round_exchange import RoundExchange
+from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # from, to; by time.perf_counter
 

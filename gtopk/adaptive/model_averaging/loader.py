@@ -21,16 +21,16 @@ from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...optim.replicas.replicas import BUFFERS_STAY, checksums, require_the_same
+from ...optim.replica_check import BUFFERS_STAY, checksums, require_the_same
 from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
-from ..batches.sources import order_in_words, rebuilt
-from ..learning_rate import LearningRate
+from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
 from ..local_training.own_steps import OwnSteps, Waited, require_no_common_step, take_over
 from ..local_training.replica import Replica
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
+from ..sources import order_in_words, rebuilt
 from .mega_batches import MegaBatches, TakenBatches
 from .options import STRATEGIES, MergingOptions
 from .weights import Report, decode, encode
@@ -170,7 +170,6 @@ class MergingLoader(LoaderBase):
         return self._replica
 
     def _open_replica(self) -> Replica:
-        """Return a replica for this rank, which is the model as it is."""
         trained = [p for p in self._optimizer._parameter_names if p.requires_grad]
         compression = self._optimizer._compression
         self._replica = Replica(trained, compression, self._options.merge_momentum)

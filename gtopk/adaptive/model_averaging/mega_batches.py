@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from ..local_training.own_steps import Spent
 from ..partitioning.cursor import Cursor, Stretch
-from ..partitioning.shares import Limits
+from ..partitioning.cuts import Limits
 from .options import BATCHES, RULES, STRATEGIES, MergingOptions, within
 from .weights import WEIGHTS, Report, equally, perturbed
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from ..options import Options
-from ..partitioning.shares import Limits
+from ..partitioning.cuts import Limits
 from .weights import WEIGHTS
 
 

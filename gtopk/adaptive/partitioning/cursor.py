@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from collectives.transports import Counter
 
-from .shares import divide
+from .cuts import divide
 
 # From a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
 Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
@@ -87,7 +87,6 @@ class SharedCursor:
         self._begin, self._total = count, total
 
     def take(self, samples: int) -> range:
-        """Take the next samples."""
         before = self._counter.add(samples)
         self.count = before + samples
         first = before - self._begin

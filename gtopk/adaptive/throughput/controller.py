@@ -25,9 +25,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..partitioning.shares import Limits, whole
-from .policies import Measured, Policy, equal_finish, spread_of
-from .speed import Cost, SpeedModel
+from ..partitioning.cuts import Limits, whole
+from .policies import Cost, Measured, Policy, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
 SETTLING_STEPS: Final = 2  # beside those that were prefetched

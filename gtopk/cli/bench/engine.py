@@ -23,8 +23,8 @@ import numpy as np
 from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
-from ...runtime.coordinator.announcement import Announcement, Intention, ReadyName, exchange
 from ...runtime.coordinator.fusion import Dense, layout_of
+from ...runtime.coordinator.operation import Announcement, Intention, ReadyName, exchange
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import Machine, load, this_machine
@@ -160,7 +160,6 @@ def _record(case: str, names: int, size_bytes: int, ours: list[float], bare: lis
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return the records as lines."""
     lines = [
         f"{'':24}{'bytes':>12}{'engine':>12}{'bare':>12}{'ratio':>8}  quartiles     cycles a step"
     ]

@@ -2,6 +2,16 @@
 
 Words of an option have spaces between them, not commas, as a word may hold some itself:
 gtopk:growth=2.0,put_back=spread.
+
+Workloads: the networks that benchmarks take steps of.
+
+A network computes (two residual networks, He et al. 2016), or has only the shapes of one and takes
+its time asleep. A layer's shapes come weight first, then its biases and its batch norm's: their
+gradients are there together, when backward has passed the layer.
+
+forward    |====|                      a third of the step, asleep: a GPU computes, the CPU waits
+backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose gradients are there
+                   g6 g5 g4 g3 g2 g1   when its share is over, as hooks and overlap need it
 """
 
 from __future__ import annotations
@@ -10,10 +20,14 @@ import argparse
 import json
 import statistics
 import sys
+import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict, TypeVar
+from typing import Any, Final, NamedTuple, TypedDict, TypeVar
+
+import torch
+from torch import nn
 
 from collectives.errors import PeerError
 from collectives.transports import Transport
@@ -162,3 +176,203 @@ def on_launched_rank(work: Callable[[Transport], object], over: str | None = Non
         transport.abort(1)
         raise
     return 0
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first_norm(self.first(x)))
+        return torch.relu(self.second_norm(self.second(y)) + self.shortcut(x))
+
+
+def _residual(widths: list[int], blocks: int) -> nn.Module:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, widths[0], 3, 1, 1, bias=False),
+        nn.BatchNorm2d(widths[0]),
+        nn.ReLU(),
+    ]
+    inputs = widths[0]
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
+            layers.append(_Block(inputs, width, 2 if stage and not block else 1))
+            inputs = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)]
+    return nn.Sequential(*layers)
+
+
+def resnet20() -> nn.Module:
+    """Return a network of 0.27 million parameters."""
+    return _residual([16, 32, 64], 3)
+
+
+def resnet18() -> nn.Module:
+    """Return a network of 11.2 million parameters."""
+    return _residual([64, 128, 256, 512], 2)
+
+
+NETWORKS: Final = {"resnet20": resnet20, "resnet18": resnet18}
+
+
+Shape = tuple[int, ...]
+Layer = tuple[Shape, ...]
+
+
+def convolution(inputs: int, outputs: int, kernel: int, *, biased: bool, normed: bool) -> Layer:
+    vectors = biased + 2 * normed
+    return ((outputs, inputs, kernel, kernel), *[(outputs,)] * vectors)
+
+
+def linear(inputs: int, outputs: int) -> Layer:
+    return ((outputs, inputs), (outputs,))
+
+
+def resnet50() -> Iterator[Layer]:
+    def normed(inputs: int, outputs: int, kernel: int) -> Layer:
+        return convolution(inputs, outputs, kernel, biased=False, normed=True)
+
+    yield normed(3, 64, 7)
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            yield from (normed(inputs, width, 1), normed(width, width, 3))
+            yield normed(width, 4 * width, 1)
+            if block == 0:
+                yield normed(inputs, 4 * width, 1)
+            inputs = 4 * width
+    yield linear(inputs, 1000)
+
+
+def lstm_ptb() -> Iterator[Layer]:
+    vocabulary, width = 10_000, 1500
+    yield ((vocabulary, width),)
+    for _ in range(2):
+        yield ((4 * width, width), (4 * width, width), (4 * width,), (4 * width,))
+    yield linear(width, vocabulary)
+
+
+def _gpt2() -> Iterator[Layer]:
+    width = 768
+    yield ((50_257, width),)
+    yield ((1024, width),)
+    norm = ((width,), (width,))
+    for _ in range(12):
+        yield (*norm, (width, 3 * width), (3 * width,), (width, width), (width,))
+        yield (*norm, (width, 4 * width), (4 * width,), (4 * width, width), (width,))
+    yield norm
+
+
+# What a step costs whatever it computes depends on how many parameters there are, and how long.
+SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
+    "one-50m": lambda: iter([((50_000_000,),)]),
+    "160x1000": lambda: iter([((1000,),)] * 160),
+    "1000x10": lambda: iter([((10,),)] * 1000),
+    "resnet50-shapes": resnet50,
+    "gpt2-shapes": _gpt2,
+    "lstm-ptb-shapes": lstm_ptb,
+}
+
+
+FORWARD_SHARE: Final = 1 / 3
+
+
+class Compute(NamedTuple):
+    """The computation of a step. emulated: it sleeps for its time, and its gradients are random.
+
+    scale: how many times smaller the model is than the one it stands for.
+    make: the model; backward: the forward and backward pass of a batch of it.
+    """
+
+    name: str
+    emulated: bool
+    scale: float
+    batch: int
+    make: Callable[[], nn.Module]
+    backward: Callable[[nn.Module], None]
+
+
+class _Pass(torch.autograd.Function):
+    """Return x as it is; the gradients of a layer's parameters are fixed ones, seconds later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        gradients: list[torch.Tensor],
+        seconds: float,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.seconds = gradients, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
+
+
+class Emulated(nn.Module):
+    """Layers of these shapes; nothing is computed."""
+
+    def __init__(self, layers: list[Layer], step_seconds: float, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleList(
+            nn.ParameterList(torch.zeros(shape) for shape in layer) for layer in layers
+        )
+        self._gradients = [
+            [torch.randn(shape, generator=generator) for shape in layer] for layer in layers
+        ]
+        self._forward_seconds = FORWARD_SHARE * step_seconds
+        self._layer_seconds = (1 - FORWARD_SHARE) * step_seconds / len(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._forward_seconds)
+        for layer, gradients in zip(self.layers, self._gradients, strict=True):
+            x = _Pass.apply(x, gradients, self._layer_seconds, *layer.parameters())  # type: ignore[no-untyped-call]
+        return x
+
+
+def asleep(
+    model: str, layers: list[Layer], step_seconds: float, rank: int, scale: float, batch: int
+) -> Compute:
+    """Return a network of these layers that takes its time asleep."""
+
+    def backward(network: nn.Module) -> None:
+        network(torch.ones(1, requires_grad=True)).sum().backward()
+
+    return Compute(
+        model, True, scale, batch, lambda: Emulated(layers, step_seconds, rank), backward
+    )
+
+
+def shapes(model: str, rank: int) -> Compute:
+    """Return parameters of these shapes whose gradients cost a copy: all else is the step's own."""
+    return asleep(model, list(SHAPES[model]()), 0.0, rank, 1.0, 1)
+
+
+def real(model: str, batch: int, rank: int) -> Compute:
+    """Return a network for images of 32 x 32, that are random."""
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(batch, 3, 32, 32, generator=generator)
+    labels = torch.randint(0, 10, (batch,), generator=generator)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return NETWORKS[model]()
+
+    def backward(network: nn.Module) -> None:
+        nn.functional.cross_entropy(network(images), labels).backward()
+
+    return Compute(model, False, 1.0, batch, make, backward)

@@ -38,8 +38,20 @@ from ...runtime.world import world
 from ...torch.functions import allgather_object
 from ..arguments import as_argument, share
 from .collectives.run import count_hosts
-from .harness import add_words, bench_parser, one_of, refuse, silent, tell, write_json
-from .workloads import NETWORKS, SHAPES, Compute, real, shapes
+from .harness import (
+    NETWORKS,
+    SHAPES,
+    Compute,
+    add_words,
+    bench_parser,
+    one_of,
+    real,
+    refuse,
+    shapes,
+    silent,
+    tell,
+    write_json,
+)
 
 POWER_RANK: Final = 2
 WHOLE_MODEL_MB: Final = 1 << 16

@@ -23,7 +23,7 @@ from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, en
 from ..arguments import share
 from .harness import add_words, bench_parser, refuse, write_json
 from .selection.command import describe
-from .selection.gradients import open_source
+from .selection.methods import open_source
 
 _STEPS = 12  # until a residual is what error feedback leaves
 
@@ -100,7 +100,6 @@ class Record(NamedTuple):
 
 
 def measure(entries: Entries, rounds: int) -> list[Record]:
-    """Return a record of each format."""
     vector, k = entries.vector, max(1, entries.vector.entries)
     messages = {format: encode(vector, k, format).message for format in FORMATS}
     encoded: dict[Format, list[float]] = {format: [] for format in FORMATS}

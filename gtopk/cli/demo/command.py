@@ -19,8 +19,17 @@ from ...runtime.launch import LaunchError, explain, rank_environment, run
 from ...units import about_bandwidth_text, bytes_text, count_text
 from ..run import parse_link
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
-from .record import LATENCY_SECONDS, METHODS, PARTS, Record, over_link, pays_below
-from .verdicts import epochs_text, level, link_verdict
+from .verdicts import (
+    LATENCY_SECONDS,
+    METHODS,
+    PARTS,
+    Record,
+    epochs_text,
+    level,
+    link_verdict,
+    over_link,
+    pays_below,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...units import bytes_text, count_text, digits, points_text, seconds_text
-from ..charts.page import facts as list_of_facts
-from ..charts.page import legend, prose
-from ..charts.page import page as shared_page
+from ..charts import facts as list_of_facts
+from ..charts import legend, prose
+from ..charts import page as shared_page
 from .plots import (
     accuracy_floor,
     accuracy_over_bytes,
@@ -22,10 +22,15 @@ from .plots import (
     part_key,
     step_time_by_part,
 )
-from .record import LATENCY_SECONDS, METHODS, PART_NAMES, PARTS, Record, checked, over_link
 from .verdicts import (
+    LATENCY_SECONDS,
+    METHODS,
+    PART_NAMES,
+    PARTS,
+    Record,
     accuracy_verdict,
     bytes_verdict,
+    checked,
     epochs_text,
     fraction,
     heading,
@@ -33,6 +38,7 @@ from .verdicts import (
     link_verdict,
     method_verdict,
     model_verdict,
+    over_link,
     replicas_verdict,
     spread,
     time_outcome,
@@ -173,7 +179,6 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return the whole page."""
     race, linked = race_figure(records), over_link(records)
     records = records[: len(METHODS)]
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")

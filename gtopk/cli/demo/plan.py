@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.algorithms.growth import USUAL_GROWTH
+from collectives.algorithms.gtopk_options import USUAL_GROWTH
 
 from ...compression import Compression, SparseCompression
 
@@ -79,7 +79,6 @@ class Method:
 
     @property
     def sparse(self) -> bool:
-        """Tell whether it selects."""
         return isinstance(self.compression, SparseCompression)
 
     @property

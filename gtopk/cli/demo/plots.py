@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from collectives.cost import Link
 
 from ...units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
-from ..charts.svg import (
+from ..charts import (
     BOTTOM,
     LEFT,
     RIGHT,
@@ -29,17 +29,17 @@ from ..charts.svg import (
     text,
     vertical,
 )
-from .record import (
+from .verdicts import (
     LATENCY_SECONDS,
     PART_NAMES,
     PARTS,
     Part,
     Record,
+    mean_curve,
     modelled_step_seconds,
     pays_below,
     shared_compute_seconds,
 )
-from .verdicts import mean_curve
 
 MARKS = {  # 10 units wide around 0,0
     "dense": "M-4-4H4V4H-4Z",
@@ -154,7 +154,6 @@ def accuracy_floor(records: Sequence[Record]) -> float:
 
 
 def percent_ticks(axis: Axis) -> dict[float, str]:
-    """Return an accuracy axis' ticks."""
     return {value: f"{100 * value:.0f} %" for value in axis.ticks()}
 
 

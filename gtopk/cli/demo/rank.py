@@ -31,7 +31,7 @@ from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
 from .plan import PROGRESS, TEST_IMAGES, Method, Plan
-from .record import Machine, Record
+from .verdicts import Machine, Record
 
 
 class Digits(NamedTuple):
@@ -206,7 +206,6 @@ def link_in_words() -> str:
 
 
 def this_machine() -> Machine:
-    """Return where this runs."""
     return {
         "cores": usable_cores(),
         "processor": processor(),

@@ -23,9 +23,8 @@ from ...runtime.launch import (
 from ...runtime.runner.ranks import launcher_at_hand
 from ...runtime.standard_streams import wants_colour
 from . import ranks
-from .basics import Finding, State
+from .basics import Finding, State, look_at_launcher
 from .isolation import PROBES, look
-from .mpi import look_at_launcher
 
 __all__ = ["Finding", "State", "main"]
 

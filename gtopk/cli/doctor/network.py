@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from collectives.cost import Link
-from collectives.planning import Budget, Calibration, Prediction, calibrate, choose
-from collectives.planning.formats import FORMATS
+from collectives.cost_model import Budget, Calibration, Prediction, calibrate, choose
+from collectives.cost_model.schedules import FORMATS
 from collectives.transports import Transport
 
 from ... import __version__

@@ -26,9 +26,8 @@ from ...runtime.launch import (
     run,
 )
 from ...runtime.runner.ranks import launcher_at_hand
-from .basics import Finding, State, gist, installed
+from .basics import INSTALL_MPI, Finding, State, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process
-from .mpi import INSTALL_MPI
 
 NAME: Final = "ranks"
 NETWORK: Final = "network"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...telemetry.reading import RankRecord, Run, read_run
 from . import series
-from .words import happenings, tiles, verdict, what_was_run
+from .series import happenings, tiles, verdict, what_was_run
 
 
 def parser() -> argparse.ArgumentParser:

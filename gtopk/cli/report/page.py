@@ -10,11 +10,22 @@ from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
 from ...units import digits, percent_text, seconds_text
-from ..charts.page import facts, legend, prose
-from ..charts.page import page as shared_page
+from ..charts import facts, legend, prose
+from ..charts import page as shared_page
 from . import plots, series
-from .series import MEANINGS, WAITS, Point, a, several
-from .words import Tile, happenings, steps_taken, tiles, verdict, what_was_run
+from .series import (
+    MEANINGS,
+    WAITS,
+    Point,
+    Tile,
+    a,
+    happenings,
+    several,
+    steps_taken,
+    tiles,
+    verdict,
+    what_was_run,
+)
 
 _MANY_RANKS = 64  # bars beyond are left out
 _EXPLAINED = {

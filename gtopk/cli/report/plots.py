@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from ...telemetry.step_report import PARTS
 from ...units import SPACE, bytes_text, percent_text, seconds_text
-from ..charts.svg import WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical
+from ..charts import WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical
 from .series import Point, a
 
 ROW, BAR = 54, 16  # units of the drawing

@@ -18,13 +18,30 @@ import torch
 from collectives.cost import Link
 
 from ...adaptive.hogbatch.sizes import Thresholds, checked
-from ..arguments import above_zero, as_argument, number_in, share
-from ..plan.quantities import PARAMETERS, bandwidth, count, duration
+from ..arguments import (
+    PARAMETERS,
+    above_zero,
+    as_argument,
+    bandwidth,
+    count,
+    duration,
+    number_in,
+    share,
+)
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .ranks import Processes, filtered_logs, processes_launched
-from .setting import GIGABIT, Classes, Cluster, Death, Record, Setting, Slowdown
+from .setting import (
+    GIGABIT,
+    NETWORKS,
+    Classes,
+    Cluster,
+    Death,
+    Record,
+    Setting,
+    Slowdown,
+    open_task,
+)
 from .show import page, render
-from .tasks import NETWORKS, open_task
 
 _SLOWEST, _FASTEST = 1e-6, 1e9  # beyond, a batch's seconds are lost beside others, or others in it
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")

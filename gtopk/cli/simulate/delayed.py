@@ -17,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
-from ...adaptive.local_training.round_exchange import RoundExchange
+from ...adaptive.local_training.replica import RoundExchange
 from ...adaptive.partitioning.cuts import Passes, shuffled
 from .setting import Record, Setting
 
@@ -120,7 +120,6 @@ class Ends:
         self._reduce_seconds = setting.reduce_seconds
 
     def meeting(self, kind: str, number: int) -> Meeting:
-        """Return a meeting, the same one for every rank."""
         self._meetings.pop((kind, number - 2), None)
         return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
 

@@ -14,8 +14,7 @@ import torch
 
 from ...adaptive.hogbatch.sizes import Sizer
 from ...adaptive.partitioning.cuts import shuffled
-from .setting import Record, Setting
-from .tasks import mean_loss
+from .setting import Record, Setting, mean_loss
 
 
 class Worker:

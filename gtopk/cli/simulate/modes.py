@@ -1,4 +1,4 @@
-"""The modes that a comparison may hold, by name.
+"""The modes that a comparison may hold, by name; those of common steps are here.
 
 Join: shards as long as ranks are fast, equal batches; who has done its shard computes no more.
 
@@ -7,6 +7,8 @@ losses weighted by samples and a dense allreduce:
 
     rank 0, fast   [b][b][b][b][b][b]      a step takes as long as the slowest rank that is in it
     rank 1         [b   ][b   ] .  .       . takes part with nothing
+
+Synchronous modes: the library as it is, on real ranks, with a modelled timer.
 """
 
 from __future__ import annotations
@@ -16,17 +18,143 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
-from collectives.planning import Candidate
+from collectives.cost_model import Candidate
 from collectives.transports import Transport
 
-from ...adaptive.local_training.round_exchange import RoundExchange
-from ...adaptive.partitioning.cuts import shuffled
-from ...adaptive.partitioning.shares import Limits, whole
+from ...adaptive.adapt import adapt
+from ...adaptive.local_training.replica import RoundExchange
+from ...adaptive.partitioning.cuts import Limits, shuffled, whole
 from ...compression import Compression
-from . import delayed, hogbatch, replicas, synchronous
-from .setting import Record, Setting
+from ...optim.distributed import DistributedOptimizer
+from ...runtime.world import world
+from ...telemetry.step_report import StepReport
+from . import delayed, hogbatch, replicas
+from .setting import Record, Setting, mean_loss
+
+NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
+
+
+class Clock:
+    """One rank's view of the simulated seconds: ranks wait for each other after every batch.
+
+    probes: every so many steps a dense allreduce measures the noise.
+    """
+
+    def __init__(self, setting: Setting, record: Record, probes: int) -> None:
+        self.cluster = setting.cluster
+        self.record = record
+        self._setting = setting
+        self._reduce_seconds = setting.reduce_seconds
+        self._probes, self._probe_seconds = probes, setting.dense_seconds
+        record.busy = [0.0] * self.cluster.ranks
+
+    def end_step(self, samples: int, seconds: float) -> None:
+        """Note what every rank has computed; returns when all are at the end of their step."""
+        batches = gathered("simulated.step", samples, seconds)
+        record, longest = self.record, max(taken for _, taken in batches)
+        waited = self._setting.wait_seconds(longest, self._reduce_seconds)
+        if self._probes != NEVER and record.steps % self._probes == 0:
+            waited += self._probe_seconds
+        record.seconds += longest + waited
+        record.exchange += waited
+        record.steps += 1
+        sizes = [int(size) for size, _ in batches]
+        record.busy = [a + b for a, (_, b) in zip(record.busy, batches, strict=True)]
+        record.samples += sum(sizes)
+        record.sizes.append((record.seconds, sizes))
+
+
+def gathered(name: str, *numbers: float) -> list[list[float]]:
+    def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
+        return transport.gather_object(numbers)
+
+    result: list[list[float]] = world.current().engine.submit(name, [], work).wait()
+    return result
+
+
+class ModelledTimer:
+    """Tells the loader what the cluster's model says of a batch."""
+
+    def __init__(self, clock: Clock, rank: int, random: np.random.Generator) -> None:
+        self._clock, self._rank, self._random = clock, rank, random
+        self.seconds = 0.0
+
+    def hand_over(self, samples: int) -> None:
+        """Model the batch that begins now."""
+        self.seconds = self._clock.cluster.compute_seconds(
+            self._rank, samples, self._clock.record.seconds, self._random
+        )
+
+    def take(self) -> float | None:
+        return self.seconds
+
+    def exchanged(self, step: StepReport) -> float:
+        """Return what a step has waited for the wire so far, on average."""
+        return self._clock.record.exchange / self._clock.record.steps
+
+
+def adapting(setting: Setting, mode: str) -> dict[str, Any]:
+    """Return how the sizes of a mode's batches change."""
+    if mode == "equal":
+        return {"interval": NEVER}
+    if mode == "balanced":
+        return {"interval": setting.interval}
+    return {
+        "interval": setting.interval,
+        "policy": "goodput",
+        "lr_scaling": "adascale",
+        "max_global_batch": setting.max_batch or 8 * setting.global_batch,
+        "noise_every": 2 * setting.interval,
+    }
+
+
+def in_steps(setting: Setting, mode: str) -> Record:
+    """Train with equal or balanced batches, and return what happened."""
+    return setting.ranks.train(partial(train, setting, mode))
+
+
+def train(setting: Setting, mode: str) -> Record:
+    """Train as the rank that this is, and return what happened on all of them.
+
+    Rank 0 alone evaluates its model, and knows how good it is.
+    """
+    cluster, task = setting.cluster, setting.task
+    record = Record(mode, setting.seed)
+    options = adapting(setting, mode)
+    clock = Clock(setting, record, options.get("noise_every", NEVER))
+    rank = world.current().rank
+    timer = ModelledTimer(clock, rank, cluster.noises(setting.seed)[rank])
+    model = task.model()
+    optimizer = DistributedOptimizer(
+        setting.optimizer(model.parameters()),
+        model.named_parameters(),
+        setting.compression,
+        max_skipped_steps=NEVER,  # the record counts them
+    )
+    loader = adapt(
+        DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
+        optimizer,
+        global_batch=setting.global_batch,
+        **options,
+        seed=1000 * setting.seed,
+        timer=timer,
+    )
+    for _ in range(setting.epochs):
+        for indices in loader:
+            optimizer.zero_grad()
+            task.loss(model, indices).backward()
+            optimizer.step()
+            clock.end_step(loader.num_samples, timer.seconds)
+            if rank == 0 and setting.is_due(record.samples, len(record.accuracy)):
+                record.accuracy.append((record.seconds, task.accuracy(model)))
+                if setting.losses:
+                    record.loss.append((record.seconds, mean_loss(task, model)))
+    record.skipped = optimizer.skipped_steps
+    return record
 
 
 class Rank:
@@ -65,7 +193,7 @@ def take_step(
     here[transport.rank].step(batches[transport.rank], sum(map(len, batches)), transport)
 
 
-def simulate(setting: Setting) -> Record:
+def join(setting: Setting) -> Record:
     """Train with shards by the ranks' speeds, which are known beforehand."""
     cluster, task = setting.cluster, setting.task
     ranks = range(cluster.ranks)
@@ -103,7 +231,7 @@ def simulate(setting: Setting) -> Record:
 
 def equal_dense(setting: Setting) -> Record:
     """Train with equal batches and a dense allreduce: data parallelism as it usually is."""
-    record = synchronous.simulate(replace(setting, density=None), "equal")
+    record = in_steps(replace(setting, density=None), "equal")
     return replace(record, mode="equal-dense")
 
 
@@ -119,11 +247,11 @@ def adaptive(setting: Setting, mode: str, run: Callable[..., Record]) -> Record:
 
 SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "equal-dense": equal_dense,
-    "equal": partial(synchronous.simulate, mode="equal"),
-    "balanced": partial(synchronous.simulate, mode="balanced"),
-    "goodput": partial(synchronous.simulate, mode="goodput"),
+    "equal": partial(in_steps, mode="equal"),
+    "balanced": partial(in_steps, mode="balanced"),
+    "goodput": partial(in_steps, mode="goodput"),
     "abs": delayed.simulate,
-    "join": simulate,
+    "join": join,
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
     "elastic": partial(merged, mode="elastic", algorithm="elastic"),
     "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),

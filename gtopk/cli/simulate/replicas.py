@@ -14,7 +14,7 @@ import torch
 from collectives.transports import Transport
 from collectives.transports.counter import LocalCounter
 
-from ...adaptive.learning_rate import FACTORS
+from ...adaptive.current_batch import FACTORS
 from ...adaptive.local_training.replica import Replica
 from ...adaptive.model_averaging.mega_batches import MegaBatches
 from ...adaptive.model_averaging.options import MergingOptions

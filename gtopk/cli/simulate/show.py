@@ -11,8 +11,8 @@ from importlib.resources import files
 from typing import Final
 
 from ...units import count_text, digits, seconds_text
-from ..charts.page import page as shared_page
-from ..charts.svg import Axis, drawing, frame, horizontal, line, text, vertical
+from ..charts import Axis, drawing, frame, horizontal, line, text, vertical
+from ..charts import page as shared_page
 from .modes import DENSE
 from .setting import Record, Setting
 
@@ -100,7 +100,6 @@ def series(place: int, name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def seconds_ticks(axis: Axis) -> dict[float, str]:
-    """Return the ticks of an axis of seconds."""
     return {value: f"{value:g}" for value in axis.ticks()}
 
 

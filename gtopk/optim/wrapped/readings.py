@@ -9,8 +9,8 @@ import torch
 from ...runtime.world.process_sets import ProcessSet
 from ..options import Options
 from ..reducer import Reducer
-from ..replicas.check import ReplicaCheck
-from ..skipped_steps import SkippedSteps
+from ..replica_check import ReplicaCheck
+from ..skip_counter import SkippedSteps
 from .wrapping import Wrapping
 
 

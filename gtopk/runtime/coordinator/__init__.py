@@ -1,18 +1,13 @@
 """The engine: operations of all ranks, matched by name, run by one thread that owns the transport.
 
-operation.py         something all ranks do together, and its outcome
+operation.py         something all ranks do together, as it is announced and observed
 engine.py            the thread: when a cycle begins, and what follows from it
-announcement.py      what a rank tells the others in a cycle, and how all get it
 readiness_table.py   who is ready for what, the same on every rank
-execution.py         what is run, and in which order
-stalls.py            what to say while others are not ready
-settings.py          the settings of cycles, the cache, fusion and stalls
-observer.py          what a timeline records
+execution.py         what is run, and in which order; stalls; settings
 """
 
 from .engine import Engine
-from .observer import Event, Observer
-from .operation import Operation, StandIn, Work
-from .settings import Settings
+from .execution import Settings
+from .operation import Event, Observer, Operation, StandIn, Work
 
 __all__ = ["Engine", "Event", "Observer", "Operation", "Settings", "StandIn", "Work"]

@@ -32,14 +32,20 @@ from collectives.transports.transport import say
 
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
-from .announcement import Announcement, Intention, ReadyName, exchange
-from .execution import Execution, Settled
+from .execution import Execution, Settings, Settled, Stalls, settings_from
 from .fusion import Dense, layout_of
-from .observer import Event, Observer
-from .operation import Operation, StandIn, Work
+from .operation import (
+    Announcement,
+    Event,
+    Intention,
+    Observer,
+    Operation,
+    ReadyName,
+    StandIn,
+    Work,
+    exchange,
+)
 from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
-from .settings import Settings, settings_from
-from .stalls import Stalls
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended

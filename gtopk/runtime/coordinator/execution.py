@@ -4,24 +4,125 @@
     run          a c d     b              a c d reduced as one, then the work of each
 
 What can be reduced as one is, at the place of the first of them.
+
+Stalls: what to say, and when to end, while others are not ready for what this rank is.
+
+Settings: what the environment says about cycles, the cache, fusion and stalls.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
+from collectives.transports.transport import say
 
-from .fusion import Dense, Fuser, Share, bundle, neutral
-from .observer import Event, Phase, What
-from .on_gpu import all_on_gpu
-from .operation import Operation, StandIn, Work
-from .readiness_table import Ready
+from ... import settings
+from .agreement import name_ranks
+from .fusion import Dense, Fuser, Share, all_on_gpu, bundle, neutral
+from .operation import Event, Operation, Phase, StandIn, What, Work
+from .readiness_table import ReadinessTable, Ready
+
+_SHORTEST_IDLE_SECONDS: Final = 0.02
+
+
+class Settings(NamedTuple):
+    """How an engine works.
+
+    cycle_seconds:            how long a burst of submissions is waited for after the last of them.
+    cache_capacity:           names that are known by a number; the least of all ranks' counts.
+    fusion_threshold_bytes:   of arrays that are reduced as one; 0: none are; the least counts.
+    stall_warning_seconds:    after which a rank that waits for others says so; infinity: never.
+    stall_shutdown_seconds:   after which it ends the job; infinity: never.
+    idle_seconds:             after which a rank with nothing to do looks what the others wait for.
+    """
+
+    cycle_seconds: float = 1e-3
+    cache_capacity: int = 1024
+    fusion_threshold_bytes: int = 64 << 20
+    stall_warning_seconds: float = 60.0
+    stall_shutdown_seconds: float = math.inf
+    idle_seconds: float = 10.0
+
+    def within(self, timeout_seconds: float) -> Settings:
+        """Return the settings with an idle time well below all that waits are limited by."""
+        limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
+        idle = min(self.idle_seconds, min(limits) / 4)
+        return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
+
+
+def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings; raise ValueError for a number that is none, or below 0."""
+    unchecked = settings.STALL_CHECK_DISABLE.read(environ)
+    warning = settings.STALL_CHECK_TIME.read(environ)
+    shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
+    return Settings(
+        cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
+        cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
+        fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
+        stall_warning_seconds=math.inf if unchecked else warning or math.inf,
+        stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
+    )
+
+
+_NAMES_SAID = 3
+
+
+class Stalls:
+    """How long this rank has waited for others, by operation."""
+
+    def __init__(self, settings: Settings, transport: Transport) -> None:
+        self._transport = transport
+        self._warning_seconds = (
+            settings.stall_warning_seconds if transport.announces_waits else math.inf
+        )
+        self._advice = "a larger GTOPK_TIMEOUT (seconds) waits longer"
+        self._limit_seconds = transport.timeout_seconds
+        if settings.stall_shutdown_seconds < transport.timeout_seconds:
+            self._limit_seconds = settings.stall_shutdown_seconds
+            self._advice = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job then"
+        self._warned: dict[str, float] = {}
+
+    def expired(self, said: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
+        """Return the operations that have waited too long, and the text about each."""
+        now = time.perf_counter()
+        return {
+            operation.name: f"{self._waits(operation, table, now)}; {self._advice}"
+            for operation in said
+            if now - operation.said > self._limit_seconds
+        }
+
+    def warn(self, said: Iterable[Operation], table: ReadinessTable) -> None:
+        """Say, now and then, what this rank waits for, and which ranks it waits for."""
+        now = time.perf_counter()
+        stalled: dict[tuple[int, ...], list[Operation]] = {}
+        for operation in said:
+            since = self._warned.get(operation.name, operation.said)
+            if now - max(since, operation.said) > self._warning_seconds:
+                self._warned[operation.name] = now
+                stalled.setdefault(tuple(table.missing(operation.name)), []).append(operation)
+        for missing, operations in stalled.items():
+            ready = [r for r in self._transport.ranks if r not in missing]
+            more = [operation.name for operation in operations[1:_NAMES_SAID]]
+            others = len(operations) - 1 - len(more)
+            names = "".join(f", {name}" for name in more) + (
+                f" and {others} more" if others else ""
+            )
+            say(f"{self._waits(operations[0], table, now)}{names}; ready: {name_ranks(ready)}")
+
+    def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
+        rank = self._transport.ranks[self._transport.rank]
+        missing = name_ranks(table.missing(operation.name))
+        waited = now - operation.said
+        return f"rank {rank} has waited {waited:.3g} s for {missing} in {operation.name}"
+
 
 Notice = Callable[[Event], None]
 Settled = tuple[Operation, Any, BaseException | None]  # its result, its error

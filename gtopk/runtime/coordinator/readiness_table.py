@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .announcement import Announcement, Intention, ReadyName
+from .operation import Announcement, Intention, ReadyName
 
 
 class Ready(NamedTuple):
@@ -319,7 +319,6 @@ class ReadinessTable:
         return None
 
     def _there(self, name: str) -> set[int]:
-        """Return the ranks that are ready for a name."""
         if name in self._open:
             return set(self._open[name].intentions)
         slot = self._named.get(name)

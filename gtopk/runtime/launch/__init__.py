@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import LaunchError, LaunchTimeoutError
-from .launched import Launched, carried_by, launched_by, launchers, require_sound_ranks
+from .job import Launched, carried_by, launched_by, launchers, require_sound_ranks
 from .mpirun import (
     Mpi,
     by_reason,

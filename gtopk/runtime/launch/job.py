@@ -1,6 +1,11 @@
 """A job: a launcher and the ranks it starts, of which no process outlives the block.
 
 Its hosts have names, and slots for so many ranks each; one of them may be this host.
+
+Launched: which launcher started this process, as which rank of how many, and what became of it.
+
+`torchrun_command` starts ranks on one machine where there is no MPI. The launcher's process is this
+one's parent: `is_gone` tells whether it has ended, `ranks_here` which other ranks it has here.
 """
 
 from __future__ import annotations
@@ -21,7 +26,178 @@ from typing import IO, Final, NamedTuple
 
 from ... import settings
 from ...errors import LaunchError
-from .launched import launched_by
+from .watchdog import variable_of
+
+
+def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Return the command that runs `program` (its executable first) on `ranks` ranks here.
+
+    Behind --, torchrun reads nothing: neither does it drop a -- of the program's own, nor take an
+    argument such as --log for an ambiguous one of its own.
+    """
+    return [
+        *(python, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={ranks}", "--no-python", "--", *program),
+    ]
+
+
+class Launched(NamedTuple):
+    """A launcher's word on rank and size; `variables` are the two environment variables of it."""
+
+    launcher: str
+    rank: int
+    size: int
+    variables: tuple[str, str]
+
+
+# Name, variable of the rank, variable of the size.
+_TORCHRUN = ("torchrun", "RANK", "WORLD_SIZE")
+# Which of several is the inner one: srun with PMI starts shells, and agents whose ranks inherit
+# what it said to the agent. RANK comes last: people set it by hand, too.
+_FAMILIES = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
+    _TORCHRUN,
+)
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # nobody sets it but the agent, and of its workers only
+# A step's size, not the job's: a batch script has the latter without being a rank.
+_SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
+    """Return what every launcher that left its mark says, the innermost first.
+
+    Whoever started a torchrun's agent does not count; srun only alone: it starts the daemons of
+    mpirun, too.
+    """
+    worker = _read(_TORCHRUN, environ) if environ.get(_OF_TORCHRUN) else None
+    if worker is not None and worker.size > 1:
+        return [worker]
+    found = [said for family in _FAMILIES if (said := _read(family, environ))]
+    if not found and (said := _read(_SRUN, environ)):
+        found.append(said)
+    return found
+
+
+def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """Return the launcher whose rank this process is; None when it runs alone."""
+    said = launchers(environ)
+    return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
+
+
+def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise RuntimeError where a rank's number is none of the size that goes with it.
+
+    Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks in vain.
+    """
+    for launcher, rank, size in (*_FAMILIES, _SRUN):
+        if not environ.get(rank) or not environ.get(size):  # an empty one is as good as none
+            continue
+        said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
+        try:
+            number, count = int(environ[rank]), int(environ[size])
+        except ValueError:
+            raise RuntimeError(f"{rank} and {size} must be whole numbers, got {said}") from None
+        if count < 1:
+            raise RuntimeError(f"{size} must be at least 1, got {said}")
+        if not 0 <= number < count:
+            raise RuntimeError(
+                f"{rank} must lie in 0..{count - 1}, got {number}: {said}; ranks count from 0, and "
+                f"{size} is how many there are"
+            )
+
+
+def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the transport that the environment and the launcher ask for."""
+    if wanted := settings.TRANSPORT.read(environ):
+        return wanted
+    if job is None:
+        return "local"
+    # srun --mpi=pmix leaves only PMIX_RANK, and to what its tasks start as well.
+    by_pmix = job.launcher == _SRUN[0] and environ.get("PMIX_RANK")
+    if job.variables[1] in _MPI_SIZES or by_pmix:
+        return "mpi"
+    return "torch.distributed" if job.size > 1 else "local"
+
+
+def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:
+    launcher, rank, size = family
+    try:
+        return Launched(launcher, int(environ[rank]), int(environ[size]), (rank, size))
+    except (KeyError, ValueError):
+        return None
+
+
+# By the variable of a rank's number: one that only ranks have, and one that says how many of them
+# their launcher starts on a host.
+_OF_A_RANK: Final = {
+    "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "PMI_RANK": ("PMI_RANK", "MPI_LOCALNRANKS"),
+}
+_ASK_SECONDS: Final = 1.0
+
+_parent = os.getppid()  # at the import: who looks later may find who adopts orphans
+
+
+def _look() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_look)
+
+
+def agent(environ: Mapping[str, str] = os.environ) -> int:
+    """Return torchrun's agent, where it has started this process, be it gone or not; else 0."""
+    return _parent if environ.get("TORCHELASTIC_RUN_ID") else 0
+
+
+def launcher(environ: Mapping[str, str] = os.environ) -> int:
+    """Return what has started this process: torchrun's agent, a daemon of Open MPI's; else 0.
+
+    Of no other: who sets RANK by hand may do so in a shell that ends before its ranks.
+    """
+    return agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
+
+
+def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks of a job this process's parent has started; 0 where nobody can tell.
+
+    For one, where the parent is a shell between the launcher and this rank. A rank that is alone
+    has nobody to miss either.
+    """
+    mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
+    if mark not in environ or variable_of(_parent, mark) != "":
+        return 0
+    said = environ.get(count, "")
+    return int(said) if said.isdecimal() and int(said) > 1 else 0
+
+
+def is_gone(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the launcher that has started this process is there no more."""
+    started = launcher(environ)
+    if not started:
+        return False
+    return os.getppid() != started or (not agent(environ) and _hears_nobody(environ))
+
+
+def _hears_nobody(environ: Mapping[str, str]) -> bool:
+    """Tell whether nobody listens any more where Open MPI's daemon of this host heard its ranks.
+
+    It may have gone before this was imported.
+    """
+    uris = (value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI"))
+    match = next(filter(None, (re.search(r"tcp4://([\d.]+):(\d+)", uri) for uri in uris)), None)
+    if match is None:
+        return False
+    try:
+        socket.create_connection((match[1], int(match[2])), _ASK_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 class Host(NamedTuple):

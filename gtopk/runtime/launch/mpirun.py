@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from ...errors import LaunchError, LaunchTimeoutError
-from .job import job, refuse_inside_a_job
-from .launched import torchrun_command
+from .job import job, refuse_inside_a_job, torchrun_command
 
 
 @dataclass(frozen=True)

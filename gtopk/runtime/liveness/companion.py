@@ -86,7 +86,6 @@ class Process(NamedTuple):
 
 
 def look_at(pid: int) -> Process:
-    """Return how a process is."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             state, parent = stat.read().rpartition(b")")[2].split()[:2]

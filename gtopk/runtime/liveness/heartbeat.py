@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..launch.launched import agent
+from ..launch.job import agent
 from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer

@@ -64,7 +64,6 @@ class Beat(NamedTuple):
     text: str = ""
 
     def encode(self, secret: bytes) -> bytes:
-        """Return the datagram."""
         text = self.text.encode(errors="replace")[:_TEXT_BYTES]
         head = _FIELDS.pack(
             _MAGIC, self.sender, self.about, self.state, len(text), self.sequence, self.seconds

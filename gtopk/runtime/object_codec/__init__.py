@@ -7,8 +7,7 @@ tensor is copied once, and nothing is allocated that the message does not hold t
 
 from __future__ import annotations
 
-from .decode import decode, holds_pickle
-from .encode import encode
+from .codec import decode, encode, holds_pickle
 from .format import HEADER_BYTES, MAX_DEPTH, Code, ObjectFormatError, pickle_allowed
 
 __all__ = [

@@ -19,8 +19,16 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from .format import Code, ObjectFormatError, malformed, type_name
-from .leaves import TORCH_DTYPES, UnsupportedError, dimension, dtype_name
+from .format import (
+    TORCH_DTYPES,
+    Code,
+    ObjectFormatError,
+    UnsupportedError,
+    dimension,
+    dtype_name,
+    malformed,
+    type_name,
+)
 
 
 def is_dataclass_object(obj: object) -> bool:

@@ -13,6 +13,6 @@ know the secret of this job.
 from __future__ import annotations
 
 from ...errors import RankError
-from .run import run
+from .ranks import run
 
 __all__ = ["RankError", "run"]

@@ -3,18 +3,35 @@
 A function travels as module:qualname; one of the script itself, as "__main__:qualname" with the
 script's path, which each rank loads as multiprocessing's spawn does (under the name __mp_main__:
 what stands below `if __name__ == "__main__":` is not run again).
+
+Collect every rank's report: its result, or the one error that says which rank failed, and how.
+
+A rank that lost its peers reports so at once; the lost one reports its error perhaps a little
+later. Collecting waits for that cause, and raises it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
 from operator import attrgetter
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, NamedTuple
 
 from ... import __version__
+from ...errors import HorovodInternalError, RankError
 from .. import object_codec as objects
+from ..coordinator.agreement import name_ranks
+from ..launch import LaunchError
+from .call_server import CallServer
 
 # Of what multiprocessing tells a process that it spawns: what makes imports work there as here.
 _SURROUNDINGS: Final = (
@@ -104,3 +121,145 @@ def make(content: bytes, allow_pickle: bool) -> Any:
     if isinstance(function, str):
         function = resolve(function)
     return function(*call["args"], **call["kwargs"])
+
+
+class Failure(NamedTuple):
+    """An exception on a rank.
+
+    what:        "raised ValueError: ...", or how else it failed.
+    traceback:   as Python prints it.
+    consequence: whether another rank's end or failure is the likely cause.
+    place:       host and process.
+    """
+
+    what: str
+    traceback: str
+    consequence: bool
+    place: str
+
+
+def place() -> str:
+    """Return where this process is, in words."""
+    return f"host {socket.gethostname()}, pid {os.getpid()}"
+
+
+def of_result(result: Any, allow_pickle: bool) -> bytes:
+    """Return the report of a call that returned; raise TypeError where the result cannot travel."""
+    return objects.encode({"result": result}, allow_pickle=allow_pickle)
+
+
+def of_error(error: BaseException, own_frames: int) -> bytes:
+    """Return the report of a call that failed; own_frames: how many of the outermost are ours."""
+    trace: TracebackType | None = error.__traceback__
+    for _ in range(own_frames):
+        trace = trace.tb_next if trace is not None else None
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if isinstance(error, SystemExit):
+        what = f"called sys.exit({error.code!r}) and returned no result"
+    else:
+        words = " ".join(str(error).split())
+        what = f"raised {type(error).__name__}{words and f': {words}'}"
+    consequence = isinstance(error, HorovodInternalError)
+    failure = Failure(what, text, consequence, place())
+    return objects.encode({"failure": [*failure]}, allow_pickle=False)
+
+
+def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
+    """Return the result, or the failure, of a report."""
+    report = objects.decode(content, allow_pickle=allow_pickle)
+    if "failure" in report:
+        return None, Failure(*report["failure"])
+    return report["result"], None
+
+
+_LOOK_SECONDS: Final = 0.1  # between two looks whether the launcher has ended
+_CAUSE_SECONDS: Final = 5.0  # what the cause gets to be reported, after a consequence was
+_LEAVE_SECONDS: Final = 2.0  # what ranks get to end, after one has failed
+_DRAIN_SECONDS: Final = 2.0  # what reports get to arrive, after the launcher has ended
+_END_SECONDS: Final = 30.0  # what ranks get to end, after they have reported
+
+
+def collect(
+    server: CallServer,
+    launcher: subprocess.Popen[bytes],
+    ranks: int,
+    start_seconds: float,
+    allow_pickle: bool,
+) -> list[Any]:
+    """Return the results in rank order, when all ranks have reported one and ended.
+
+    Raises RankError for the first rank that failed or was lost, LaunchError where a rank has not
+    begun start_seconds after the first call, or when the launcher ended without it.
+    """
+    results: dict[int, Any] = {}
+    failures: dict[int, Failure] = {}
+    begun = time.monotonic()
+    ended: float | None = None  # since when the launcher has ended
+    failed: float | None = None  # since when a rank has failed or is lost
+    while len(results) < ranks:
+        with server.changed:
+            server.changed.wait(_LOOK_SECONDS)
+            new = {
+                r: c for r, c in server.reports.items() if r not in results and r not in failures
+            }
+            lost = [rank for rank in server.left if rank not in server.reports]
+            absent = sorted(set(range(ranks)) - server.came)
+        for rank, content in new.items():
+            result, failure = read(content, allow_pickle)
+            if failure is None:
+                results[rank] = result
+            else:
+                failures[rank] = failure
+        now = time.monotonic()
+        if ended is None and launcher.poll() is not None:
+            ended = now
+        if failed is None and (failures or lost):
+            failed = now
+        causes = [rank for rank in sorted(failures) if not failures[rank].consequence]
+        if causes:
+            _let_end(launcher, _LEAVE_SECONDS)
+            raise _of_failure(causes[0], ranks, failures[causes[0]])
+        if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
+            raise _without_cause(failures, lost, absent, ranks, launcher)
+        if absent and now > begun + start_seconds:
+            raise LaunchError(
+                f"all {ranks} ranks must begin within {start_seconds:g} s (start_timeout); "
+                f"{name_ranks(absent)} did not"
+            )
+    if not _let_end(launcher, _END_SECONDS):
+        print("gtopk.run: ranks that have reported do not end, and are ended", file=sys.stderr)
+    return [results[rank] for rank in range(ranks)]
+
+
+def _let_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Give the ranks time to end by themselves, which is quieter; tell whether they have."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launcher.wait(seconds)
+    return launcher.poll() is not None
+
+
+def _of_failure(rank: int, ranks: int, failure: Failure) -> RankError:
+    return RankError(
+        rank, f"rank {rank} of {ranks} ({failure.place}) {failure.what}", failure.traceback
+    )
+
+
+def _without_cause(
+    failures: dict[int, Failure],
+    lost: Sequence[int],
+    absent: list[int],
+    ranks: int,
+    launcher: subprocess.Popen[bytes],
+) -> RuntimeError:
+    """Return the error for a job of which no rank told of a cause."""
+    code = launcher.poll()
+    end = "its launcher goes on" if code is None else f"its launcher ended with exit code {code}"
+    if lost:
+        return RankError(
+            lost[0],
+            f"rank {lost[0]} of {ranks} ended without a report (killed, or out of memory?); {end}",
+        )
+    if failures:
+        first = min(failures)
+        return _of_failure(first, ranks, failures[first])
+    return LaunchError(f"{name_ranks(absent)} of {ranks} did not begin; {end}")

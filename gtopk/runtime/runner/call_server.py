@@ -68,7 +68,6 @@ class AuthenticatedConnection:
         self._key = hmac.digest(secret, b"gtopk channel" + nonces, "sha256")
 
     def send(self, content: bytes) -> None:
-        """Send a message."""
         length = _LENGTH.pack(len(content))
         marks = [
             self._mark(self._accepted, self._sent, part, text)
@@ -96,7 +95,6 @@ class AuthenticatedConnection:
         return content
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:

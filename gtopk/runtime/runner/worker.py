@@ -33,7 +33,7 @@ def main() -> None:
     from ... import __version__
     from .. import object_codec as objects
     from . import call
-    from . import collect as report
+    from . import call as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]

@@ -12,9 +12,9 @@ from collectives.transports import Transport
 
 from ... import settings
 from ..coordinator import Engine
-from ..coordinator.members import Members
 from . import world
 from .joining import is_communicator, ranks_of
+from .state import Members
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,14 +12,18 @@ Rank 0 logs which, once, and why.
 GTOPK_LINK has the ranks of one host talk as if a slow network joined them; with
 GTOPK_CHECK_MESSAGES everything they send has a checksum. Unfinished operations of all ranks are
 finished before they leave.
+
+Members: the ranks that have operations of their own, as one rank sees them.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
@@ -34,8 +38,22 @@ from ... import __version__, settings
 from ...errors import HorovodInternalError
 from ..coordinator import Engine
 from ..coordinator.clocks import Offset, agree_on_now, clock_offset
-from ..coordinator.members import Members
 from ..logs import EVERYWHERE
+
+
+@dataclass
+class Members:
+    """All ranks, or those of a process set.
+
+    ranks:   their ranks in the world, in order.
+    engine:  runs their operations; None where this rank is none of them.
+    unnamed: counts their operations without a name.
+    """
+
+    ranks: Sequence[int]
+    engine: Engine | None
+    unnamed: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
 
 _log = logging.getLogger("gtopk")
 

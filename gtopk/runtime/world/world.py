@@ -27,8 +27,7 @@ from ...errors import HorovodInternalError, InvalidCallError
 from .. import logs, standard_streams
 from ..coordinator.agreement import name_ranks
 from ..launch import Launched, launched_by, require_sound_ranks
-from . import failure_file
-from .guard import Guard, describe
+from .guard import Guard, describe, folder_from, remove_earlier, write_of_start
 from .joining import join, left_apart
 from .state import FAILED_SECONDS, World
 
@@ -103,7 +102,7 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
     global _communicator
     finish_leaving()
     require_sound_ranks()
-    transport = _join(comm, launched_by(), failure_file.folder_from())
+    transport = _join(comm, launched_by(), folder_from())
     amiss = left_apart(transport.size) if comm is None else None
     init_on(transport, before)
     _communicator = comm
@@ -117,11 +116,11 @@ def _join(
     """Return what `join` does; write down, in the folder of failure files, what it raises."""
     if job is None or not failures:
         return join(comm)
-    failure_file.remove_earlier(failures, job.rank, job.size)
+    remove_earlier(failures, job.rank, job.size)
     try:
         return join(comm)
     except Exception as error:
-        failure_file.write_of_start(failures, job.rank, job.size, error)
+        write_of_start(failures, job.rank, job.size, error)
         raise
 
 
@@ -129,8 +128,8 @@ def init_on(transport: Transport, before: World | None = None) -> None:
     """Make a transport the world of this process, until `shutdown`; before: as of World."""
     global _process, _guard, _handled
     heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
-    failures = failure_file.folder_from()
-    failure_file.remove_earlier(failures, transport.rank, transport.size)
+    failures = folder_from()
+    remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
     if transport.rank == 0 and transport.size > 1:
         _tell_of_slow_kernels()

@@ -136,7 +136,6 @@ class Archive:
         self._spared = set() if self._whole else self._numbers()
 
     def _list(self) -> dict[Part, list[int]]:
-        """Return which ranks see each part that is there."""
         mine = on_all(
             lambda: [tuple(part) for part in list_parts(made(self.folder))],
             f"{self.folder} cannot be listed",

@@ -114,7 +114,6 @@ class Reader(StorageReader):
         return Metadata(layout)
 
     def _newest(self) -> tuple[Part, dict[str, Any]]:
-        """Return the newest that is whole, and what is in it."""
         there, problems = list_parts(self._folder), []
         for part in whole_ones(there):
             try:

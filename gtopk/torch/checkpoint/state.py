@@ -408,7 +408,6 @@ def _residual_of(found: Found, name: str) -> Any | None:
 
 
 def _with(residuals: Any | None, saved: Any) -> Any:
-    """Return an optimizer's state with its residual."""
     return saved if residuals is None else {**saved, optimizer_checkpoint.KEY: residuals}
 
 

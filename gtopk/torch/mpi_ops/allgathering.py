@@ -24,7 +24,7 @@ from collectives.transports import Transport
 
 from ...exchange.buckets.arrays import flattened
 from ...reduce_ops import NAMES, Average, Sum
-from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .tensors import (

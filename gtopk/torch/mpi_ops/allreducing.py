@@ -18,8 +18,7 @@ from collectives.transports import Transport
 from ...compression import Compression, Compressor
 from ...exchange.buckets.arrays import await_copies
 from ...reduce_ops import Adasum
-from ...runtime.coordinator.fusion import Dense, scale
-from ...runtime.coordinator.on_gpu import Finish, OnGpu
+from ...runtime.coordinator.fusion import Dense, Finish, OnGpu, scale
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .reduction import Reduction, reduction_of
 from .tensors import (

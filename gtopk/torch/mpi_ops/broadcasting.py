@@ -13,7 +13,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...reduce_ops import Average
-from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
 from .allreducing import allreduce

@@ -13,7 +13,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...exchange.buckets.arrays import as_bytes
-from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .tensors import (
     carried,

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidCallError
 from ...reduce_ops import NAMES, Adasum, Average, Max, Min, Product, Sum
-from ...runtime.coordinator.fusion import Dense, scale
-from ...runtime.coordinator.on_gpu import OnGpu
-from ...runtime.coordinator.on_gpu import scale as scale_tensor
+from ...runtime.coordinator.fusion import Dense, OnGpu, scale, scale_tensor
 
 _EXCHANGES: Final = {
     Average: "sum",

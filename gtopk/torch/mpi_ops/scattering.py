@@ -17,9 +17,7 @@ from ...compression import Compression, Compressor
 from ...errors import InvalidCallError
 from ...exchange.buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...reduce_ops import NAMES, Average, Sum
-from ...runtime.coordinator.fusion import Dense, scale
-from ...runtime.coordinator.on_gpu import Finish, OnGpu, all_on_gpu
-from ...runtime.coordinator.on_gpu import scale as scale_tensor
+from ...runtime.coordinator.fusion import Dense, Finish, OnGpu, all_on_gpu, scale, scale_tensor
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
 from .allreducing import compress

@@ -28,8 +28,7 @@ from ...exchange.buckets.arrays import (
     view_dense,
 )
 from ...runtime.coordinator import Operation, Work
-from ...runtime.coordinator.fusion import Dense
-from ...runtime.coordinator.on_gpu import ON_GPU, ON_HOST
+from ...runtime.coordinator.fusion import ON_GPU, ON_HOST, Dense
 from ...runtime.world.process_sets import ProcessSet
 
 _handles: Final[dict[int, tuple[Operation, Callable[[Any], Any]]]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.algorithms.alive import alive_bytes, pack_alive, unpack_alive
+from collectives.algorithms.conservation import alive_bytes, pack_alive, unpack_alive
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])

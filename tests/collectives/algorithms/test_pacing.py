@@ -12,7 +12,7 @@ from collectives import MessageError, SparseVector, local_world, reduce, run_ran
 from collectives.algorithms import pacing
 from collectives.algorithms.pacing import LONG_ENTRIES
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from tests.collectives.algorithms.worlds import bits, random_picks
 

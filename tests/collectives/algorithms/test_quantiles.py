@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms.quantiles import at_positions, quantile_ends
+from collectives.algorithms.regions import at_positions, quantile_ends
 
 
 @given(st.integers(0, 200), st.integers(1, 70))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import NonFiniteError, SparseVector, local_world, reduce, run_ranks
-from collectives.algorithms.outcome import examine, lowest
+from collectives.algorithms.conservation import examine, lowest
 from collectives.transports import LocalTransport
 from collectives.wire import NOBODY
 from tests.collectives.algorithms.worlds import WAYS, bits, random_picks

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, run_ranks
 from collectives.algorithms import shards
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model.calibration import ASSUMED_LINK
 from collectives.errors import NonFiniteError
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
-from collectives.planning.calibration import ASSUMED_LINK
 from collectives.transports import Transport, local_world
 from collectives.wire import VALUE_CODES, WHOLE, Format
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector, local_world, run_ranks
 from collectives.algorithms import threshold
-from collectives.algorithms.quantiles import quantile_ends
+from collectives.algorithms.regions import quantile_ends
 from collectives.algorithms.threshold import Shares, share_out
 from collectives.wire import HEADER_BYTES, NOBODY, encode
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, local_world, reduce, run_ranks, select
 from collectives.cost import Link, dense_bytes
-from collectives.planning.calibration import measure_network
+from collectives.cost_model.calibration import measure_network
 from collectives.transports import LocalTransport, Transport, pacing, torch_distributed
 from collectives.transports.pacing import MonotonicClock, Pacer, append_stamp, split_stamp
 

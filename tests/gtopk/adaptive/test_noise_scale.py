@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.learning_rate import FACTORS, LearningRate, adascale
+from gtopk.adaptive.current_batch import FACTORS, LearningRate, adascale
 from gtopk.adaptive.noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.adaptive.learning_rate import adascale
+from gtopk.adaptive.current_batch import adascale
 from gtopk.adaptive.noise_scale import Noise, estimate
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import data, mean_loss, network, on_ranks, sgd, step_on

@@ -12,7 +12,7 @@ import pytest
 from gtopk.cli.arguments import number_in, output_file
 
 PARSERS = [
-    *("plan.command", "simulate.command", "top"),
+    *("plan", "simulate.command", "top"),
     *("bench.collectives.command", "bench.optimizer", "bench.selection.command", "bench.wire"),
 ]
 

@@ -14,7 +14,7 @@ import pytest
 from gtopk.cli.top import RECENT, _snapshots, as_table, main, rows, status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 ROW_UP, CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[1A", "\x1b[?25l", "\x1b[?25h"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.cost import Link
-from collectives.planning import EXACT, Calibration, Candidate, CodingRate, Network, Rates
+from collectives.cost_model import EXACT, Calibration, Candidate, CodingRate, Network, Rates
 from gtopk.compression import Compression
 from gtopk.exchange.algorithm_selector import (
     FIRST_WINDOW,

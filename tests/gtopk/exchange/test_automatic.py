@@ -13,7 +13,7 @@ import torch
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import (
+from collectives.cost_model import (
     DEFAULT_RATES,
     Calibration,
     Candidate,

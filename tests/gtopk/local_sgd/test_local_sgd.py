@@ -16,7 +16,7 @@ import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
-from gtopk.optim.replicas.replicas import BUFFERS_STAY
+from gtopk.optim.replica_check import BUFFERS_STAY
 from gtopk.telemetry.reading import read_run
 from tests.gtopk.local_rounds import (
     backward,

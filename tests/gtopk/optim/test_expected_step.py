@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives.kernels import reference
-from gtopk.optim.weights import LocalClip, agreed_norm, norm_of
+from gtopk.optim.samples import LocalClip, agreed_norm, norm_of
 
 
 def test_a_part_of_a_sum_that_is_longer_than_its_share_is_shortened_to_it():

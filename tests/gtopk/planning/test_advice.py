@@ -7,7 +7,7 @@ import re
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
 from gtopk.planning import advice
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 from gtopk.planning.comparison import Cluster, Comparison, compare
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.planning.expectation import expected, expected_seconds
+from gtopk.planning.advice import expected, expected_seconds
 
 HERE = Calibration(Network(8, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
 LENGTH = 25_557_032

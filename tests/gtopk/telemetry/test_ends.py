@@ -13,12 +13,12 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.cli.report.words import happenings, tiles
+from gtopk.cli.report.command import happenings, tiles
 from gtopk.cli.top import _snapshots, rows, status_of
 from gtopk.runtime.world import world
 from gtopk.telemetry.lines import path_of
 from gtopk.telemetry.reading import RankRecord, read_run
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import lines_of
 from tests.started import STARTED_PATH
 

@@ -12,10 +12,10 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.runtime.world import world
-from gtopk.telemetry import start
-from gtopk.telemetry.endpoint import Address
+from gtopk.telemetry import run_record
 from gtopk.telemetry.reading import Run, read_run
-from gtopk.telemetry.start import recorder_of, settings_of
+from gtopk.telemetry.run_record import recorder_of, settings_of
+from gtopk.telemetry.sinks import Address
 
 
 class Training:
@@ -81,7 +81,7 @@ def test_a_run_that_a_script_records_late_is_one_by_itself(
     training.take(5)
     assert steps_of(recorded(tmp_path)) == list(range(3, 8))
     hvd.shutdown()
-    start._written.clear()  # as in another process
+    run_record._written.clear()  # as in another process
     hvd.init()
     training.distribute()
     training.take(6)
@@ -183,7 +183,7 @@ def test_where_one_cannot_be_opened_what_was_opened_before_is_closed(
     gtopk.record(prometheus="0")
     (endpoint,) = recorder_of(world.current())._sinks
     port = str(endpoint.address.port)
-    monkeypatch.setattr("gtopk.telemetry.start.Scalars", lambda folder: 1 / 0)
+    monkeypatch.setattr("gtopk.telemetry.run_record.Scalars", lambda folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         gtopk.record(prometheus=port, tensorboard=str(tmp_path))
     gtopk.record(prometheus=port)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gtopk.telemetry import endpoint as page
-from gtopk.telemetry.endpoint import Page
+from gtopk.telemetry import sinks as page
+from gtopk.telemetry.sinks import Page
 
 STRANGERS = {
     "nothing": b"",

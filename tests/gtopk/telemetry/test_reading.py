@@ -9,7 +9,7 @@ import pytest
 
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import begin, lines_of, report, write_run
 
 
@@ -59,7 +59,7 @@ def test_of_recent_steps_no_more_are_kept_and_nothing_that_adds_up_is_lost(tmp_p
 def test_read_again_a_record_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("gtopk.telemetry.rank_file._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("gtopk.telemetry.reading._BLOCK_BYTES", block_bytes)
     content = "".join(map(as_text, lines_of(0, 1, 60))).encode()
     path = path_of(tmp_path, 0)
     whole, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)

@@ -17,15 +17,15 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
-from gtopk.cli.report.words import happenings
+from gtopk.cli.report.command import happenings
 from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
-from gtopk.telemetry import start
-from gtopk.telemetry.endpoint import Address, Endpoint, Metrics, parse_address
+from gtopk.telemetry import run_record
 from gtopk.telemetry.lines import as_text, path_of, report_of, step_line
 from gtopk.telemetry.reading import read_run
 from gtopk.telemetry.recorder import Recorder, is_sampling_due, sample_residual
-from gtopk.telemetry.start import LineFile, Settings, recorder_of, settings_from
+from gtopk.telemetry.run_record import LineFile, Settings, recorder_of, settings_from
+from gtopk.telemetry.sinks import Address, Endpoint, Metrics, parse_address
 from gtopk.telemetry.step_report import batch
 from tests.gtopk.made_runs import begin, report
 
@@ -182,7 +182,7 @@ def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
         for _ in range(2):
             assert "earlier run" not in caplog.text
             run()
-            start._written.clear()  # as in another process
+            run_record._written.clear()  # as in another process
         assert "earlier run" in caplog.text
     found = read_run(tmp_path / "run")
     assert found.earlier_runs == 1

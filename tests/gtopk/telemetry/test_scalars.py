@@ -14,7 +14,7 @@ import gtopk
 import gtopk.torch as hvd
 from gtopk.runtime.world import world
 from gtopk.telemetry.lines import step_line
-from gtopk.telemetry.trackers import Scalars
+from gtopk.telemetry.sinks import Scalars
 from tests.gtopk.made_runs import begin, report
 
 Found = dict[str, list[tuple[int, float]]]

@@ -16,7 +16,7 @@ import gtopk
 from gtopk.runtime.world import world
 from gtopk.telemetry import Line, scalars_of, start
 from gtopk.telemetry.lines import step_line
-from gtopk.telemetry.trackers import MLflow, Wandb
+from gtopk.telemetry.sinks import MLflow, Wandb
 from tests.gtopk.made_runs import begin, report
 
 LINES = [

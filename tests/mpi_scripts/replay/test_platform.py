@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import Network
+from collectives.cost_model import Network
 from mpi_scripts.replay.simulate import Platform
 
 NETWORK = Network(10, Link.of(1e9, 1e-4), 2, Link.of(1e11, 2e-6))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import (
+from collectives.cost_model import (
     DEFAULT_RATES,
     EXACT,
     Candidate,

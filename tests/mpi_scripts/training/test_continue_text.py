@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.data.lanes import Text
-from mpi_scripts.training.continue_text import ContinueText
+from mpi_scripts.training.read_on import ContinueText
 from mpi_scripts.training.task import Feed
 
 

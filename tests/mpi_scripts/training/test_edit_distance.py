@@ -7,7 +7,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi_scripts.training.edit_distance import edit_distance
+from mpi_scripts.training.transcribe import edit_distance
 
 TEXTS = st.text("ab ", max_size=6)
 

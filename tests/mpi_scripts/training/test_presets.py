@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.cli.plan.quantities import PARAMETERS
+from gtopk.cli.arguments import PARAMETERS
 from gtopk.runtime.world import world
 from models.alexnet import alexnet
 from models.data import cifar10

@@ -20,9 +20,9 @@ import numpy as np
 from collectives import ALGORITHMS, reduce
 from collectives.algorithms import Regions, shards
 from collectives.cost import rounds
+from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
+from collectives.cost_model.schedules import SCHEDULES
 from collectives.kernels import sum_by_index
-from collectives.planning import EXACT, Candidate, Format, Network, Rates, predict
-from collectives.planning.schedules import SCHEDULES
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from collectives.wire.format import check

@@ -28,10 +28,10 @@ import numpy as np
 
 from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
+from collectives.cost_model import Calibration, Format, Network
+from collectives.cost_model.calibration import agree_on_rates, measure_network, measure_rates
+from collectives.cost_model.per_call_overhead import measure_calls
 from collectives.errors import CollectiveError
-from collectives.planning import Calibration, Format, Network
-from collectives.planning.calibration import agree_on_rates, measure_network, measure_rates
-from collectives.planning.per_call_overhead import measure_calls
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 
@@ -396,7 +396,6 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, ModelLink]:
 
 
 def count_hosts(transport: Transport) -> int:
-    """Return on how many hosts the ranks are."""
     return len({*transport.gather_object(min(transport.neighbours()))})
 
 

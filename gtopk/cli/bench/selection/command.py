@@ -28,19 +28,32 @@ from collectives.kernels.device.timing import table as kernel_table
 
 from ...arguments import as_argument, share, whole_number
 from ..harness import add_words, bench_parser, one_of, refuse, tell, write_json
-from .gpu import MAKERS, open_gpu, why_no_gpu
-from .gradients import Array, open_source
 from .measure import (
+    MAKERS,
     MergeRecord,
     Record,
     count_rescans,
     measure,
     measure_merges,
+    open_gpu,
     records_of,
     rows_of,
     run_round,
+    why_no_gpu,
 )
-from .methods import COPY, FLOOR, Host, Method, Place, all_methods, floor, torch_topk, wanted
+from .methods import (
+    COPY,
+    FLOOR,
+    Array,
+    Host,
+    Method,
+    Place,
+    all_methods,
+    floor,
+    open_source,
+    torch_topk,
+    wanted,
+)
 
 
 class Case(NamedTuple):

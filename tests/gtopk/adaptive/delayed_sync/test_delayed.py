@@ -15,7 +15,7 @@ import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 from gtopk.adaptive.delayed_sync.rounds import AgreedSettings, Ready, Reduced, Rounds
-from gtopk.adaptive.local_training.round_exchange import RoundExchange
+from gtopk.adaptive.local_training.replica import RoundExchange
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run

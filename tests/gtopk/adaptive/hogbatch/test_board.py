@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.board import Board
+from gtopk.adaptive.hogbatch.ledger import Board
 
 
 def open_board(transport: LocalTransport) -> Board:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.board import CLASSES, Board
+from gtopk.adaptive.hogbatch.ledger import CLASSES, Board
 from gtopk.adaptive.hogbatch.sizes import ClassSizes, Sizer, Thresholds
 
 DEFAULT = Thresholds(1, 64)

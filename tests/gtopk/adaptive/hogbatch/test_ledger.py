@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from collectives import PeerError, PeerTimeoutError
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.adaptive.hogbatch.board import Board
-from gtopk.adaptive.hogbatch.ledger import Ledger, pause_seconds
+from gtopk.adaptive.hogbatch.ledger import Board, Ledger, pause_seconds
 
 LENGTH = 103
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gtopk.adaptive.hogbatch.writer import lock_pages
+from gtopk.adaptive.hogbatch.shared_model import lock_pages
 
 CUDA = torch.device("cuda")
 

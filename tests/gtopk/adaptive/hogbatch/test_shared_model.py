@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from gtopk.adaptive.hogbatch.shared_model import (
+    DeviceCopy,
     Layout,
     SharedModel,
     layout_of,
     require_shareable,
     states_of,
 )
-from gtopk.adaptive.hogbatch.writer import DeviceCopy
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

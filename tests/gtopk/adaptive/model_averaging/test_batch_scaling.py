@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.model_averaging.options import RULES, multiplicative, published
-from gtopk.adaptive.partitioning.shares import Limits
+from gtopk.adaptive.partitioning.cuts import Limits
 
 MOST = 1024
 counts = st.integers(2, 6).flatmap(

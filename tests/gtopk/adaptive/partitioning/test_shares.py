@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.shares import Limits, clamp, divide, whole
+from gtopk.adaptive.partitioning.cuts import Limits, clamp, divide, whole
 
 
 @st.composite

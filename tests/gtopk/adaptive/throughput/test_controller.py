@@ -13,10 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.shares import Limits, whole
+from gtopk.adaptive.partitioning.cuts import Limits, whole
 from gtopk.adaptive.throughput.controller import Controller, Window
-from gtopk.adaptive.throughput.policies import Measured, equal_finish, spread_of
-from gtopk.adaptive.throughput.speed import Cost
+from gtopk.adaptive.throughput.policies import Cost, Measured, equal_finish, spread_of
 
 TOTAL = 256
 Costs = Callable[[int], Sequence[Cost]]  # by step

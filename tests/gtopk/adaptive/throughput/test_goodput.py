@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
-from gtopk.adaptive.partitioning.shares import Limits
+from gtopk.adaptive.partitioning.cuts import Limits
 from gtopk.adaptive.throughput.policies import (
     LEAST_GAIN,
     MOST_CHANGE,
+    Cost,
     Seen,
     best_total,
     efficiency,
     goodput,
     next_total,
 )
-from gtopk.adaptive.throughput.speed import Cost
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,

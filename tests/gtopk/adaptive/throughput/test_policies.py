@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.shares import Limits
-from gtopk.adaptive.throughput.policies import POLICIES, Measured, equal_finish, spread_of
-from gtopk.adaptive.throughput.speed import Cost
+from gtopk.adaptive.partitioning.cuts import Limits
+from gtopk.adaptive.throughput.policies import POLICIES, Cost, Measured, equal_finish, spread_of
 
 
 def measured(sizes: list[int], costs: list[Cost]) -> Measured:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives.transports import LocalTransport
+from gtopk.cli.bench.harness import SHAPES, resnet18, resnet20, shapes
 from gtopk.cli.bench.optimizer import PLAIN, main, measure, table, usual, ways
-from gtopk.cli.bench.workloads import SHAPES, resnet18, resnet20, shapes
 from gtopk.runtime.world import world
 
 

@@ -16,12 +16,18 @@ import torch
 
 from collectives import SELECTORS, SparseVector, select
 from collectives.kernels import device, why_not_compiled
-from gtopk.cli.bench.selection import command, gpu
+from gtopk.cli.bench.selection import command, measure
 from gtopk.cli.bench.selection import measure as rescans
 from gtopk.cli.bench.selection.command import SOURCES, cases, main
-from gtopk.cli.bench.selection.gradients import Training, open_source
 from gtopk.cli.bench.selection.measure import Answer
-from gtopk.cli.bench.selection.methods import COPY, FLOOR, TORCH_SELECTORS, all_methods
+from gtopk.cli.bench.selection.methods import (
+    COPY,
+    FLOOR,
+    TORCH_SELECTORS,
+    Training,
+    all_methods,
+    open_source,
+)
 from tests.collectives import fake_cuda
 from tests.collectives.kernels.device import machine_on_host
 
@@ -131,12 +137,12 @@ def test_a_gpu_out_of_reach_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "cupy", absent)
-    assert "cupy-cuda12x" in gpu.why_no_gpu()
+    assert "cupy-cuda12x" in measure.why_no_gpu()
 
 
-def model_of_a_gpu() -> gpu.Gpu:
+def model_of_a_gpu() -> measure.Gpu:
     """All but the events and the stream of a GPU: tensors, and arrays of the same memory."""
-    return gpu.Gpu(torch.device("cpu"), "a model", nullcontext, lambda work: (1e-3, work()))
+    return measure.Gpu(torch.device("cpu"), "a model", nullcontext, lambda work: (1e-3, work()))
 
 
 def test_a_gpu_has_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +155,8 @@ def test_a_gpu_has_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main([*words, "--json", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
     on_gpu = [record for record in records if record["device"] == "a model"]
-    assert [record["method"] for record in on_gpu] == list(gpu.MAKERS) * 4
-    assert {"gtopk-cuda", "torch.topk", *SELECTORS, COPY, FLOOR} == set(gpu.MAKERS)
+    assert [record["method"] for record in on_gpu] == list(measure.MAKERS) * 4
+    assert {"gtopk-cuda", "torch.topk", *SELECTORS, COPY, FLOOR} == set(measure.MAKERS)
     assert {tuple(record) for record in on_gpu} == {tuple(record) for record in records}
     assert {(record["n"], record["clock"]) for record in on_gpu} == {
         (40_000, "gpu"),
@@ -196,7 +202,7 @@ def test_ours_accumulates_selects_and_clears_on_arrays_of_a_gpu(
     arrays = import_module("cupy")
     total, k = np.zeros(20_000, np.float32), 40
     residual, gradient = arrays.asarray(total), arrays.asarray(total)
-    work = gpu.on_arrays(residual, gradient, k)
+    work = measure.on_arrays(residual, gradient, k)
     for _ in range(3):
         fresh = random.standard_normal(total.size).astype(np.float32)
         gradient.set(fresh)
@@ -210,13 +216,13 @@ def test_ours_accumulates_selects_and_clears_on_arrays_of_a_gpu(
 
 @pytest.mark.gpu
 def test_a_real_gpu_has_records_and_rows_of_its_kernels(tmp_path: Path) -> None:
-    if reason := gpu.why_no_gpu():
+    if reason := measure.why_no_gpu():
         pytest.skip(reason)
     path = tmp_path / "selection.json"
     assert main([*SMALL, "--data", "gaussian", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     on_gpu = [record for record in written["records"] if record["clock"] == "gpu"]
-    assert [record["method"] for record in on_gpu] == list(gpu.MAKERS)
+    assert [record["method"] for record in on_gpu] == list(measure.MAKERS)
     assert {record["device"] for record in on_gpu} == {torch.cuda.get_device_name()}
     for record in on_gpu:
         check_exactness(record)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.cli.bench import workloads as compute
-from gtopk.cli.bench.workloads import real
+from gtopk.cli.bench import harness as compute
+from gtopk.cli.bench.harness import real
 from mpi_scripts.scaling.models import PUBLISHED, emulated
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gtopk.cli.charts.svg import LEFT, RIGHT, horizontal, vertical
+from gtopk.cli.charts import LEFT, RIGHT, horizontal, vertical
 
 
 def test_axes_run_from_edge_to_edge() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.cli.demo.record import METHODS, Machine, Record
+from gtopk.cli.demo.verdicts import METHODS, Machine, Record
 
 LABELS = ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes")
 LINK = "100 Mbit/s"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_density
-from gtopk.cli.demo.record import METHODS, OVER_LINK
+from gtopk.cli.demo.verdicts import METHODS, OVER_LINK
 from gtopk.cli.main import main
 from tests.started import STARTED_PATH
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli.demo.page import page, write_page
-from gtopk.cli.demo.record import Record
-from gtopk.cli.demo.verdicts import spread
+from gtopk.cli.demo.verdicts import Record, spread
 from gtopk.units import bytes_text
 
 VOID = {"meta", "link"}

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
-from gtopk.cli.charts.svg import LEFT, RIGHT
+from gtopk.cli.charts import LEFT, RIGHT
 from gtopk.cli.demo.plots import (
     accuracy_over_bytes,
     accuracy_over_epochs,
@@ -18,7 +18,7 @@ from gtopk.cli.demo.plots import (
     sent_and_accuracy,
     step_time_by_part,
 )
-from gtopk.cli.demo.record import LATENCY_SECONDS, Record, modelled_step_seconds, pays_below
+from gtopk.cli.demo.verdicts import LATENCY_SECONDS, Record, modelled_step_seconds, pays_below
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,13 @@ import statistics
 
 import pytest
 
-from gtopk.cli.demo.record import Record
-from gtopk.cli.demo.verdicts import accuracy_verdict, bytes_verdict, model_verdict, time_verdict
+from gtopk.cli.demo.verdicts import (
+    Record,
+    accuracy_verdict,
+    bytes_verdict,
+    model_verdict,
+    time_verdict,
+)
 
 
 @pytest.mark.parametrize(

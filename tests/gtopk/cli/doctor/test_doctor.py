@@ -14,9 +14,9 @@ import pytest
 
 from collectives.cores import usable_cores
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.cli import doctor
-from gtopk.cli.doctor import Finding, State, basics, gpu, mpi, ranks
+from gtopk.cli.doctor import Finding, State, basics, ranks
 from gtopk.cli.doctor.basics import gist
 from gtopk.cli.doctor.isolation import PROBES, look
 from gtopk.cli.doctor.network import describe
@@ -37,7 +37,7 @@ def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
     """Run the doctor in a process of its own; path: a folder whose packages come first."""
     folders = [str(path), STARTED_PATH] if path else [STARTED_PATH]
     return subprocess.run(
-        [sys.executable, "-m", "gtopk.cli.doctor", *arguments],
+        [sys.executable, "-m", "gtopk", "doctor", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
@@ -201,8 +201,8 @@ def test_a_package_that_never_returns_costs_one_finding(
 
 
 def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "cupy_packages", lambda: ["cupy", "cupy-cuda12x"])
-    finding = gpu.look_at_cupy()
+    monkeypatch.setattr(basics, "cupy_packages", lambda: ["cupy", "cupy-cuda12x"])
+    finding = basics.look_at_cupy()
     assert finding.state is State.FAIL
     assert finding.detail == "cupy and cupy-cuda12x overwrite each other"
     assert finding.advice.startswith("pip uninstall -y cupy cupy-cuda12x && pip install cupy-cuda")
@@ -238,15 +238,15 @@ def test_the_gist_of_an_output_is_one_line(output: str, says: str) -> None:
 def test_mpirun_has_to_fit_the_library(
     mpirun: tuple[str, str], library: tuple[str, str], state: State, advice: str
 ) -> None:
-    finding = mpi.judge("it", mpirun, library)
+    finding = basics.judge("it", mpirun, library)
     assert (finding.state, finding.advice) == (state, advice)
 
 
 def test_launchers_that_contradict_each_other_are_named() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     agreeing = {"RANK": "1", "WORLD_SIZE": "4"}
-    assert mpi.look_at_launcher(environ | agreeing).state is State.OK
-    finding = mpi.look_at_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
+    assert basics.look_at_launcher(environ | agreeing).state is State.OK
+    finding = basics.look_at_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
     assert finding.state is State.WARN
     assert "rank 1 of 4" in finding.detail
     assert "torchrun says rank 1 of 8" in finding.detail
@@ -266,10 +266,10 @@ def test_how_mpi_carries_messages_of_gpus_is_told(
 ) -> None:
     mpi4py = pytest.importorskip("mpi4py")
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
-    monkeypatch.setattr(mpi, "installed", lambda package: True)
+    monkeypatch.setattr(basics, "installed", lambda package: True)
     monkeypatch.setattr("collectives.transports.gpu.has_gpu", lambda: has_gpu)
     monkeypatch.setattr("collectives.transports.cuda_aware.why_staged", lambda: reason)
-    finding = mpi.look_at_mpi_and_cuda()
+    finding = basics.look_at_mpi_and_cuda()
     assert finding.state is state
     assert finding.detail.startswith(says)
 
@@ -391,8 +391,8 @@ def test_a_clone_that_hides_the_installed_package_is_named(
 
 
 def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi, "installed", lambda package: package != "mpi4py")
-    finding = mpi.look_at_mpi4py()
+    monkeypatch.setattr(basics, "installed", lambda package: package != "mpi4py")
+    finding = basics.look_at_mpi4py()
     assert finding.state is State.MISSING
     assert finding.detail == "mpirun needs it, torchrun does not"
 
@@ -470,7 +470,7 @@ def test_a_job_prints_one_report_that_says_its_size(
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
     monkeypatch.setenv("PYTHONPATH", STARTED_PATH)
     lines: list[str] = []
-    program = [sys.executable, "-m", "gtopk.cli.doctor"]
+    program = [sys.executable, "-m", "gtopk", "doctor"]
     code = run(size, program, on_line=lines.append, timeout_seconds=PLENTY_SECONDS)
     report = "\n".join(lines)
     assert code == 0, report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gtopk.cli.doctor.basics import State
-from gtopk.cli.doctor.ports import judge_interface, look_at_interface
+from gtopk.cli.doctor.isolation import judge_interface, look_at_interface
 from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
 
 ROUTE = "default route"

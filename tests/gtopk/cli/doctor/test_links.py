@@ -103,7 +103,7 @@ def test_a_pair_that_is_slow_for_its_kind_is_named():
 def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STARTED_PATH)
     lines: list[str] = []
-    program = [sys.executable, "-m", "gtopk.cli.doctor", "--ranks"]
+    program = [sys.executable, "-m", "gtopk", "doctor", "--ranks"]
     code = run(3, program, on_line=lines.append, timeout_seconds=100)
     report = "\n".join(lines)
     assert code == 0, report

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from gtopk.cli.doctor import ports
+from gtopk.cli.doctor import isolation
 from gtopk.cli.doctor.basics import State
-from gtopk.cli.doctor.ports import judge_ports, look_at_ports
+from gtopk.cli.doctor.isolation import judge_ports, look_at_ports
 from gtopk.runtime.liveness.address import Choice
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
@@ -25,7 +25,7 @@ BY_ROUTE = Choice(PUBLIC, "default route")
 
 
 def look(choice: Choice, own: list[tuple[str, str]], **environ: str) -> tuple[State, str, str]:
-    finding = judge_ports(ports.ports(choice, own, environ), own)
+    finding = judge_ports(isolation.ports(choice, own, environ), own)
     assert finding.name == "ports"
     return finding.state, finding.detail, finding.advice
 
@@ -97,7 +97,7 @@ def test_metrics_are_looked_at_where_they_are_asked_for(asked: str, reached: str
 def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
     monkeypatch, name: str, stands_for: str, reached: bool
 ) -> None:
-    monkeypatch.setattr(ports, "_resolved", {name: stands_for}.get)
+    monkeypatch.setattr(isolation, "_resolved", {name: stands_for}.get)
     private = Choice("10.8.0.2", "GTOPK_INTERFACE")
     meeting = {"MASTER_ADDR": name, "MASTER_PORT": "29500"}
     state, detail, advice = look(private, WITH_VPN, **meeting)
@@ -109,17 +109,17 @@ def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
 
 
 def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
-    monkeypatch.setattr(ports, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
-    monkeypatch.setattr(ports, "choose", lambda one_host: BY_ROUTE)
+    monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
+    monkeypatch.setattr(isolation, "choose", lambda one_host: BY_ROUTE)
     monkeypatch.delenv("GTOPK_HEARTBEAT_TIMEOUT", raising=False)
     assert look_at_ports().state is State.WARN
-    monkeypatch.setattr(ports, "interfaces", lambda: dict([LOOPBACK, ("eth0", "10.0.0.5")]))
-    monkeypatch.setattr(ports, "choose", lambda one_host: Choice("10.0.0.5", "default route"))
+    monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", "10.0.0.5")]))
+    monkeypatch.setattr(isolation, "choose", lambda one_host: Choice("10.0.0.5", "default route"))
     assert look_at_ports().state is State.OK
 
 
 def test_addresses_of_ipv6_are_known_by_their_interface() -> None:
-    own = ports.own_addresses()
+    own = isolation.own_addresses()
     assert ("lo", "127.0.0.1") in own
-    if socket.has_ipv6 and ports._IPV6.exists() and "lo" in ports._IPV6.read_text():
+    if socket.has_ipv6 and isolation._IPV6.exists() and "lo" in isolation._IPV6.read_text():
         assert ("lo", "::1") in own

@@ -11,13 +11,12 @@ import pytest
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
 from gtopk.cli.report.page import page
-from gtopk.cli.report.series import BINS, Point, axes, binned, logged, parts_over_time
-from gtopk.cli.report.words import happenings
+from gtopk.cli.report.series import BINS, Point, axes, binned, happenings, logged, parts_over_time
 from gtopk.cli.top import status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.recorder import Recorder
-from gtopk.telemetry.start import LineFile
+from gtopk.telemetry.run_record import LineFile
 from gtopk.telemetry.step_report import parts
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 

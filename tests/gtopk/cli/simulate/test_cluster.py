@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import Candidate
+from collectives.cost_model import Candidate
 from gtopk.cli.simulate.setting import Cluster, Slowdown
 
 

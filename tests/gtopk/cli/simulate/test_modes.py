@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from gtopk.adaptive.throughput.policies import spread_of
-from gtopk.cli.simulate import delayed, modes, synchronous
+from gtopk.cli.simulate import delayed, modes
 from gtopk.cli.simulate.modes import SIMULATED
-from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown
-from gtopk.cli.simulate.tasks import open_task
+from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown, open_task
 
 TASK = open_task("digits", 0)
 
@@ -35,7 +34,7 @@ def steady(record: Record) -> float:
 )
 def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain: float) -> None:
     at = setting(speeds, 0.1, epochs=7)
-    equal, balanced = (synchronous.simulate(at, mode) for mode in ("equal", "balanced"))
+    equal, balanced = (modes.in_steps(at, mode) for mode in ("equal", "balanced"))
     assert steady(balanced) > gain * steady(equal)
     assert [sum(s) for _, s in balanced.sizes] == [sum(s) for _, s in equal.sizes]
     # The same samples in the same steps: as good a model, up to what top-k keeps back.
@@ -44,7 +43,7 @@ def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain
 
 def test_dense_balanced_training_is_that_of_equal_batches() -> None:
     at = replace(setting([400, 100], 0.1, epochs=3), density=None)
-    equal, balanced = (synchronous.simulate(at, mode) for mode in ("equal", "balanced"))
+    equal, balanced = (modes.in_steps(at, mode) for mode in ("equal", "balanced"))
     assert balanced.sizes[-2][1] != equal.sizes[-2][1]
     assert [a for _, a in balanced.accuracy] == pytest.approx(
         [a for _, a in equal.accuracy], abs=0.003
@@ -53,7 +52,7 @@ def test_dense_balanced_training_is_that_of_equal_batches() -> None:
 
 def test_a_rank_that_slows_fourfold_is_relieved_within_two_windows() -> None:
     at = setting([400, 200, 100, 100], 0.1, epochs=10, slowdowns=[Slowdown(0, 4.0, second=13.0)])
-    record = synchronous.simulate(at, "balanced")
+    record = modes.in_steps(at, "balanced")
     whole = [(second, sizes) for second, sizes in record.sizes if sum(sizes) == 256]
     steps_after = [sizes for second, sizes in whole if second > 13.0]
     settled = steps_after[2 * (5 + 2)]
@@ -78,7 +77,7 @@ def test_goodput_hides_a_long_exchange_behind_larger_batches() -> None:
 
 def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
     at = setting([400, 200, 100, 100], 0.32, epochs=6)
-    balanced, rounds = synchronous.simulate(at, "balanced"), delayed.simulate(at)
+    balanced, rounds = modes.in_steps(at, "balanced"), delayed.simulate(at)
     assert steady(rounds) > 1.3 * steady(balanced)
     assert rounds.least_utilisation > 1.3 * min(balanced.busy) / balanced.seconds
 
@@ -107,7 +106,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
     assert record.seconds == pytest.approx(0.2 + 0.5 + 5 * cluster.signal_seconds(), abs=1e-9)
 
 
-@pytest.mark.parametrize("simulate", [modes.simulate, lambda at: synchronous.simulate(at, "equal")])
+@pytest.mark.parametrize("simulate", [modes.join, lambda at: modes.in_steps(at, "equal")])
 def test_an_exchange_beside_the_computation_is_not_waited_for(
     simulate: Callable[[Setting], Record],
 ) -> None:
@@ -124,16 +123,16 @@ def test_a_simulation_repeats_to_the_bit() -> None:
     at = setting([200, 100], 0.05, epochs=2)
     for simulate in (
         delayed.simulate,
-        modes.simulate,
+        modes.join,
         SIMULATED["local-sgd"],
         SIMULATED["adaptive-sgd-gtopk"],
-        lambda s: synchronous.simulate(s, "balanced"),
+        lambda s: modes.in_steps(s, "balanced"),
     ):
         assert simulate(at) == simulate(at)
 
 
 def test_ranks_that_are_done_with_their_shard_take_part_with_nothing() -> None:
-    record = modes.simulate(setting([300, 100], 0.0, epochs=2))
+    record = modes.join(setting([300, 100], 0.0, epochs=2))
     epoch = [sizes for _, sizes in record.sizes[: record.steps // 2]]
     shares = [sum(sizes) for sizes in zip(*epoch, strict=True)]
     assert sum(shares) == len(TASK.y)

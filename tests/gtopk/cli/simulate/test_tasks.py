@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gtopk.cli.simulate.tasks import open_task
+from gtopk.cli.simulate.setting import open_task
 
 
 def test_the_residual_network_is_a_whole_one_and_evaluation_leaves_it_as_it_was() -> None:

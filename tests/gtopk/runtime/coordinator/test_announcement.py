@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from collectives.errors import MessageError
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.runtime.coordinator.announcement import Announcement, Intention, cycle_bytes, exchange
 from gtopk.runtime.coordinator.fusion import Layout
+from gtopk.runtime.coordinator.operation import Announcement, Intention, cycle_bytes, exchange
 
 all_flags = st.integers(-(1 << 63), (1 << 63) - 1)
 layouts = st.builds(

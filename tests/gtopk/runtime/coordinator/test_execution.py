@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.announcement import Intention
 from gtopk.runtime.coordinator.execution import steps_of
 from gtopk.runtime.coordinator.fusion import Layout
+from gtopk.runtime.coordinator.operation import Intention
 from gtopk.runtime.coordinator.readiness_table import Ready
 
 

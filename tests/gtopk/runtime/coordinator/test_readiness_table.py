@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.announcement import Announcement, Intention, ReadyName
+from gtopk.runtime.coordinator.operation import Announcement, Intention, ReadyName
 from gtopk.runtime.coordinator.readiness_table import ReadinessTable
 
 PLAIN = Intention(("x",), None, ())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gtopk.runtime.coordinator.settings import Settings, settings_from
+from gtopk.runtime.coordinator.execution import Settings, settings_from
 
 
 def test_without_a_word_the_settings_are_horovods():

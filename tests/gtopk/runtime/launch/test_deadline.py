@@ -41,7 +41,7 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     (tmp_path / "rank.py").write_text(
         "import ctypes, math, os\n"
         "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.launched import launcher\n"
+        "from gtopk.runtime.launch.job import launcher\n"
         "from gtopk.runtime.launch.watchdog import Lookout\n"
         "with deadline(Lookout(math.inf, '', launcher(), 'torchrun is gone')):\n"
         "    print(os.getpid(), flush=True)\n"
@@ -94,8 +94,8 @@ sys.exit(code % 256)
 WAITS = """
 import math, time
 from gtopk.runtime.world.joining import deadline
-from gtopk.runtime.launch.launched import Launched
-from gtopk.runtime.launch.launched import ranks_here
+from gtopk.runtime.launch.job import Launched
+from gtopk.runtime.launch.job import ranks_here
 from gtopk.runtime.launch.watchdog import Lookout, Roll
 
 variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"

@@ -13,8 +13,8 @@ from urllib.error import HTTPError
 import pytest
 
 from collectives import PeerTimeoutError
-from gtopk.runtime.launch import meeting
-from gtopk.runtime.launch.meeting import (
+from gtopk.runtime.world import joining
+from gtopk.runtime.world.joining import (
     Address,
     HorovodrunServer,
     first_node,
@@ -113,7 +113,7 @@ def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
     "first", [None, b"", b"no HTTP\r\n\r\n", b"HTTP/1.0 503 Service Unavailable\r\n\r\n"]
 )
 def test_a_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
-    monkeypatch.setattr(meeting, "_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(joining, "_REQUEST_SECONDS", 0.5)
     with answering(first, ANSWER) as server:
         assert server.ask(1, 60) == Address("10.0.0.1", 4711)
     with answering(first, ANSWER) as server:

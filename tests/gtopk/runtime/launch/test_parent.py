@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from gtopk.runtime.launch import launched as parent
-from gtopk.runtime.launch.launched import Launched, agent, is_gone, launcher
+from gtopk.runtime.launch import job as parent
+from gtopk.runtime.launch.job import Launched, agent, is_gone, launcher
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}

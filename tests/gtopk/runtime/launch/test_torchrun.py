@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.run import parse_args
 
-from gtopk.runtime.launch.launched import torchrun_command
+from gtopk.runtime.launch.job import torchrun_command
 
 
 def test_the_command_runs_the_program_on_so_many_ranks() -> None:

@@ -12,15 +12,15 @@ import pytest
 
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.launch import LaunchError
-from gtopk.runtime.runner import RankError, collect
+from gtopk.runtime.runner import RankError, call
+from gtopk.runtime.runner.call import of_error, of_result
 from gtopk.runtime.runner.call_server import CallServer
-from gtopk.runtime.runner.collect import of_error, of_result
 
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_CAUSE_SECONDS", "_DRAIN_SECONDS", "_END_SECONDS", "_LEAVE_SECONDS"):
-        monkeypatch.setattr(collect, name, 0.05)
+        monkeypatch.setattr(call, name, 0.05)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def outcome(
     server = CallServer(ranks, [])
     server.close()
     server.came, server.left, server.reports = set(came or range(ranks)), [*reports, *left], reports
-    return collect.collect(server, launcher, ranks, start_seconds, allow_pickle=False)
+    return call.collect(server, launcher, ranks, start_seconds, allow_pickle=False)
 
 
 def raised(error: BaseException) -> bytes:

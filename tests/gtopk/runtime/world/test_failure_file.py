@@ -19,7 +19,7 @@ from collectives.transports.departure import DepartureNotice
 from gtopk import settings
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.liveness.heartbeat import Lost
-from gtopk.runtime.world import failure_file, guard, world
+from gtopk.runtime.world import guard, world
 from gtopk.runtime.world.guard import Guard
 
 KEYS = {"rank", "size", "host", "pid", "time", "gtopk", "step", "operation", "error", "text"}
@@ -27,9 +27,7 @@ KEYS |= {"lost", "traceback"}
 
 
 def write(folder, error, lost=(), operation="", how="failed"):
-    failure_file.write(
-        str(folder), 1, 2, step=7, operation=operation, how=how, error=error, lost=lost
-    )
+    guard.write(str(folder), 1, 2, step=7, operation=operation, how=how, error=error, lost=lost)
 
 
 class Ending(SystemExit):
@@ -79,9 +77,9 @@ def read(folder, rank=1):
 
 
 def test_it_is_in_the_folder_that_is_named_else_beside_the_record_else_nowhere():
-    assert failure_file.folder_from({}) == ""
-    assert failure_file.folder_from({"GTOPK_RUN": "run"}) == "run"
-    assert failure_file.folder_from({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}) == "own"
+    assert guard.folder_from({}) == ""
+    assert guard.folder_from({"GTOPK_RUN": "run"}) == "run"
+    assert guard.folder_from({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}) == "own"
 
 
 def test_a_ranks_own_exception_is_there_with_its_traceback(tmp_path):
@@ -121,16 +119,16 @@ def test_those_of_an_earlier_run_are_removed_and_nothing_else(tmp_path):
     for name in [*names, "rank-00002.jsonl", "failure_ranks.json", "my_failure_rank2.json"]:
         (tmp_path / name).touch()
     # Each rank those that the run lacks, too: the folder may be its host's own.
-    failure_file.remove_earlier(str(tmp_path), 1, 2)
+    guard.remove_earlier(str(tmp_path), 1, 2)
     stays = ["failure_ranks.json", "my_failure_rank2.json", "rank-00002.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failure_rank0.json", *stays]
-    failure_file.remove_earlier(str(tmp_path), 0, 2)
+    guard.remove_earlier(str(tmp_path), 0, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == stays
 
 
 @pytest.mark.parametrize("folder", ["", "/proc/no/such", "/dev/null"])
 def test_where_nothing_can_be_removed_or_written_that_is_no_further_error(folder):
-    failure_file.remove_earlier(folder, 0, 2)
+    guard.remove_earlier(folder, 0, 2)
     if folder:
         write(folder, ValueError("boom"))
 
@@ -257,7 +255,7 @@ def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
             over.wait(30)
         raise MemoryError
 
-    monkeypatch.setattr(failure_file, "write", write)
+    monkeypatch.setattr(guard, "write", write)
     begun = time.monotonic()
     with pytest.raises(Ending):
         end(lost(member(), str(tmp_path)))

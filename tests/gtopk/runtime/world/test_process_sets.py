@@ -9,8 +9,8 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk.runtime.coordinator.members import Members
 from gtopk.runtime.world import world
+from gtopk.runtime.world.state import Members
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
-from gtopk.runtime.coordinator import on_gpu
-from gtopk.runtime.coordinator.on_gpu import ON_GPU, ON_HOST, Finish, all_on_gpu
+from gtopk.runtime.coordinator import fusion
+from gtopk.runtime.coordinator.fusion import ON_GPU, ON_HOST, Finish, all_on_gpu
 from gtopk.runtime.world import state as gpu_messages
 from gtopk.runtime.world import world
 from gtopk.runtime.world.state import over_gpus
@@ -246,7 +246,7 @@ def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch)
     waited: list[object] = []
     here = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    monkeypatch.setattr(on_gpu, "moment", lambda device: "the end")
+    monkeypatch.setattr(fusion, "moment", lambda device: "the end")
     recorded: list[object] = []
     result = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
     finish = Finish()

@@ -10,7 +10,7 @@ import pytest
 
 from collectives import ALGORITHMS
 from collectives.cost import Link, dense_bytes
-from collectives.planning import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
+from collectives.cost_model import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
 from collectives.transports import Transport, local_world, run_ranks
 from collectives.vector import SparseVector
 from collectives.wire.indices import INDEX_CODES

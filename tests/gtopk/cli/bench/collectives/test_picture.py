@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gtopk.cli.bench.collectives.cases import Results
-from gtopk.cli.bench.collectives.report import panels, picture
+from gtopk.cli.bench.collectives.command import panels, picture
 
 
 def test_it_is_well_formed_and_the_same_every_time(results: Results) -> None:

@@ -1,0 +1,32 @@
+"""Will it pay? What every algorithm is expected to take here, and which one to use.
+
+calibration = calibrate(transport)                  measured once, the same on every rank
+best, *others = choose(length, calibration, ...)    predicted, what costs least first
+"""
+
+from ..wire import EXACT, Format
+from .cache import calibrate
+from .calibration import Calibration
+from .choice import Budget, Correction, choose
+from .network import DEFAULT_RATES, CodingRate, Network, Rates
+from .prediction import Candidate, Prediction, Traffic, Training, lag_steps, predict
+
+__all__ = [
+    "DEFAULT_RATES",
+    "EXACT",
+    "Budget",
+    "Calibration",
+    "Candidate",
+    "CodingRate",
+    "Correction",
+    "Format",
+    "Network",
+    "Prediction",
+    "Rates",
+    "Traffic",
+    "Training",
+    "calibrate",
+    "choose",
+    "lag_steps",
+    "predict",
+]

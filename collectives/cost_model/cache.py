@@ -1,0 +1,252 @@
+"""The calibration of this run, from its file or measured, the same on every rank.
+
+Cache: a calibration as a small file of JSON, kept for the hosts it was measured on.
+
+    {"facts": what it holds for, "saved": seconds since 1970, "calibration": ...}
+
+A file that is damaged, old or about other facts is as good as none: measuring again takes seconds.
+
+Recheck: whether the links still are what a kept calibration says, by a few short reductions.
+
+Between hosts only: there may be another network by now, another route, another shaper. It takes a
+tenth of a second where the links hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from .. import environment
+from ..cost import Link
+from ..kernels import in_use
+from ..transports.transport import Transport
+from ..wire import EXACT, Format
+from .calibration import Calibration, assumed, measure
+from .network import CodingRate, Network, Rates, ranks_per_core
+from .prediction import Candidate, Prediction, predict
+from .probes import Clock, agree_on_mean
+
+OLDEST_SECONDS: Final = 7 * 86400.0
+
+Facts = Mapping[str, str]
+
+
+def cache_path(facts: Facts) -> Path | None:
+    """Return the file for a calibration that holds for these facts; None without a home folder."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an account of this user id, as in some containers
+        return None
+    digest = hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=8)
+    return Path(base, "gtopk", f"calibration-{digest.hexdigest()}.json")
+
+
+def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
+    """Return what was saved for these facts and ranks; None where nothing is to be trusted."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        age_seconds = time.time() - record["saved"]
+        if record["facts"] != dict(facts) or not 0 <= age_seconds < OLDEST_SECONDS:
+            return None
+        found = calibration_from(record["calibration"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
+        return None
+    except RecursionError:  # brackets in brackets
+        return None
+    return found if found.network.ranks == ranks else None
+
+
+def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
+    """Write the file beside its place, then move it there; tell whether that worked.
+
+    Nothing stays beside it, whatever ends the writing.
+    """
+    if not path.name:  # "." and "/" have none
+        return False
+    record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):  # where it was moved it is not there any more
+            beside.unlink()
+    return True
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    network, rates = calibration.network, calibration.rates
+    return {
+        "origin": calibration.origin,
+        "network": network._asdict(),
+        "rates": {
+            **rates._asdict(),
+            "coding": [[*format, *rate] for format, rate in rates.coding.items()],
+        },
+    }
+
+
+def calibration_from(record: Mapping[str, Any]) -> Calibration:
+    """Return what `as_json` wrote.
+
+    Raises ValueError, TypeError, KeyError, AttributeError or ArithmeticError for anything else.
+    """
+    network, rates = dict(record["network"]), record["rates"]
+    for name in ("between", "within", "allreduce"):
+        if network[name] is not None:
+            network[name] = Link(*map(_seconds, network[name]))
+    if network["agreement_seconds"] is not None:
+        network["agreement_seconds"] = _seconds(network["agreement_seconds"])
+    for name, least in (
+        ("ranks", 1),
+        ("ranks_per_node", 1),
+        ("native_bytes", 0),
+    ):
+        is_none = name.endswith("bytes") and network[name] is None
+        if not is_none and (type(network[name]) is not int or network[name] < least):
+            raise ValueError(
+                f"{name} must be a whole number from {least} on, got {network[name]!r}"
+            )
+    crowding = network["ranks_per_core"]
+    if type(crowding) not in (int, float) or not 1 <= crowding < math.inf:
+        raise ValueError(f"ranks_per_core must be a number from 1 on, got {crowding!r}")
+    link = network["between"]
+    if link is None or (link.burst_bytes and not link.seconds_per_byte):
+        raise ValueError("a network needs a link, and a link with a burst a bandwidth")
+    coding = {
+        Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
+        for indices, values, encode, decode in rates["coding"]
+    }
+    seconds = {name: _seconds(rates[name]) for name in Rates._fields if name != "coding"}
+    return Calibration(
+        Network(**network),
+        Rates(coding=coding, **seconds),
+        str(record["origin"]),
+    )
+
+
+def _seconds(number: Any) -> float:
+    seconds = float(number)
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be finite and not negative, got {number!r}")
+    return seconds
+
+
+WRONG: Final = 2.0  # times what was expected, or one part of it
+NEGLIGIBLE_SECONDS: Final = 5e-3  # hosts that are busy take as much longer now and then
+LONG_SECONDS: Final = 0.02  # of a reduction that tells of the bandwidth
+GOES: Final = 3  # of which the shortest counts
+_MANY: Final = 1 << 22  # values
+
+
+def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
+    """Tell whether reductions take what they should; every rank must call it, and is told alike."""
+    network = calibration.network
+    if network.is_one_node:
+        return True
+
+    def should_take(length: int) -> Prediction:
+        return predict(Candidate("dense"), length, network, calibration.rates)
+
+    def is_right(go: Callable[[], object], expected_seconds: float) -> bool:
+        seconds: list[float] = []
+        while len(seconds) < GOES and sum(seconds) < 2 * LONG_SECONDS:
+            begun = clock()
+            go()
+            seconds.append(agree_on_mean(transport, clock() - begun))
+        off = abs(min(seconds) - expected_seconds)
+        return (
+            off <= NEGLIGIBLE_SECONDS
+            or expected_seconds / WRONG <= min(seconds) <= expected_seconds * WRONG
+        )
+
+    many = should_take(_MANY)
+    each = (many.communicate_seconds - many.latency_seconds) / _MANY
+    # Most of it beyond what a token bucket lets pass at once.
+    past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
+    length = max(LONG_SECONDS / each if each else 0.0, past_burst)
+    array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
+    return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
+        lambda: transport.allreduce(array), should_take(array.size).communicate_seconds
+    )
+
+
+# Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
+# measured, so that what was kept by another meaning is measured anew.
+MODEL: Final = 5
+
+
+def calibrate(
+    transport: Transport,
+    formats: Sequence[Format] = (EXACT,),
+    facts: Mapping[str, str] | None = None,
+    clock: Clock = time.perf_counter,
+) -> Calibration:
+    """Return the calibration; every rank must call it, and all get rank 0's.
+
+    What was kept is looked at first, and measured anew where the links hold it no more.
+    facts: what it depends on besides hosts, transport, kernels and formats: versions.
+    GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
+    case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
+    home folder's .cache; without a home folder nothing is kept.
+    """
+    setting = environment.calibration()  # rank 0's counts
+    word = setting.lower()
+    known = _facts(transport, formats, facts or {})
+    found, path, is_kept = None, None, False
+    if transport.rank == 0 and word == "off":
+        found = assumed(transport.size)
+    elif transport.rank == 0:
+        path = cache_path(known) if word in ("", "fresh") else Path(setting)
+    if path is not None and word != "fresh":
+        found = load(path, known, transport.size)
+        if is_kept := found is not None:
+            found = replace(found, origin=f"{found.origin}, kept in {path}")
+    record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
+    if record is not None:
+        told = calibration_from(record)
+        if not is_kept or still_holds(transport, told, clock):
+            return told
+    calibration = measure(transport, formats, clock)
+    if path is not None:
+        save(path, known, calibration)
+    if is_kept:
+        return replace(calibration, origin=f"{calibration.origin}: what was kept holds no more")
+    return calibration
+
+
+def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
+    """Return what a calibration holds for, in words; every rank must call it."""
+    native_bytes = transport.native_bytes()
+    hosts = transport.gather_object(socket.gethostname())
+    return {
+        "model": str(MODEL),
+        # In rank order: a, a, b, b is another network than a, b, a, b.
+        "hosts": ", ".join(f"{len([*ranks])} x {host}" for host, ranks in groupby(hosts)),
+        "ranks a core": f"{ranks_per_core(transport):.4g}",
+        "transport": transport.name,
+        "library": transport.library(),
+        "kernels": in_use(),
+        "formats": ", ".join("+".join(format) for format in formats),
+        "messages": "checked" if transport.checks_messages else "as they are",
+        # A view of all ranks has another allreduce than they have.
+        "allreduce": "of messages" if native_bytes == sys.maxsize else f"own from {native_bytes} B",
+        **more,
+    }

@@ -1,0 +1,308 @@
+"""Calibration: measure links and rates once, in four seconds or so, and agree on the result.
+
+    phase       who, all at the same time                          seconds at most
+    within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
+                rank 0 <-> the last one, where they are odd        0.2
+    between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
+                that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
+    allreduce   all                                                0.4, and as long again; and to
+                                                                   agree on its time
+    agreement   all                                                9 log2 P latencies, 3 if long
+    crowding    all: who shares cores with whom                    one allgather
+    rates       each for itself                                    0.8
+    calls       all                                                0.8, and 0.5 to rest
+
+Over an emulated link nothing is probed within or between nodes: what it carries is known.
+
+The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
+for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is
+long.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .. import wire
+from ..algorithms.conservation import among, put_together, rounding_error
+from ..cost import Link, dense_bytes, rounds
+from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
+from ..transports.pacing import link_of_messages
+from ..transports.transport import Transport
+from ..wire import EXACT, Format
+from .network import DEFAULT_RATES, CodingRate, Network, Rates, ranks_per_core
+from .per_call_overhead import DENSITY, measure_calls, own_call_seconds, picks
+from .probes import (
+    NOT_MEASURED,
+    SMALLEST_ALLREDUCE_BYTES,
+    Clock,
+    Prepare,
+    agree_on_slowest,
+    follow_swaps,
+    lead_swaps,
+    seconds_per_unit,
+    time_agreement,
+    time_allreduce,
+)
+
+WITHIN_SECONDS: Final = 0.2
+BETWEEN_SECONDS: Final = 0.4
+ALLREDUCE_SECONDS: Final = 0.4
+SELECT_SECONDS: Final = 0.2
+COPY_SECONDS: Final = 0.1
+MERGE_SECONDS: Final = 0.1
+SUM_SECONDS: Final = 0.1
+CODE_SECONDS: Final = 0.2  # all formats together
+
+_SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
+_DENSE: Final = 0.1  # where what each entry takes can be told from what each element does
+_LISTS: Final = 8  # that are added up
+# A link nobody has measured: Gigabit Ethernet.
+ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What every rank takes the network and the machines to be.
+
+    origin: where that comes from, in words.
+    """
+
+    network: Network
+    rates: Rates
+    origin: str
+
+
+def assumed(ranks: int) -> Calibration:
+    """Return what is taken where nothing may be measured."""
+    return Calibration(Network(ranks, ASSUMED_LINK), DEFAULT_RATES, "assumed, not measured")
+
+
+def measure(
+    transport: Transport, formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf_counter
+) -> Calibration:
+    """Return what is measured here and now; every rank must call it, and gets the same."""
+    begun = clock()
+    network, nodes = measure_network(transport, clock)
+    rates = agree_on_rates(transport, measure_rates(formats, clock))
+    rates = measure_calls(transport, network, rates, clock)
+    (took,) = agree_on_slowest(transport, [clock() - begun])
+    where = f"{nodes} host{'s' * (nodes > 1)}"
+    if transport.link is not None:
+        where = f"one host over an {transport.link_text}"
+    ranks = f"{transport.size} rank{'s' * (transport.size > 1)}"
+    return Calibration(network, rates, f"measured on {ranks} of {where} in {took:.1f} s")
+
+
+def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
+    """Return what is the slowest of every rank's; all of them measured the same formats."""
+    names = [name for name in Rates._fields if name != "coding"]
+    coding = [seconds for rate in mine.coding.values() for seconds in rate]
+    numbers = agree_on_slowest(transport, [*(getattr(mine, name) for name in names), *coding])
+    coding = numbers[len(names) :]
+    pairs = zip(coding[::2], coding[1::2], strict=True)
+    return Rates(
+        coding={f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)},
+        **dict(zip(names, numbers, strict=False)),
+    )
+
+
+def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
+    """Return the network, and on how many nodes the ranks are."""
+    node = transport.node()
+    place = node.index(transport.rank)
+    places = transport.gather_object([node[0], len(node)])
+    nodes = sorted({first for first, _ in places})
+    ranks_per_node = max(count for _, count in places)
+    in_order = all(first == rank - rank % ranks_per_node for rank, (first, _) in enumerate(places))
+
+    if transport.size == 1:
+        return Network(1, Link(0.0, 0.0)), 1
+    within: Link | None = None
+    between: Link | None = None
+    if transport.link is not None:  # its ranks are a node each
+        between = link_of_messages(transport.link)
+    else:
+        heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
+        inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
+        across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
+        within, between = (_slowest_link(transport, link) for link in (inside, across))
+    link = between or within
+    assert link is not None  # two ranks are on one node, or two nodes have one each
+    size, messages = transport.size, 2 * rounds(transport.size)
+    allreduce = None
+    smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
+    if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
+        allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
+    native_bytes = transport.native_bytes()
+    agreement_seconds = time_agreement(transport, clock)
+    network = Network(
+        size,
+        link,
+        ranks_per_node,
+        within,
+        allreduce,
+        agreement_seconds,
+        native_bytes if native_bytes < sys.maxsize else None,
+        ranks_per_core(transport),
+    )
+    if not in_order:
+        # Any message may leave its node, and share the link with those of the other ranks there.
+        shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
+        network = network._replace(between=shared, ranks_per_node=1, within=None)
+    return network, len(nodes)
+
+
+def _slowest_link(transport: Transport, mine: Link) -> Link | None:
+    """Return the worst of what was measured; None where nobody had a partner.
+
+    Of a burst the largest: what is in the way of a swap can only hide some of it.
+    """
+    found = Link(*agree_on_slowest(transport, mine))
+    return None if math.isnan(found.latency_seconds) else found
+
+
+def _probe(
+    transport: Transport, ranks: Sequence[int], place: int, budget_seconds: float, clock: Clock
+) -> Link:
+    """Return the worst link between this rank, at `place` in `ranks`, and its partners there.
+
+    NaN where it has none. Every rank of the transport must call it: nobody is probed while others
+    still are in the round before.
+    """
+    found = NOT_MEASURED
+    for partner in _partners(place, len(ranks)):
+        transport.barrier()
+        if partner is not None and place < partner:
+            found = _worse(found, lead_swaps(transport, ranks[partner], budget_seconds, clock))
+        elif partner is not None:
+            found = _worse(found, follow_swaps(transport, ranks[partner], clock))
+    return found
+
+
+def _partners(place: int, count: int) -> tuple[int | None, int | None]:
+    """Return with whom a place of `count` swaps in the first round, and in the second: an odd one.
+
+    0 1 2 3 4    0 <-> 1, 2 <-> 3, then 0 <-> 4
+    """
+    pair, last = place ^ 1, count - 1
+    left_over = count > 1 and count % 2 == 1
+    return (
+        pair if max(place, pair) < count else None,
+        last - place if left_over and place in (0, last) else None,
+    )
+
+
+def _worse(a: Link, b: Link) -> Link:
+    return Link(*(float(number) for number in np.fmax(a, b)))
+
+
+def measure_rates(
+    formats: Sequence[Format] = (EXACT,),
+    clock: Clock = time.perf_counter,
+    stopwatch: Clock = time.thread_time,
+) -> Rates:
+    """Return this process's own rates, in processor time: others' load does not count."""
+    random = np.random.default_rng(0)
+
+    def selection(density: float) -> Prepare:
+        def prepare(size: int) -> Callable[[], object]:
+            residual, noise = (
+                random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size)
+            )
+            # An entry is selected every 1 / density steps: so many gradients make a residual.
+            noise *= np.float32(math.sqrt(density))
+            update = np.zeros(size, np.float32)
+            k = max(1, round(size * density))
+            threshold = accumulate_and_select(residual, noise[:size], k)[1]
+
+            def go() -> None:
+                nonlocal threshold
+                begin = int(random.integers(size))
+                gradient = noise[begin : begin + size]
+                picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
+                residual[picked.indices] = 0
+                update.fill(0)
+                update[picked.indices] = picked.values
+
+            return go
+
+        return prepare
+
+    def copying(size: int) -> Callable[[], object]:
+        gradient, flat = random.random(size, np.float32), np.zeros(size, np.float32)
+
+        def go() -> None:
+            np.copyto(flat, gradient)
+            np.multiply(flat, np.float32(1), out=flat)
+            np.copyto(gradient, flat)
+
+        return go
+
+    def merging(entries: int) -> Callable[[], object]:
+        k = max(1, entries // 2)
+        a, b = picks(k, random), picks(k, random)
+
+        def go() -> None:
+            merged, _ = merge(a, b, k)
+            all_finite(merged.values)
+            contains(merged.indices, a.indices)
+
+        return go
+
+    def summing(entries: int) -> Callable[[], object]:
+        lists = [picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
+        return lambda: sum_by_index(lists)
+
+    def encoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries, random)
+
+            def go() -> None:
+                rounded = wire.encode(vector, vector.entries, format).vector
+                error = rounding_error(vector, rounded, format)
+                among(put_together([error, error]), vector)  # that of this round, and of the last
+
+            return go
+
+        return prepare
+
+    def decoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries, random)
+            message, _ = wire.encode(vector, vector.entries, format)
+            return lambda: wire.decode(message, vector, vector.entries, 0, format)
+
+        return prepare
+
+    def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
+        return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
+
+    most = round(_LARGEST * 16 * DENSITY)  # entries: the k of 64 million elements
+    each = CODE_SECONDS / 2 / len(formats)
+    few, many = (
+        rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (DENSITY, _DENSE)
+    )
+    pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
+    swap_seconds, list_seconds, send_seconds = own_call_seconds(stopwatch, random)
+    return Rates(
+        max(0.0, few - DENSITY * pick_seconds),
+        rate(merging, most, MERGE_SECONDS),
+        {
+            f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
+            for f in formats
+        },
+        swap_seconds,
+        list_seconds,
+        rate(copying, _LARGEST, COPY_SECONDS),
+        rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
+        pick_seconds,
+        send_seconds,
+    )

@@ -1,0 +1,187 @@
+"""Choice: the candidates under a budget, the one to use first; dense is always asked, too.
+
+    budget           what every sparse candidate gets          the first one
+    density          that density                              costs the least (see `lag`)
+    bytes_per_step   the largest density whose bytes fit       updates the most coordinates
+    seconds          the largest density whose exchange fits   updates the most coordinates
+
+What a candidate costs is the time by which it lengthens a step and, in a training that ends, the
+steps that updates of few coordinates add. None that costs more than dense comes before it, where
+dense keeps the budget. Costs that are about the same count as the same, and the candidate that
+updates more coordinates comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from ..wire import Format
+from .calibration import Calibration
+from .network import Network
+from .prediction import (
+    USUAL_WIDENINGS,
+    WITHOUT_END,
+    Candidate,
+    Prediction,
+    Training,
+    most_bytes,
+    predict,
+)
+
+# Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
+SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
+# Entries of the update over those selected, by algorithm; 1 for the others. Twice as many cost
+# gtopk nothing on the wire, where ranks are a power of two.
+WIDENINGS: Final[Mapping[str, Sequence[float]]] = {
+    "gtopk": (1.0, 2.0, 4.0),
+    "oktopk": (1.0, 4.0),
+    "hierarchical": (USUAL_WIDENINGS["hierarchical"],),
+}
+LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
+LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
+SAME: Final = 1.05  # costs apart by less are taken for the same
+
+
+class TooFewBytesError(ValueError):
+    """Not one entry fits the bytes_per_step of a budget; `least_bytes` would do."""
+
+    def __init__(self, least_bytes: float, ranks: int, got: float) -> None:
+        self.least_bytes = least_bytes
+        super().__init__(
+            f"bytes_per_step must be at least {math.ceil(least_bytes)} on {ranks} ranks "
+            f"(one entry), got {got:g}"
+        )
+
+
+class Budget(NamedTuple):
+    """What a step may cost: one of these."""
+
+    density: float | None = None  # share of the elements that a rank selects
+    bytes_per_step: float | None = None  # that any rank sends
+    seconds: float | None = None  # from the end of the selection to that of the exchange
+
+
+class Correction(NamedTuple):
+    """Measured over predicted seconds, by part."""
+
+    select: float = 1.0
+    merge: float = 1.0  # and encode and decode
+    communicate: float = 1.0
+
+
+NO_CORRECTION: Final = Correction()
+
+
+def choose(
+    length: int,
+    calibration: Calibration,
+    budget: Budget,
+    formats: Sequence[Format],
+    corrections: Mapping[str, Correction] | None = None,
+    value_bytes: int = 4,
+    training: Training = WITHOUT_END,
+) -> list[Prediction]:
+    """Return the predictions of the candidates, the one to use first.
+
+    length:      elements of the gradient, of `value_bytes` each.
+    corrections: by algorithm, from measuring it.
+    training:    that this is a part of.
+    Raises TooFewBytesError when not even one entry fits the bytes. A time too short for any
+    exchange is no error: the shortest comes first.
+    """
+
+    def expected(candidate: Candidate) -> Prediction:
+        found = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
+        return found.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
+
+    def most(candidate: Candidate) -> float:
+        return most_bytes(candidate, length, calibration.network, value_bytes)
+
+    def fits(candidate: Candidate) -> bool:
+        if budget.bytes_per_step is not None:
+            return most(candidate) <= budget.bytes_per_step
+        return keeps(expected(candidate), budget)
+
+    dense = expected(Candidate("dense"))
+    of_one = [
+        Candidate(algorithm, 1.0 / length, format, widening)
+        for algorithm in offered(calibration.network)
+        for format in formats
+        for widenings in [WIDENINGS.get(algorithm, (1.0,))]
+        for widening in widenings
+        if widening == widenings[0] or widening < calibration.network.ranks
+    ]
+    found = [
+        expected(replace(candidate, density=density))
+        for candidate in of_one
+        for density in [_density(candidate, length, budget, fits)]
+        if density is not None
+    ]
+    if budget.bytes_per_step is None or keeps(dense, budget):
+        found.append(dense)
+    if budget.bytes_per_step is not None and not found:
+        least = min(map(most, of_one))
+        raise TooFewBytesError(least, calibration.network.ranks, budget.bytes_per_step)
+
+    def cost(each: Prediction) -> float:
+        return training.cost(each.seconds, each.lag_steps)
+
+    least = min(map(cost, found))
+
+    def preference(each: Prediction) -> tuple[bool, bool, float, float]:
+        costly = cost(each) > cost(dense)
+        if budget.density is not None:
+            about_the_least = cost(each) <= SAME * least
+            by = -each.updated if about_the_least else cost(each)
+            return costly, not about_the_least, by, cost(each)
+        kept = keeps(each, budget)
+        return costly, not kept, -each.updated if kept else cost(each), cost(each)
+
+    return sorted(found, key=preference)
+
+
+def offered(network: Network) -> list[str]:
+    """Return the sparse algorithms that do something of their own on a network.
+
+    Between nodes of unlike numbers of ranks "hierarchical" has as many shards as the smallest has
+    ranks, which the model does not know.
+    """
+    nodes, left_over = divmod(network.ranks, network.ranks_per_node)
+    is_hierarchy = network.ranks_per_node > 1 and nodes > 1 and not left_over
+    return [name for name in SPARSE if name != "hierarchical" or is_hierarchy]
+
+
+def keeps(found: Prediction, budget: Budget) -> bool:
+    """Tell whether a candidate keeps the budget; any density is kept by sending everything."""
+    if budget.bytes_per_step is not None:
+        return found.sent.most_bytes <= budget.bytes_per_step
+    if budget.seconds is not None:
+        return found.exchange_seconds <= budget.seconds
+    return True
+
+
+def _density(
+    candidate: Candidate, length: int, budget: Budget, fits: Callable[[Candidate], bool]
+) -> float | None:
+    """Return the density that a budget leaves to a candidate; None where that is none."""
+    if budget.density is not None:
+        return budget.density
+
+    def k_fits(k: int) -> bool:
+        return fits(replace(candidate, density=k / length))
+
+    least = 1
+    if budget.seconds is not None:
+        least = min(length, max(1, round(length * LEAST_DENSITY)))
+    most = max(least, round(length * LARGEST_DENSITY))
+    if not k_fits(least):
+        return least / length if budget.seconds is not None else None
+    if k_fits(most):
+        return most / length
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if k_fits(middle) else (least, middle)
+    return least / length

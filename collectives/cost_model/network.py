@@ -1,0 +1,214 @@
+"""Network: how many ranks there are, where they sit, and what their links are like.
+
+Rates: how fast this machine selects, merges, encodes and decodes.
+
+Crowding: how many ranks share a core, on whatever they take for hosts of their own.
+
+Containers, and hosts that one machine emulates, have names of their own and share its kernel: ranks
+that tell the same boot of a kernel are taken to be on one machine. A container that is told another
+one (systemd-nspawn, LXC) is taken for a machine.
+
+A core is what Linux counts: each hardware thread is one. What a thread loses to its sibling is in
+the rates, which all ranks measure at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..cores import granted_cores
+from ..cost import Link, rounds
+from ..transports.transport import Transport
+from ..wire import WHOLE, Format
+from .schedules import FORMATS
+
+_ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
+
+
+class Network(NamedTuple):
+    """Ranks on nodes; rank r is on node r // ranks_per_node.
+
+    between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
+    allreduce: the link of which an allreduce of this size makes the most, where one was measured;
+               None: the links above, without loss.
+    native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
+                  None: none is.
+    ranks_per_core: that share a core where most do; 1: each has one of its own.
+    agreement_seconds: what it takes until all have heard a word of each, as they must before every
+                       reduction of a training; None: ceil(log2 P) latencies.
+    """
+
+    ranks: int
+    between: Link
+    ranks_per_node: int = 1
+    within: Link | None = None
+    allreduce: Link | None = None
+    agreement_seconds: float | None = None
+    native_bytes: int | None = None
+    ranks_per_core: float = 1.0
+
+    @property
+    def is_one_node(self) -> bool:
+        """Tell whether no message leaves its node."""
+        return self.ranks <= self.ranks_per_node
+
+    @property
+    def farthest(self) -> Link:
+        """Return the link of a rank to those that are farthest away."""
+        return self.link(int(not self.is_one_node))
+
+    @property
+    def expected_agreement_seconds(self) -> float:
+        """Return what was measured, else what is to be expected of the links."""
+        if self.agreement_seconds is not None:
+            return self.agreement_seconds
+        return rounds(self.ranks) * self.farthest.latency_seconds
+
+    def turns(self, ranks: int) -> int:
+        """Return in how many turns so many ranks code that do so at the same time."""
+        return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
+
+    def link(self, leaving: int) -> Link:
+        """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""
+        if leaving == 0 and self.within is not None:
+            return self.within
+        sharing = max(1, leaving)
+        return self.between._replace(seconds_per_byte=self.between.seconds_per_byte * sharing)
+
+    def scaled(self, factor: float) -> Network:
+        """Return the network on which every message takes `factor` times as long."""
+        return self._replace(
+            between=self.between.scaled(factor),
+            within=self.within and self.within.scaled(factor),
+            allreduce=self.allreduce and self.allreduce.scaled(factor),
+            agreement_seconds=self.agreement_seconds and factor * self.agreement_seconds,
+        )
+
+
+class CodingRate(NamedTuple):
+    """Seconds that coding takes for an entry: with its checksum, and what rounding left of it."""
+
+    encode_seconds: float
+    decode_seconds: float
+
+
+class Rates(NamedTuple):
+    """Seconds per element and per entry, of the slowest rank.
+
+    select_seconds: per element of the gradient: accumulate, select, clear the update's vector.
+    merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
+    coding:         per entry, by format; a format that is not there is not offered.
+    swap_seconds:   of each list that is sent and merged with one that comes, whatever their
+                    lengths: what the calls take, where all ranks make them at once.
+    list_seconds:   the same of each list that is decoded besides.
+    send_seconds:   the same of each list that is encoded and sent by itself, one after another.
+    copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
+    sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
+    pick_seconds:   per entry that is selected: into a list, out of the residual, into the update.
+    """
+
+    select_seconds: float
+    merge_seconds: float
+    coding: Mapping[Format, CodingRate]
+    swap_seconds: float = 0.0
+    list_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    sum_seconds: float = 0.0
+    pick_seconds: float = 0.0
+    send_seconds: float = 0.0
+
+    def coding_of(self, format: Format) -> CodingRate | None:
+        """Return what an entry takes in a format; None where it was not measured.
+
+        Where no indices travel, as where they travel raw: that is an upper bound, for what rounding
+        takes is looked for entry by entry there.
+        """
+        return self.coding.get(
+            format._replace(indices="raw") if format.indices == WHOLE else format
+        )
+
+    def without_calls(self) -> Rates:
+        """Return what entries take alone."""
+        return self._replace(swap_seconds=0.0, list_seconds=0.0, send_seconds=0.0)
+
+
+# What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
+_INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}
+_VALUE_SECONDS: Final = {
+    "exact": (0.0, 0.0),
+    "bf16": (1.6e-8, 5e-10),
+    "fp16": (1.6e-8, 5e-10),
+    "int8": (1.7e-8, 1e-9),
+    "int4": (1.8e-8, 1.5e-9),
+    "int3": (1.8e-8, 1.5e-9),
+    "int2": (1.8e-8, 1.5e-9),
+}
+DEFAULT_RATES: Final = Rates(
+    5e-10,
+    1.1e-8,
+    {
+        format: CodingRate(
+            *map(
+                sum, zip(_INDEX_SECONDS[format.indices], _VALUE_SECONDS[format.values], strict=True)
+            )
+        )
+        for format in FORMATS
+    },
+    3e-4,
+    3e-5,
+    3e-10,
+    3e-9,
+    1e-8,
+    6e-5,
+)
+
+
+class Seat(NamedTuple):
+    """Where a rank is: its machine, the cores it may run on, and how many of them are granted.
+
+    quota: to all in the same control group together; infinity: as many as there are.
+    """
+
+    machine: str
+    cores: Sequence[int]
+    quota: float
+    group: str
+
+
+def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
+    """Return that of this process."""
+    try:
+        machine = boot.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    return Seat(machine, cores, *granted_cores())
+
+
+def ranks_per_core(transport: Transport) -> float:
+    """Return how many ranks share a core where most do, at least 1; every rank must call it.
+
+    Of these ranks: a process set does not know who else is on its cores.
+    """
+    return most_per_core([Seat(*each) for each in transport.gather_object(own_seat())])
+
+
+def most_per_core(seats: Sequence[Seat]) -> float:
+    """Return the same of ranks in these seats."""
+    most = 1.0
+    for machine in {seat.machine for seat in seats}:
+        here = [(frozenset(seat.cores), seat) for seat in seats if seat.machine == machine]
+        everywhere = frozenset[int]().union(*(cores for cores, _ in here))
+        for cores in {everywhere, *(cores for cores, _ in here)}:
+            most = max(most, sum(own <= cores for own, _ in here) / len(cores))
+        for grant in {(seat.group, seat.quota) for _, seat in here}:
+            most = max(most, sum((seat.group, seat.quota) == grant for _, seat in here) / grant[1])
+    return most

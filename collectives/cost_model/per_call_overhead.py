@@ -1,0 +1,206 @@
+"""Calls: what a list takes however short it is, by reductions of a few entries.
+
+Where each node has one rank, all of them reduce together, else those of each node, all nodes at the
+same time. Ranks leave a barrier up to a latency apart, which is many times what calls take: who is
+early waits for as long as who is late does not, and the mean of all says what it took. But not
+where some end before the others, as guests and hosts of `gtopk` do; on a circle ranks end as far
+apart as they began:
+
+    4 ranks     swaps with the rank 1 beyond       then 2 beyond
+                0 <-> 1     2 <-> 3                0 <-> 2     1 <-> 3
+    a circle    to the rank 1 ahead                then 2 ahead, as it comes from behind
+                0 -> 1 -> 2 -> 3 -> 4 -> 0         0 -> 2 -> 4 -> 1 -> 3 -> 0
+
+Ok-Topk, whose parts all leave at once, has no circle: of ranks that begin apart it is told too long
+by up to a fifth of a latency in all. It is measured last, among 64 ranks at the most.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, cast
+
+import numpy as np
+
+from .. import wire
+from ..algorithms import ALGORITHMS
+from ..algorithms.conservation import rounding_error
+from ..algorithms.gtopk import reduce
+from ..algorithms.gtopk_options import GtopkOptions
+from ..algorithms.regions import Regions
+from ..transports.endpoint import Endpoint
+from ..transports.local import local_world
+from ..transports.transport import Transport
+from ..vector import Array, SparseVector
+from ..wire import EXACT
+from .network import Network, Rates
+from .prediction import Candidate, predict
+from .probes import REPEATS, Clock, agree_on_mean
+from .schedules import SCHEDULES, Order
+
+CALLS_SECONDS: Final = 0.4
+DENSITY: Final = 0.001
+
+_FEW: Final = 16  # entries
+_OF_REGION: Final = 4  # entries in each region of Ok-Topk
+_MOST: Final = 64  # ranks that Ok-Topk is measured on: each sends to each
+_REST_SECONDS: Final = 0.02
+_GOES: Final = 7  # of which the median counts
+
+
+def picks(k: int, random: np.random.Generator) -> SparseVector:
+    """Return k entries or a few less, as a selection leaves them."""
+    length = round(k / DENSITY)
+    indices = np.unique(random.integers(0, length, k)).astype(np.int32)
+    return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
+
+
+def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
+    """Return a rank's entries, as far from one another as all ranks' are, and even regions of them.
+
+    Those of rank 0 are the largest: every region has as many of the update, and none is balanced.
+    """
+    k, step = _OF_REGION * size, round(1 / DENSITY)
+    indices = step // size * rank + np.arange(0, k * step, step)
+    values = np.random.default_rng(rank).random(k, np.float32) + (2 if rank == 0 else 1)
+    regions = Regions()
+    bounds = [region * _OF_REGION * step for region in range(size + 1)]
+    regions.resume({"cut": [bounds, list(range(size))], "served": 1, "fullest": 1.0})
+    return SparseVector(indices.astype(np.int32), values, k * step), regions
+
+
+def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
+    """Return what a swap of two very short lists takes after a rest, one list more, and a send.
+
+    A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
+    in the caches. Lists that are decoded one after the other do.
+    """
+    here, there = local_world(2)
+    mine = picks(_FEW, random)
+    message = wire.encode(mine, mine.entries, EXACT, extra=GtopkOptions().stamp()).message
+
+    def swap() -> float:
+        there.send(message, 0)()
+        time.sleep(_REST_SECONDS)
+        begun = stopwatch()
+        reduce(mine, mine.entries, here)
+        there.receive(0)
+        return stopwatch() - begun
+
+    def read() -> float:
+        begun = stopwatch()
+        wire.decode(message, mine, mine.entries, 0, EXACT, GtopkOptions().stamp().size)
+        return stopwatch() - begun
+
+    def send() -> float:
+        begun = stopwatch()
+        encoded = wire.encode(mine, mine.entries, EXACT)
+        rounding_error(mine, encoded.vector, EXACT)
+        here.send(encoded.message, 1)()
+        took = stopwatch() - begun
+        there.receive(0)
+        return took
+
+    def least(go: Callable[[], float]) -> float:
+        return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
+
+    return least(swap), least(read), least(send)
+
+
+def measure_calls(
+    transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
+) -> Rates:
+    """Return the rates with what lists take in calls where all ranks make them, after a rest.
+
+    It is the median of a few goes, less what their messages and entries take. Ways take turns, so
+    that what is in the way for a moment does not make most goes of one longer. Every rank must call
+    it, and gets the same. A rank that is alone keeps what it measured of itself.
+    """
+    if transport.size == 1:
+        return rates
+    inside = network.ranks_per_node > 1
+    group = transport.subset(transport.node()) if inside else transport
+    size = network.ranks_per_node if inside else network.ranks
+    is_full = group.size == size  # else of a node with fewer ranks than others
+    circle = _Circle(group)
+    mine = picks(_FEW, np.random.default_rng(transport.rank))
+    format = next(iter(rates.coding))
+    few = group.subset(range(min(size, _MOST))) if is_full and group.rank < _MOST else None
+
+    def go(
+        algorithm: str,
+        picked: SparseVector,
+        among: Transport,
+        within: Transport | None = group,
+        **options: Any,
+    ) -> float:
+        """Return the mean seconds of those `within`, who leave a barrier together."""
+        time.sleep(_REST_SECONDS)
+        if within is None:
+            return agree_on_mean(transport, math.nan)
+        within.barrier()
+        begun = clock()
+        if is_full:
+            ALGORITHMS[algorithm](picked, picked.entries, among, format=format, **options)
+        return agree_on_mean(transport, clock() - begun if is_full else math.nan)
+
+    goes: list[list[float]] = []
+    while len(goes) < _GOES and sum(map(sum, goes)) < CALLS_SECONDS:
+        swap = go("gtopk", mine, cast("Transport", circle))
+        goes.append([swap, go("topk-allgather", mine, group)])
+    swapped, gathered = map(statistics.median, zip(*goes, strict=True))
+    among = min(size, _MOST)
+    even, regions = even_picks(min(group.rank, _MOST - 1), among)
+    split = partial(go, "oktopk", even, few or group, few, regions=regions)
+    split()  # each sends to each: it may open the connections
+    splits: list[float] = []
+    while len(splits) < _GOES and sum(splits) < CALLS_SECONDS:
+        splits.append(split())
+    link, known = network.link(int(not inside)), rates.without_calls()
+    for algorithm, picked, took, ranks, of_each, counted in (
+        ("gtopk", mine, swapped, _paired(size), "swap_seconds", "swaps"),
+        ("topk-allgather", mine, gathered, size, "list_seconds", "others"),
+        ("oktopk", even, statistics.median(splits), among, "send_seconds", "sends"),
+    ):
+        length, k = picked.length, picked.entries
+        candidate = Candidate(algorithm, k / length, format)
+        expected = predict(candidate, length, Network(ranks, link), known).exchange_seconds
+        steps = SCHEDULES[algorithm](Order(length, k, ranks))
+        lists = sum(step.times * getattr(step, counted) for step in steps)
+        known = known._replace(**{of_each: max(0.0, took - expected) / lists})
+    return known
+
+
+def _paired(size: int) -> int:
+    """Return how many of so many ranks `gtopk` pairs."""
+    return 1 << (size.bit_length() - 1)
+
+
+class _Circle(Endpoint):
+    """As many ranks as `gtopk` pairs, where each of a group takes itself for rank 0.
+
+    To send to rank d is to send to the one d places ahead, to receive from it from d places behind.
+    """
+
+    def __init__(self, group: Transport) -> None:
+        self.rank, self.size = 0, _paired(group.size)
+        self.ranks = range(self.size)
+        self._group = group
+
+    @property
+    def begun(self) -> int:
+        return self._group.begun
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        return self._group.send(message, (self._group.rank + to) % self._group.size)
+
+    def receive(self, source: int) -> Array:
+        return self._group.receive((self._group.rank - source) % self._group.size)
+
+    exchange = Transport.exchange
+    exchange_all = Transport.exchange_all
+    _receive_each = Transport._receive_each

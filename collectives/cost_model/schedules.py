@@ -1,0 +1,437 @@
+"""Schedules: the messages of each algorithm, round by round, in entries and bytes.
+
+Every list is taken to be full: k entries picked on every rank, and as many after a merge as there
+are and it may keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and
+table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
+
+    algorithm        rounds                        a rank sends
+    dense            2 log2 P, words after them    2(P-1)/P n values
+    topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
+    gtopk-tree       2 log2 P                      a list up, and one down to every child
+    gtopk            log2 P, 2 to fold, pacing    log2 P lists, the last ones longer with growth
+    oktopk           P-1 at once, + some log2 P    2(P-1)/P k entries
+    hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
+    shards           P-1 at once, + log2 P         2(P-1)/P k values, no indices
+
+Formats: how many bytes the messages of each wire format take, and which formats there are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..algorithms.conservation import alive_bytes
+from ..algorithms.gtopk_options import kept_sizes
+from ..algorithms.pacing import go_aheads
+from ..algorithms.shards import STAMP_BYTES
+from ..cost import rounds
+from ..transports.reductions import LONG_BYTES, travels_whole
+from ..vector import Array, index_dtype
+from ..wire import EXACT, HEADER_BYTES, WHOLE, Format
+from ..wire.indices import INDEX_CODES
+from ..wire.values import VALUE_CODES
+
+FORMATS: Final = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
+
+_BLOCK: Final = 1 << 16
+_LONG: Final = 1 << 7  # numbers that take another byte in blocks are as many times as large
+# What Rice codes take above the entropy of uniform positions: bits an entry, and their padding.
+_ABOVE_ENTROPY_BITS: Final = 0.2
+_RICE_PADDING_BYTES: Final = 24
+# Of equal gaps, their worst: bits an entry above those of a gap, and a width for 64 entries; and of
+# four parts that are padded, after a first gap that is long.
+_ABOVE_GAP_BITS: Final = 2.0 + 8 / 64
+_MOST_RICE_PADDING_BYTES: Final = 40
+
+
+def message_bytes(
+    entries: int, length: int, format: Format = EXACT, value_bytes: int = 4, parts: int = 1
+) -> float:
+    """Return the bytes of a message: exact for raw indices, else expected.
+
+    Expected for positions spread evenly over one of so many parts of the length; those of a real
+    gradient cluster, and take less packed.
+    """
+    if format.indices == WHOLE:
+        indices = 0.0
+    elif format.indices == "raw":
+        indices = float(entries * index_dtype(length).itemsize)
+    elif format.indices == "blocks":
+        blocks = math.ceil(length / parts / _BLOCK)
+        indices = 2.0 * entries + _expected_count_bytes(entries, blocks)
+    else:
+        bits = entropy_bits(entries * parts / length) + _ABOVE_ENTROPY_BITS
+        indices = entries * bits / 8 + _RICE_PADDING_BYTES
+    return _with_values(indices, entries, format, value_bytes)
+
+
+def most_message_bytes(
+    entries: int, length: int, format: Format = EXACT, value_bytes: int = 4, parts: int = 1
+) -> float:
+    """Return what no message exceeds, wherever its entries lie in one of so many parts.
+
+    Nor do several together, of as many entries on average, in parts that are as large on average.
+    Packed this holds where no gap is many times as long as the 64 around it, as clusters' are: they
+    take less, unless they are made to take more.
+    """
+    if format.indices == WHOLE:
+        indices = 0.0
+    elif format.indices == "raw":
+        indices = float(entries * index_dtype(length).itemsize)
+    elif format.indices == "blocks":
+        blocks = length / _BLOCK + 1
+        # A part may begin inside a block, and there are empty ones before it.
+        in_part = blocks if parts == 1 else blocks / parts + 2
+        indices = 2.0 * entries + _most_count_bytes(entries, in_part, blocks)
+    else:
+        bits = math.log2(max(1.0, length / parts / max(1, entries))) + _ABOVE_GAP_BITS
+        indices = entries * bits / 8 + _MOST_RICE_PADDING_BYTES
+    return _with_values(indices, entries, format, value_bytes)
+
+
+def _with_values(index_bytes: float, entries: int, format: Format, value_bytes: int) -> float:
+    code = VALUE_CODES[format.values]
+    element = code.element_bytes(value_bytes)
+    padded = math.ceil(index_bytes / element) * element
+    return HEADER_BYTES + padded + code.size_bytes(entries, value_bytes)
+
+
+def _expected_count_bytes(entries: int, blocks: int) -> float:
+    """Return what says how many entries each block has, where they are spread evenly.
+
+    A count for each block that has some; a mark and a length for each stretch that has none.
+    """
+
+    def empty(those: int) -> float:
+        """Return the chance that so many blocks have no entries."""
+        return max(0.0, 1.0 - those / blocks) ** entries
+
+    def stretches(least: int) -> float:
+        """Return how many of at least so many blocks lie before one that has entries."""
+        return max(0, blocks - least) * (empty(least) - empty(least + 1))
+
+    count_bytes = 1 if entries < _LONG * blocks else 2
+    counts = count_bytes * blocks * (1.0 - empty(1))
+    return counts + 2 * stretches(1) + stretches(_LONG)
+
+
+def _most_count_bytes(entries: int, in_part: float, blocks: float) -> float:
+    """Return the most that it takes: every second block has entries, and some have many."""
+    most = 3.0 * min(entries, in_part / 2)
+    many, longer = float(_LONG), blocks / _LONG
+    while many <= _BLOCK:
+        most += min(in_part, entries / many)
+        many *= _LONG
+    while longer >= 1:
+        most += min(entries, longer)
+        longer /= _LONG
+    return most
+
+
+def entropy_bits(density: float) -> float:
+    """Return the bits that the position of an entry takes at the least: H(density) / density."""
+    if not 0.0 < density < 1.0:
+        return 0.0
+    rest = 1.0 - density
+    return -(density * math.log2(density) + rest * math.log2(rest)) / density
+
+
+# Of Ok-Topk, in lists that are sent by themselves: what a round of the threshold's search takes,
+# and what the gather and all else that is done once do, by the processor time of short lists.
+SEARCH_SENDS: Final = 6
+GATHER_SENDS: Final = 6
+
+
+class Round(NamedTuple):
+    """Messages that ranks send at the same time, and what becomes of the largest of them.
+
+    senders: how many ranks send one.
+    leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
+    lists:   sparse lists in a message, each with a header, of `entries` entries.
+    parts:   of as many of the vector the entries of a list lie in one.
+    exact:   whether their values travel as they are, whatever the format rounds.
+    raw:     whether their indices do, too.
+    plain_bytes: what else is in it: values without indices, bits, sizes.
+    encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
+    summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
+    swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
+    sends:   lists that it encodes and sends by themselves; what else takes calls counts as so many.
+    times:   how many rounds like this one there are.
+    waits:   latencies that they wait for: fewer than there are rounds where messages leave at once;
+             None: one each.
+    fresh:   whether its senders send for the first time, where others have sent before.
+    """
+
+    senders: int
+    leaving: int
+    lists: int = 1
+    entries: int = 0
+    plain_bytes: float = 0.0
+    encoded: int = 0
+    decoded: int = 0
+    merged: int = 0
+    summed: float = 0.0
+    swaps: int = 0
+    others: int = 0
+    sends: int = 0
+    times: int = 1
+    parts: int = 1
+    exact: bool = False
+    raw: bool = False
+    fresh: bool = False
+    waits: int | None = None
+
+    def format(self, asked: Format) -> Format:
+        """Return the format of its lists in a reduction that was asked for this one."""
+        return Format("raw" if self.raw else asked.indices, "exact" if self.exact else asked.values)
+
+
+class Order(NamedTuple):
+    """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks.
+
+    widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
+    uneven:   whether picks lie where the rank that sends the most sends as much as any could.
+    native_bytes: of dense, as in `Network`.
+    """
+
+    length: int
+    k: int
+    ranks: int
+    ranks_per_node: int = 1
+    value_bytes: int = 4
+    widening: float = 1.0
+    uneven: bool = False
+    native_bytes: int = sys.maxsize
+
+    @property
+    def wanted(self) -> int:
+        """Return how many entries the update may have: there are no more than the length."""
+        return min(self.length, round(self.widening * self.k))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
+
+
+def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
+    """Return the most messages that leave one node, for messages from ranks to ranks (int [m])."""
+    nodes = sources // ranks_per_node
+    outside = nodes[nodes != targets // ranks_per_node]
+    return int(np.bincount(outside).max()) if outside.size else 0
+
+
+def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
+    """Return `leaving` where every rank r sends to r + distance mod P."""
+    if ranks <= ranks_per_node:
+        return 0
+    return min(distance, ranks - distance, ranks_per_node)
+
+
+def dense(order: Order) -> Iterator[Round]:
+    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be.
+
+    After each round of long messages one of words: that they have come. Those that answer all
+    pieces but the last take no time of their own. (So it is where `transports.reductions` reduces;
+    a library's own allreduce is taken for one like it, without words.)
+    """
+    ranks, whole_bytes = order.ranks, order.length * order.value_bytes
+    distances = [1 << number for number in range(rounds(ranks))]
+    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+        block_bytes: float = whole_bytes
+    else:
+        block_bytes = whole_bytes / ranks
+        distances = [*reversed(distances), *distances]
+    for distance in distances:
+        # One message leaves a node a round: an allreduce that knows the nodes does with that.
+        outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
+        blocks = min(distance, ranks - distance)
+        each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
+        yield each
+        if each.plain_bytes >= LONG_BYTES and whole_bytes < order.native_bytes:
+            yield each._replace(plain_bytes=0)
+
+
+def topk_allgather(order: Order) -> Iterator[Round]:
+    """Yield the allgather of all lists; they are decoded and added up after the last round."""
+    k, ranks = order.k, order.ranks
+    if ranks > 1:
+        *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
+        yield from gathered
+        everyones = last._replace(decoded=ranks * k, summed=ranks * k * rounds(ranks))
+        yield everyones._replace(swaps=1, others=ranks - 1)
+
+
+def gtopk_tree(order: Order) -> Iterator[Round]:
+    """Yield the merges up to rank 0, then the result down, in reverse."""
+    k, ranks = order.k, order.ranks
+    up = []
+    distance = 1
+    while distance < ranks:
+        sources = np.arange(distance, ranks, 2 * distance)
+        outside = leaving(sources, sources - distance, order.ranks_per_node)
+        step = Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
+        up.append(step._replace(fresh=True))
+        distance *= 2
+    yield from up
+    for step in reversed(up):
+        down = step._replace(plain_bytes=alive_bytes(k), merged=0, swaps=0, others=1, exact=True)
+        yield down._replace(fresh=step is up[-1])
+
+
+def gtopk(order: Order) -> Iterator[Round]:
+    """Yield recursive doubling; ranks beyond the largest power of two are folded in and out."""
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
+    paired = 1 << (ranks.bit_length() - 1)
+    everyone, guests = np.arange(paired), np.arange(paired, ranks)
+    sizes = list_sizes(order)
+    folded = leaving(guests, guests - paired, m)
+    if guests.size:
+        yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
+    for number, size in enumerate(sizes[:-1]):
+        outside = leaving(everyone, everyone ^ (1 << number), m)
+        if words := go_aheads(1 << number, guests.size, k):
+            yield Round(words, min(outside, words), lists=0)
+        both = Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
+        yield both._replace(swaps=1, fresh=number == 0)
+    if guests.size:
+        size = sizes[-1]
+        back = Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
+        yield back._replace(others=1, exact=True)
+
+
+def list_sizes(order: Order) -> list[int]:
+    """Return the entries of gtopk's lists before each round, and at the end.
+
+    As many as may be kept, where there are: a merge of two lists has at most twice as many.
+    """
+    kept = kept_sizes(order.k, order.widening, order.ranks.bit_length() - 1, order.length)
+    return [order.k, *(min(size, order.k << number) for number, size in enumerate(kept, 1))]
+
+
+def oktopk(order: Order) -> Iterator[Round]:
+    """Yield split, threshold and gather, with boundaries that stand and blocks that are even.
+
+    Uneven: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
+    allgather that draws new boundaries.
+    """
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
+    if ranks == 1:
+        return
+    if order.uneven:
+        entry = index_dtype(order.length).itemsize + order.value_bytes
+        yield from _allgather(ranks, m, HEADER_BYTES + 4 * ranks * entry)
+    others = ranks - 1
+    regions = others if order.uneven else ranks
+    part = -(-k // regions)
+    for number, (outside, times) in enumerate(_splits(ranks, m)):
+        split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
+        yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
+    # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
+    undecided = order.wanted if order.uneven else k  # of an owner
+    told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
+    while True:
+        *asked, last = _allgather(ranks, m, told)
+        yield from asked
+        yield last._replace(others=others, sends=SEARCH_SENDS)
+        if undecided <= 64:
+            break
+        undecided = -(-undecided // 32)
+    if order.uneven:
+        yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
+    block = -(-order.wanted // ranks)
+    # A rank sends its own block in every round, and that one may lie all over the vector.
+    parts = max(1, others // rounds(ranks)) if order.uneven else ranks
+    *gathered, last = _allgather(ranks, m, 0, block, parts)
+    yield from gathered
+    decoded = last._replace(decoded=ranks * block, merged=k)
+    decoded = decoded._replace(summed=(k + ranks * block) * rounds(ranks))
+    yield decoded._replace(others=others, sends=GATHER_SENDS)
+
+
+@lru_cache
+def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
+    """Return `leaving` of the shifts by 1..P-1, each with how often it comes."""
+    shifts = (leaving_by_shift(distance, ranks, ranks_per_node) for distance in range(1, ranks))
+    return list(Counter(shifts).items())
+
+
+def hierarchical(order: Order) -> Iterator[Round]:
+    """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back.
+
+    Inside a node lists travel raw and exact. Uneven: a rank's picks all lie in others' shards, or
+    every rank's in its own. Not modelled: oktopk across nodes, and dense sums inside.
+    """
+    m = min(order.ranks_per_node, order.ranks)
+    part = -(-order.k // m)
+    others = m - 1
+    sent, told = (order.k, order.k) if order.uneven else (others * part, part)
+    if others:
+        inside = Round(order.ranks, 0, 1, -(-sent // others), exact=True, raw=True, times=others)
+        inside = inside._replace(waits=1)
+        summed = m * part * rounds(m) / others
+        yield inside._replace(encoded=part, decoded=part, summed=summed, swaps=1)
+    shard = order._replace(
+        length=-(-order.length // m), k=part, ranks=order.nodes, ranks_per_node=1
+    )
+    for step in gtopk(shard):
+        yield step._replace(senders=m * step.senders, leaving=m, parts=m)
+    if others:
+        result = list_sizes(shard)[-1]
+        back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
+        back = back._replace(encoded=result, decoded=result, others=1, times=others)
+        yield back._replace(waits=1)
+
+
+def shards(order: Order) -> Iterator[Round]:
+    """Yield a shard's parts to their owners, and the allgather of what they add up to."""
+    ranks, m = order.ranks, order.ranks_per_node
+    if ranks == 1:
+        return
+    part = -(-order.k // ranks)
+    for number, (outside, times) in enumerate(_splits(ranks, m)):
+        split = Round(ranks, outside, 1, part, STAMP_BYTES, encoded=part, decoded=part, others=1)
+        yield split._replace(sends=1, times=times, waits=int(number == 0))  # leave at once
+    *gathered, last = _allgather(ranks, m, STAMP_BYTES, part)
+    yield from gathered
+    yield last._replace(decoded=(ranks - 1) * part, others=ranks - 1)
+
+
+def _allgather(
+    ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0, parts: int = 1
+) -> Iterator[Round]:
+    """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
+    for number in range(rounds(ranks)):
+        messages = min(1 << number, ranks - (1 << number))
+        yield Round(
+            ranks,
+            leaving_by_shift(1 << number, ranks, ranks_per_node),
+            messages if entries else 0,
+            entries,
+            plain_bytes=8 * (1 + messages) + messages * plain_bytes,
+            encoded=entries if number == 0 else 0,
+            parts=parts,
+        )
+
+
+SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
+    "dense": dense,
+    "topk-allgather": topk_allgather,
+    "gtopk-tree": gtopk_tree,
+    "gtopk": gtopk,
+    "oktopk": oktopk,
+    "hierarchical": hierarchical,
+    "shards": shards,
+}
+
+
+@lru_cache(1024)
+def schedule(algorithm: str, order: Order) -> tuple[Round, ...]:
+    """Return the rounds of an algorithm; who searches for a link or a format asks many times."""
+    return tuple(SCHEDULES[algorithm](order))

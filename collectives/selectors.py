@@ -1,0 +1,156 @@
+"""Approximate selectors by name, to compare the exact one with: (dense, k) -> about k entries.
+
+How many they find is up to the data. `collectives.select` is exact, and takes less time than any of
+them (docs/measured/selection.md).
+
+    fixed_threshold   every entry from a given |value| on, however many (Strom 2015)
+    sampled_dgc       the sampled top-k of Deep Gradient Compression (Lin et al. 2018, section 3.1
+                      and appendix)
+    gaussian_k        the threshold that k entries of a normal distribution exceed (Shi et al.
+                      2019, "Understanding Top-k Sparsification in Distributed Deep Learning",
+                      algorithm 1)
+    mstopk            a binary search for the threshold between mean and maximum (Shi et al. 2021,
+                      "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+                      Clusters", algorithm 1)
+    sidco             SIDCo-E: thresholds of exponential fits, each to what exceeds the one before
+                      (Abdelmoniem et al. 2021, "An Efficient Statistical-based Gradient Compression
+                      Technique for Distributed Training Systems", algorithm 1)
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Final, Protocol
+
+import numpy as np
+
+from .kernels import select
+from .vector import Array, SparseVector, index_dtype
+
+CHUNK = 1 << 17
+
+
+def fixed_threshold(dense: Array, threshold: float) -> SparseVector:
+    """Return the nonzero entries whose |value| is not under the threshold."""
+    return above(dense, np.abs(dense), threshold)
+
+
+def above(dense: Array, magnitudes: Array, threshold: float) -> SparseVector:
+    """Return the nonzero entries whose magnitude, known already, is not under the threshold."""
+    indices = np.flatnonzero((magnitudes >= threshold) & (magnitudes > 0))
+    return SparseVector(indices.astype(index_dtype(dense.size)), dense[indices], dense.size)
+
+
+def count_above(magnitudes: Array, threshold: float) -> int:
+    """Return how many magnitudes are not under the threshold, in chunks that stay in cache."""
+    return sum(
+        int(np.count_nonzero(magnitudes[start : start + CHUNK] >= threshold))
+        for start in range(0, magnitudes.size, CHUNK)
+    )
+
+
+SHARE = 0.01  # of the entries, in the sample
+ROUNDS = 10
+FEWEST = 0.8  # times k; under that the threshold is lowered
+
+
+def sampled_dgc(dense: Array, k: int) -> SparseVector:
+    """Take the threshold from a strided sample, lower it while it finds too few; at most k."""
+    magnitudes = np.abs(dense)
+    stride = max(1, min(round(1 / SHARE), k // 2)) | 1  # odd: rows have even lengths
+    sample = magnitudes[::stride]
+    rank = max(1, round(k * sample.size / dense.size))
+    threshold = float(np.partition(sample, sample.size - rank)[sample.size - rank])
+    for _ in range(ROUNDS):
+        if count_above(magnitudes, threshold) >= FEWEST * k:
+            break
+        threshold *= FEWEST
+    found = above(dense, magnitudes, threshold)
+    if found.entries <= k:
+        return found
+    kept, _ = select(found.values, k)
+    return SparseVector(found.indices[kept.indices], kept.values, dense.size)
+
+
+CORRECTIONS = 3
+
+
+def gaussian_k(dense: Array, k: int) -> SparseVector:
+    """Fit mean and deviation, and correct the threshold a few times by half."""
+    mean, deviation = float(dense.mean(dtype=np.float64)), float(dense.std(dtype=np.float64))
+    if deviation == 0.0 or k == dense.size:
+        return above(dense, np.abs(dense), 0.0)
+    threshold = NormalDist(mean, deviation).inv_cdf(1 - k / dense.size / 2)
+    magnitudes = np.abs(dense)
+    for _ in range(CORRECTIONS):
+        count = count_above(magnitudes, threshold)
+        if count < 2 * k / 3:
+            threshold *= 0.5
+        elif count > 4 * k / 3:
+            threshold *= 1.5
+        else:
+            break
+    return above(dense, magnitudes, threshold)
+
+
+PASSES = 30
+
+
+def mstopk(dense: Array, k: int) -> SparseVector:
+    """Search in PASSES passes; what is missing to k comes from just under the threshold."""
+    magnitudes = np.abs(dense)
+    mean, highest = float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())
+    low, high = 0.0, 1.0
+    too_many, enough = 0.0, highest
+    for _ in range(PASSES):
+        middle = (low + high) / 2
+        threshold = mean + middle * (highest - mean)
+        if count_above(magnitudes, threshold) <= k:
+            high, enough = middle, threshold
+        else:
+            low, too_many = middle, threshold
+    sure = above(dense, magnitudes, enough)
+    if sure.entries >= k:
+        return sure.where(np.arange(sure.entries) < k)
+    nearly = above(dense, magnitudes, too_many)
+    spare = np.flatnonzero(np.abs(nearly.values) < enough)[: k - sure.entries]
+    chosen = np.abs(nearly.values) >= enough
+    chosen[spare] = True
+    return nearly.where(chosen)
+
+
+STAGES = 2
+FIRST = 0.25  # the share that is to pass the first stage
+
+
+def sidco(dense: Array, k: int) -> SparseVector:
+    """Fit the mean of the exceedances in each stage; the stages' shares multiply to k / n."""
+    magnitudes = np.abs(dense)
+    share = k / dense.size
+    first = max(FIRST, share)
+    rest = (share / first) ** (1 / STAGES)
+    threshold = -float(magnitudes.mean(dtype=np.float64)) * math.log(first)
+    exceeding = magnitudes
+    for _ in range(STAGES):
+        exceeding = exceeding[exceeding > threshold]
+        if not exceeding.size:
+            break
+        excess = float(exceeding.mean(dtype=np.float64)) - threshold
+        threshold -= excess * math.log(rest)
+    return above(dense, magnitudes, threshold)
+
+
+class Selector(Protocol):
+    """What every selector is; `dense` is float32 or float64 [n], unchanged."""
+
+    def __call__(self, dense: Array, k: int) -> SparseVector: ...
+
+
+# fixed_threshold asks for a threshold in place of k.
+SELECTORS: Final[dict[str, Selector]] = {
+    "sampled-dgc": sampled_dgc,
+    "gaussian-k": gaussian_k,
+    "mstopk": mstopk,
+    "sidco": sidco,
+}

@@ -1,0 +1,378 @@
+"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream.
+
+All ranks must read the same stream. They compare the samples that an iteration begins with:
+
+    rank 0   (image, 3)    rank 1   (image', 3)     the same: one of the columns that tell samples
+             (image, 5)             (image', 5)     apart is equal on all ranks
+
+    rank 0   (image, 3)    rank 1   (image', 3)     unknown: the columns that are equal are so
+             (image, 3)             (image', 3)     in all samples
+
+Random augmentation may make columns differ. Where each rank reads its own part of a stream, all
+columns that tell samples apart differ. The order of a data set's samples must be equal as a whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+from collectives.vector import Array
+
+from ..optim.replica_check import checksums
+from ..runtime.coordinator.agreement import name_ranks
+from .partitioning.cuts import Cut, Plan, cut_epoch, shuffled
+
+
+def columns_of(block: Sequence[Any]) -> Array:
+    """Return the number of samples; of each column, whether it tells samples apart and a checksum.
+
+    uint32 [1 + 2 columns]; of what has no checksum, 0 and 0.
+    """
+    rows = [[checksum(part) for part in _parts(sample)] for sample in block]
+    if len({len(row) for row in rows}) > 1:  # lists of unlike length, say
+        rows = [[checksum(sample)] for sample in block]
+    told = [len(block)]
+    for column in zip(*rows, strict=True):
+        known = any(column)
+        told.append(known and (len(set(column)) > 1 or len(column) == 1))
+        told.append(known and zlib.crc32(np.array(column, np.uint32).data))
+    return np.array(told, np.uint32)
+
+
+def checksum(value: Any, before: int = 0) -> int:
+    """Return a checksum of tensors, arrays, numbers and strings, and what is made of them.
+
+    before: of what comes before it; what has no checksum adds nothing: objects of one's own,
+        tensors on no device, sparse, nested or quantized.
+    """
+    if isinstance(value, torch.Tensor):
+        has_values = value.layout is torch.strided and not (
+            value.is_meta or value.is_nested or value.is_quantized
+        )
+        return zlib.crc32(checksums([value]).data, before) if has_values else before
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+    if isinstance(value, (bytes, bytearray)):
+        return zlib.crc32(value, before)
+    if isinstance(value, (str, int, float, complex, np.generic)):
+        return zlib.crc32(repr(value).encode(), before)
+    if isinstance(value, (Mapping, list, tuple)):
+        for part in _parts(value):
+            before = checksum(part, before)
+    return before
+
+
+def order_in_words(order: Sequence[Any]) -> str:
+    """Return, in short, in which order an epoch's samples come: must be equal on all ranks."""
+    if isinstance(order, range):  # may be as long as the world is wide
+        return repr(order)
+    try:
+        if isinstance(order, torch.Tensor | np.ndarray):
+            indices = np.asarray(order, np.int64)
+        else:
+            indices = np.fromiter(order, np.int64, len(order))
+        told = zlib.crc32(np.ascontiguousarray(indices).data)
+    except (TypeError, ValueError, OverflowError):  # indices of its own kind, such as names
+        told = checksum(order)
+    return f"an order of {len(order)} samples of checksum {told:08x}"
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):  # in no rank's own order
+        return [value[key] for key in sorted(value, key=repr)]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def require_the_same(transport: Transport, own: Array) -> bool:
+    """Return whether ranks have read the same samples; False where nobody knows, on all alike.
+
+    own: this rank's `columns_of`. Raises MismatchError, on every rank, where they have not.
+    """
+    said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
+    if len({(len(row), row[0]) for row in said}) == 1:
+        by_rank = [zip(row[1::2], row[2::2], strict=True) for row in said]
+        columns = [set(column) for column in zip(*by_rank, strict=True)]
+        known = [column for column in columns if column != {(0, 0)}]
+        agreeing = [column for column in known if len(column) == 1]
+        if len(agreeing) == len(known):
+            return True
+        if agreeing:
+            return any(tells for column in agreeing for tells, _ in column)
+    sides: dict[str, list[int]] = {}
+    for rank, row in zip(transport.ranks, said, strict=True):
+        side = f"{row[0]} samples of checksum {zlib.crc32(np.array(row, np.uint32).data):08x}"
+        sides.setdefault(side, []).append(rank)
+    begins = "; ".join(f"{side} on {name_ranks(ranks)}" for side, ranks in sides.items())
+    raise MismatchError(
+        f"the ranks read unlike streams, which begin with {begins}. adapt reads the whole stream "
+        "on every rank and keeps the rank's share: let the data set yield the same samples, in the "
+        "same order, on all ranks, and none by rank; random augmentation belongs into collate_fn"
+    )
+
+
+Order = Callable[[int], Sequence[int]]
+Compare = Callable[[Array], None]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """A source of batches.
+
+    lead: how many steps are cut before they are handed out: workers prefetch them.
+    signature: what must be equal on all ranks.
+    """
+
+    lead: int
+    signature: str
+
+    def open(self, epoch: int) -> list[str]:
+        """Have an epoch's order, before `begin`; return what must be equal on all ranks then."""
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch, from a step and a place in its order on.
+
+        compare: has all ranks compare the samples that a stream begins with.
+        """
+
+    def steps(self, start: int) -> int | None:
+        """Return how many steps are left from a place on; None where nobody knows."""
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The indices of this rank's batches; `cuts` says of each that was drawn where it lies.
+
+    A rank without a sample in a step gets some of the step's, to be weighted with zero.
+    """
+
+    def __init__(self, plan: Plan, rank: int, length: int, drop_last: bool) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.length = length
+        self.drop_last = drop_last
+        self.order: Sequence[int] = ()  # of the epoch
+        self.step = self.start = 0  # where the next iteration begins
+        self.cuts: deque[Cut] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.cuts.clear()
+        for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
+            self.cuts.append(cut)
+            yield [self.order[place] for place in cut.batch(self.rank)]
+
+
+class DatasetSource:
+    """A data set with a length: workers get the indices of the ranks' shares."""
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+    ) -> None:
+        length = len(loader.dataset)  # type: ignore[arg-type]
+        self._order = order or order_of(loader, length, seed)
+        self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
+        self._loader = rebuilt(loader, batch_sampler=self._sampler)
+        self._numbers = Numbers(loader, self._loader, rank)
+        self.lead = loader.num_workers * (loader.prefetch_factor or 0)
+        self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
+
+    def open(self, epoch: int) -> list[str]:
+        """Have the order; raise ValueError where it is of another length than the first was."""
+        order, length = self._order(epoch), self._sampler.length
+        if len(order) != length:
+            raise ValueError(
+                f"the order of epoch {epoch} must hold {length} indices, got {len(order)}"
+            )
+        self._sampler.order = order
+        return [order_in_words(order)]
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch."""
+        sampler = self._sampler
+        sampler.step, sampler.start = step, start
+        self._numbers.begin(epoch)
+        for batch in self._loader:
+            yield sampler.cuts.popleft(), batch
+
+    def steps(self, start: int) -> int:
+        """Return how many steps are left, should their total stay what it is."""
+        sampler = self._sampler
+        left, total = sampler.length - start, sum(sampler.plan.at(sampler.plan.drawn))
+        return left // total if sampler.drop_last else -(-left // total)
+
+
+class StreamSource:
+    """An iterable data set, which must yield the same samples on every rank.
+
+    Every rank reads all of it, and keeps its share of each step.
+    seed: equal on all ranks, so that their workers draw alike; the script's need not be.
+    """
+
+    lead = 0
+
+    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
+        self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
+        self._numbers = Numbers(loader, self._loader, seed=seed)
+        self._collate = loader.collate_fn
+        self._plan = plan
+        self._rank = rank
+        self._drop_last = loader.drop_last
+        self.signature = (
+            f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+        )
+
+    def open(self, epoch: int) -> list[str]:
+        """Return nothing: the stream's samples are compared as they come."""
+        return []
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch; what lies before `start` is read and left aside."""
+        self._numbers.begin(epoch)
+        samples = islice(iter(self._loader), start, None)
+        block = self._block(samples, step)
+        compare(columns_of(block))
+        while block:
+            length = start + len(block)
+            for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
+                mine = [block[place - start] for place in cut.batch(self._rank)]
+                yield cut, self._collate(mine)
+            step, start = step + 1, length
+            block = self._block(samples, step)
+
+    def _block(self, samples: Iterator[Any], step: int) -> list[Any]:
+        """Return the samples of a step of all ranks."""
+        return list(islice(samples, sum(self._plan.at(step))))
+
+    def steps(self, start: int) -> None:
+        """Return None: a stream does not say when it ends."""
+
+
+def open_source(
+    loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+) -> Source:
+    """Return the source that a DataLoader describes.
+
+    Raises ValueError for a loader whose sampler cannot be divided anew.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, plan, rank, seed)
+    return DatasetSource(loader, plan, rank, order, seed)
+
+
+def is_indexed(dataset: Any) -> bool:
+    """Tell whether a data set hands out samples by their indices, and says how many they are."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+
+
+def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
+    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled.
+
+    Raises ValueError for another sampler, a subclass that draws by itself included, and for one
+    that does not draw every sample once.
+    """
+    sampler = loader.sampler
+    draws = type(sampler).__iter__
+    if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
+        raise ValueError(
+            f"adapt hands out each of the {length} samples once an epoch, and the "
+            f"{type(sampler).__name__} draws {len(sampler)}; pass order=, a function from the "
+            "epoch to its indices, equal on every rank"
+        )
+    if isinstance(sampler, DistributedSampler) and draws is DistributedSampler.__iter__:
+        if sampler.shuffle:
+            seed = sampler.seed
+            return lambda epoch: shuffled(length, seed, epoch)
+        return lambda epoch: range(length)
+    if isinstance(sampler, RandomSampler) and draws is RandomSampler.__iter__:
+        if not sampler.replacement:
+            return lambda epoch: shuffled(length, seed, epoch)
+    elif draws is SequentialSampler.__iter__:
+        return lambda epoch: range(length)
+    raise ValueError(
+        "adapt divides one order of all samples over the ranks, and cannot tell it from a "
+        f"{type(sampler).__name__}; pass order=, a function from the epoch to the indices of all "
+        "samples, equal on every rank"
+    )
+
+
+def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a DataLoader with everything but its batches as another one has it.
+
+    Raises ValueError for one whose batches may overtake each other.
+    """
+    require_in_order(loader)
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "generator",
+            "prefetch_factor",
+            "persistent_workers",
+        )
+        if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
+    }
+    return DataLoader(loader.dataset, **{**kept, **changed})
+
+
+def require_in_order(loader: DataLoader[Any]) -> None:
+    """Raise ValueError for a DataLoader whose batches may overtake each other."""
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
+            "with in_order=True"
+        )
+
+
+class Numbers:
+    """Seeds of a loader's workers: it gets a generator of its own, a new one for every epoch.
+
+    An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
+    draws from it would come otherwise after an epoch was resumed in its middle.
+    seed: None: the script's, whatever it is when an epoch begins.
+    """
+
+    def __init__(
+        self,
+        original: DataLoader[Any],
+        rebuilt: DataLoader[Any],
+        rank: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        self._loader = None if original.generator else rebuilt
+        self._rank, self._seed = rank, seed
+
+    def begin(self, epoch: int, part: int = 0) -> None:
+        """Have the loader draw by the seed, the epoch, which part of it, and the rank."""
+        if self._loader is None:
+            return
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
+        # A DataLoader draws into a tensor on the default device, which takes no other generator.
+        generator = torch.Generator(torch.empty(()).device)
+        self._loader.generator = generator.manual_seed(seed % 2**63)
+
+
+def as_it_is(sample: T) -> T:
+    """Return the sample: it is collated with others later."""
+    return sample

@@ -1,0 +1,459 @@
+"""`gtopk plan` as people call it.
+
+A comparison as text of 80 columns, with colours where rich is installed and a terminal is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import runpy
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from collectives.cost import ERROR, Link
+from collectives.cost_model import DEFAULT_RATES, Network, Prediction, Rates
+from collectives.cost_model.calibration import measure_rates
+from collectives.cost_model.schedules import FORMATS
+from collectives.wire.indices import USUAL_INDICES
+from collectives.wire.values import VALUE_CODES
+
+from ..planning.comparison import (
+    LABELS,
+    SHARDS,
+    Cluster,
+    Comparison,
+    compare,
+    deciding,
+    pays_clearly,
+    where_it_pays,
+)
+from ..runtime.standard_streams import wants_colour
+from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, seconds_text
+from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, number_in, share
+
+_WIDTH = 80
+_HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
+_EQUAL_HEADINGS = ("method", "density", "updates", "step")
+_ACCURACY = "docs/tuning.md"
+# Measured beside model, gradients and optimizer: 8 million parameters, 2 ranks, CPU, Open MPI.
+_MEMORY = (
+    "Memory on each rank beside the model: about 16 bytes a parameter (24 with "
+    "momentum_correction, 36 with adam_correction); dense takes about 10."
+)
+_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
+
+
+def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]:
+    """Return the lines; those of the cheapest method begin with ">"."""
+    cluster, network = comparison.cluster, comparison.cluster.network
+    link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
+    where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
+    if network.ranks_per_node > 1:
+        where += f", {network.ranks_per_node} a node"
+    size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
+    backward = _time(cluster.backward_seconds)
+    hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
+    times = "speed" if cluster.backward_seconds else "exchange"
+    lines = [
+        *_wrapped(
+            f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
+            f"{_time(link.latency_seconds)} {place}, density {cluster.density:g}."
+            f"{hidden} Selecting, coding, merging: {rates_origin}."
+        ),
+        "",
+        *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
+        *_legend(comparison),
+        "",
+        *_wrapped(verdict(comparison, pays_clearly(cluster, rates))),
+    ]
+    if network.ranks > 1:
+        lines += _wrapped(_what_decides(deciding(cluster, rates)))
+        lines += _wrapped(_MEMORY)
+    if comparison.equal_bytes and network.ranks > 1:
+        sent = comparison.equal_bytes[0].sent.most_bytes
+        rows = (_equal_row(each, comparison) for each in comparison.equal_bytes)
+        lines += [
+            "",
+            f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
+            *_aligned([(*_EQUAL_HEADINGS, times), *rows]),
+        ]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _what_decides(turns: Sequence[str]) -> str:
+    if not turns:
+        return "Half or twice of any one input leaves this verdict as it is."
+    return f"What decides: this verdict turns with {' or '.join(turns)}."
+
+
+def _legend(comparison: Comparison) -> list[str]:
+    """Return what the columns mean."""
+    if comparison.cluster.backward_seconds:
+        times = "speed: backward and step, as a multiple of dense's speed."
+    else:
+        times = "exchange: how many times as fast as dense's; not the speed of training."
+    shards = ", and shards: a quarter of all values a step in 3 bits" if comparison.shards else ""
+    return [
+        *_wrapped(
+            f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "
+            "sent by a rank, on average. "
+            "select: finding the entries; for dense, copying gradients into one buffer and back. "
+            "merge: with coding. step: time added to a step, with the ranks' agreement that all "
+            "are ready."
+        ),
+        times,
+    ]
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds) if seconds < 10_000 else f"{count_text(seconds / 3600)} h"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
+
+
+def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
+    mark = "> " if found is comparison.cheapest else "  "
+    sparse = found.candidate.algorithm != "dense"
+    messages = found.sent.messages
+    return (
+        mark + LABELS[found.candidate.algorithm] + found.candidate.wider,
+        bytes_text(found.sent.bytes),
+        f"{messages:.3g}" if messages < 1000 else count_text(messages),
+        _time(found.select_seconds),
+        _time(found.code_seconds + found.merge_seconds) if sparse else "-",
+        _time(found.communicate_seconds),
+        _time(comparison.exposed_seconds(found)),
+        f"{digits(comparison.speedup(found))} x",
+    )
+
+
+def _equal_row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
+    candidate = found.candidate
+    return (
+        "  " + LABELS[candidate.algorithm] + candidate.wider,
+        f"{candidate.density:.3g}",
+        count_text(found.updated),
+        _time(comparison.exposed_seconds(found)),
+        f"{digits(comparison.speedup(found))} x",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def verdict(comparison: Comparison, clearly: bool | None) -> str:
+    """Return what to do, in words; clearly: whether to compress, None: too close to tell."""
+    cheapest, dense = comparison.cheapest, comparison.dense
+    if comparison.cluster.network.ranks == 1:
+        return "One rank has nobody to send to: there is nothing to compress."
+    dense_adds, adds = map(_time, map(comparison.exposed_seconds, (dense, cheapest)))
+    density = f"{cheapest.candidate.density:g}"
+    where = where_it_pays(comparison.break_even)
+    hides = comparison.cluster.backward_seconds > 0
+    if not comparison.pays:
+        at_most = "" if hides else ", with nothing hidden behind the backward pass"
+        return (
+            f"Do not compress here: dense adds {dense_adds} to a step{at_most}, and no sparse "
+            f"method less. At this latency it pays {where}."
+        )
+    if clearly is None:
+        return (
+            f"Too close to tell: the best sparse method adds {adds} to a step, dense {dense_adds}, "
+            f"and a time may be {_OFF}. Leave it dense, or measure both. At this latency "
+            f"compression pays {where}."
+        )
+    algorithm = cheapest.candidate.algorithm
+    name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
+    indices, values = cheapest.candidate.format
+    wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
+    rounding = "" if values == "exact" else f', values="{values}"'
+    call = f"Compression.{name}(density={density}{wire}{rounding})"
+    if hides:
+        found = f"{call} pays here: it adds {adds} to a step, dense {dense_adds}."
+    else:
+        found = (
+            "An upper bound, of the exchange alone, with nothing hidden behind the backward pass: "
+            f"{call} takes {adds}, dense {dense_adds}."
+        )
+    less = "" if hides else " Training gains less: give --backward-ms for your model."
+    return (
+        f"{found} At this latency it pays {where}.{less} "
+        f"Density {density} may cost accuracy: {_ACCURACY}."
+    )
+
+
+def show(lines: Sequence[str]) -> None:
+    """Print the lines, the cheapest method's in bold on a terminal."""
+    if not (wants_colour(sys.stdout) and importlib.util.find_spec("rich")):
+        print("\n".join(lines))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in lines:
+        style = "bold green" if line.startswith(">") else None
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+# In a checkout; a wheel is without it.
+SIMULATED: Final = Path(__file__).parents[3] / "mpi_scripts" / "simulated_plan.py"
+
+_PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
+MOST_RANKS = 65_536
+MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk plan",
+        description="Estimate a step's gradient exchange on a cluster, from a model of its links, "
+        "and whether compression pays there. Dense is what a job over MPI does between nodes "
+        "without RDMA: long messages are answered before the next one is sent.",
+        epilog="example:\n"
+        "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
+        "--backward-ms 200\n\n"
+        + "\n".join(["models:", *(f"  {name:18} {n:13,}" for name, n in PARAMETERS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = described.add_mutually_exclusive_group(required=True)
+    size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
+    size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
+    described.add_argument(
+        "--ranks", type=as_argument(count), required=True, help="processes that train together"
+    )
+    described.add_argument(
+        "--bandwidth",
+        type=as_argument(bandwidth),
+        required=True,
+        help="between nodes, such as 1gbit",
+    )
+    described.add_argument(
+        "--latency",
+        type=as_argument(duration),
+        default=50e-6,
+        help="per message between nodes; default: 50us",
+    )
+    described.add_argument(
+        "--ranks-per-node",
+        type=as_argument(count),
+        default=1,
+        help="ranks that share a node and its link; default: %(default)s",
+    )
+    described.add_argument(
+        "--node-bandwidth",
+        type=as_argument(bandwidth),
+        default=1e11,
+        help="bandwidth inside a node; default: 100gbit",
+    )
+    described.add_argument(
+        "--node-latency",
+        type=as_argument(duration),
+        default=5e-6,
+        help="latency inside a node; default: 5us",
+    )
+    described.add_argument(
+        "--density",
+        type=as_argument(share),
+        default=0.001,
+        help="share of entries sent; default: %(default)s",
+    )
+    described.add_argument(
+        "--values",
+        choices=VALUE_CODES,
+        default="exact",
+        help="how values travel: fewer bits, more rounding, whose error is sent later; default: "
+        "%(default)s",
+    )
+    described.add_argument(
+        "--backward-ms",
+        type=as_argument(milliseconds),
+        default=0.0,
+        metavar="MS",
+        help="time of your model's backward pass, during which dense exchanges bucket by bucket; "
+        "default: none, only the exchange is compared",
+    )
+    described.add_argument(
+        "--no-measure",
+        action="store_true",
+        help="use assumed rates for selecting and merging instead of measuring this machine",
+    )
+    described.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the figures as JSON; without FILE: print only them",
+    )
+    described.add_argument(
+        "--simulate",
+        action="store_true",
+        help="in a checkout of gtopk: send every message of the real code over shared links, by "
+        f"SimGrid; more options: python mpi_scripts/{SIMULATED.name} --help",
+    )
+    return described
+
+
+def milliseconds(text: str) -> float:
+    """Return milliseconds, 0 or more, in seconds."""
+    return number_in("[0, inf)")(text) / 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison and return the exit code."""
+    grammar = parser()
+    options, unknown = grammar.parse_known_args(arguments)
+    if options.simulate:
+        if not SIMULATED.exists():
+            return fail(
+                f"--simulate needs a checkout of gtopk, with mpi_scripts/{SIMULATED.name}: "
+                "git clone its source, and call gtopk from there"
+            )
+        code: int = runpy.run_path(str(SIMULATED))["main"](arguments)
+        return code
+    if unknown:
+        grammar.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        comparison, rates, origin = compared(options)
+    except ValueError as error:
+        return fail(str(error))
+    content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
+    return deliver(content, lines, options.json)
+
+
+def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
+    """Return the methods compared, by which rates, and where these are from.
+
+    Raises ValueError for a cluster that cannot be.
+    """
+    if options.ranks > MOST_RANKS:
+        raise ValueError(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
+    length = options.elements or PARAMETERS[options.model]
+    if length > MOST_ELEMENTS:
+        raise ValueError(f"--elements must be at most {MOST_ELEMENTS:,}, got {length:,}")
+    if options.ranks_per_node > options.ranks:
+        raise ValueError(
+            f"--ranks-per-node must be at most --ranks {options.ranks}, "
+            f"got {options.ranks_per_node}"
+        )
+    formats = [format for format in FORMATS if format.values == options.values]
+    measured = {*formats, SHARDS.format._replace(indices="raw")}
+    if options.no_measure:
+        origin = "as assumed, not measured"
+        rates = DEFAULT_RATES._replace(
+            coding={format: DEFAULT_RATES.coding[format] for format in sorted(measured)}
+        )
+    else:
+        from collectives.kernels import in_use
+
+        rates, origin = (
+            measure_rates(sorted(measured)),
+            f"as measured on this machine now ({in_use()})",
+        )
+    network = Network(
+        options.ranks,
+        Link.of(options.bandwidth, options.latency),
+        options.ranks_per_node,
+        Link.of(options.node_bandwidth, options.node_latency),
+    )
+    if network.is_one_node:
+        network = network._replace(native_bytes=0)
+    cluster = Cluster(length, network, options.density, options.backward_ms)
+    return compare(cluster, rates, formats), rates, origin
+
+
+def deliver(content: dict[str, Any], lines: list[str], file: str | None) -> int:
+    """Print the lines, or with the file "-" only the JSON, write the file, return the exit code."""
+    record = json.dumps(content, indent=1)
+    if file == "-":
+        print(record)
+        return 0
+    show(lines)
+    if file:
+        try:
+            Path(file).write_text(record + "\n", encoding="utf-8")
+        except OSError as error:
+            return fail(f"--json {file} cannot be written: {error.strerror}")
+    return 0
+
+
+def fail(reason: str) -> int:
+    """Print why nothing can be estimated, and return the exit code."""
+    print(f"gtopk plan: {reason}", file=sys.stderr)
+    return 2
+
+
+def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
+    """Return the comparison in the types of JSON.
+
+    break_even_bits_per_second: null where it pays never, or always; of its two bounds, 0 is at no
+    bandwidth and null at every one, or the other way round where it pays above a bandwidth.
+    """
+    cluster = comparison.cluster
+
+    def method(found: Prediction) -> dict[str, Any]:
+        return {
+            "algorithm": found.candidate.algorithm,
+            "density": found.candidate.density,
+            "widening": found.candidate.widening,
+            "format": found.candidate.format._asdict(),
+            "agreement_seconds": found.agreement_seconds,
+            "select_seconds": found.select_seconds,
+            "code_seconds": found.code_seconds,
+            "communicate_seconds": found.communicate_seconds,
+            "merge_seconds": found.merge_seconds,
+            "exposed_seconds": comparison.exposed_seconds(found),
+            "speedup": comparison.speedup(found),
+            "sent": found.sent._asdict(),
+            "updated": found.updated,
+        }
+
+    edge = comparison.break_even
+    return {
+        "modelled": True,
+        "cluster": {
+            **dataclasses.asdict(cluster),
+            "network": {
+                **cluster.network._asdict(),
+                "between": cluster.network.between._asdict(),
+                "within": cluster.network.within and cluster.network.within._asdict(),
+            },
+        },
+        "rates": {
+            **rates._asdict(),
+            "coding": {"+".join(f): rate._asdict() for f, rate in rates.coding.items()},
+            "origin": origin,
+        },
+        "methods": [method(each) for each in comparison.methods],
+        "equal_bytes": [method(each) for each in comparison.equal_bytes],
+        "cheapest": comparison.cheapest.candidate.algorithm,
+        "pays": _PAYS.get(edge.bits_per_second, "above" if edge.above else "below"),
+        "break_even_bits_per_second": _json_number(edge.bits_per_second),
+        "break_even_bounds_bits_per_second": [
+            _json_number(edge.lowest),
+            _json_number(edge.highest),
+        ],
+    }
+
+
+def _json_number(value: float | None) -> float | None:
+    """Return it; null, where JSON knows no infinity."""
+    return None if value is None or math.isinf(value) else value

@@ -1,1 +1,0 @@
-"""`gtopk plan`: will it help on a cluster one does not have yet?"""

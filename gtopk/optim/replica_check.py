@@ -1,0 +1,282 @@
+"""ReplicaCheck: looks now and then whether replicas are apart, and does what was asked for then.
+
+Replicas: whether the ranks' parameters are still the same, to the bit.
+
+Healing: replicas that have parted become the same again, as most ranks have it.
+
+    all ranks       checksums of the parameters that parted, each with the optimizer's state of it
+    the lowest of most ranks       sends its own to those that have another
+
+The state goes along: a momentum that has parted makes the parameter part again after that one alone
+was mended. A rank's residual is its own, and stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives.errors import MismatchError
+from collectives.kernels.codes import checksum
+from collectives.transports import Transport
+
+from ..exchange.buckets.arrays import as_bytes
+from ..runtime.coordinator.agreement import name_ranks
+from ..runtime.logs import EVERYWHERE
+from ..runtime.object_codec import decode, encode
+from ..runtime.world import world
+from ..telemetry.run_record import recorder_of
+from .reducer import Reducer
+
+# Said of ranks whose replica was not finite, and became the others' model: nobody knows the rest.
+BUFFERS_STAY: Final = (
+    "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
+)
+
+
+class Parted(NamedTuple):
+    """A parameter whose bits are not the same on all ranks; sides: checksums, and who has them."""
+
+    name: str
+    sides: dict[int, list[int]]
+
+    def describe(self) -> str:
+        """Return the parameter and both sides, as errors say them."""
+        sides = "; ".join(f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.sides.items())
+        return f"parameter '{self.name}' has the checksums {sides}"
+
+    def majority(self) -> list[int] | None:
+        """Return the ranks of the side that more than half of all are on, if there is one."""
+        most = max(self.sides.values(), key=len)
+        return most if 2 * len(most) > sum(map(len, self.sides.values())) else None
+
+
+def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
+    """Return a checksum of each parameter's bits, uint64 [parameters]."""
+    return np.array([checksum(_bits_of(parameter)) for parameter in parameters], np.uint64)
+
+
+def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Parted]:
+    """Return what parted, the same on every rank; all ranks call it together, with checksums."""
+    rows = [row.view(np.uint64) for row in transport.allgather(own.view(np.uint8))]
+    found = []
+    for place, name in enumerate(names):
+        sides: dict[int, list[int]] = {}
+        for rank, row in zip(transport.ranks, rows, strict=True):
+            sides.setdefault(int(row[place]), []).append(rank)
+        if len(sides) > 1:
+            found.append(Parted(name, sides))
+    return found
+
+
+def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]) -> None:
+    """Raise MismatchError, on every rank alike, that names the first parameter that differs."""
+    if parted := compare(transport, own, names):
+        raise MismatchError(
+            f"the replicas are no longer the same: {parted[0].describe()}; begin with "
+            "broadcast_parameters, and change parameters alike on all ranks"
+        )
+
+
+def _bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory in the order of its elements, uint8."""
+    bits: np.ndarray = as_bytes(tensor.detach().cpu()).numpy()
+    return bits
+
+
+class Healing(NamedTuple):
+    """What comes of it: the ranks that were mended, and what this one has to take over, by name."""
+
+    ranks: list[int]
+    mended: dict[str, bytes]
+
+
+def pack(
+    names: Mapping[torch.nn.Parameter, str],
+    wanted: Iterable[str],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+) -> dict[str, bytes]:
+    """Return parameters of these names with the optimizer's state of them, as bytes, by name.
+
+    Raises TypeError for a state that `the object codec` does not know.
+    """
+    wanted = set(wanted)
+    return {
+        name: encode([parameter.detach(), sorted(state.get(parameter, {}).items())])
+        for parameter, name in names.items()
+        if name in wanted
+    }
+
+
+def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
+    """Send what most ranks have to those that have another; all ranks call it together.
+
+    own: what each rank has of the same names, from `pack`.
+    Raises MismatchError, on every rank alike, where no side has more than half of the ranks.
+    """
+    sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
+    parted = [(each, each.majority()) for each in compare(transport, sums, list(own))]
+    for each, most in parted:
+        if most is None:
+            raise MismatchError(
+                f"the replicas are no longer the same, and cannot be healed: {each.describe()}, "
+                "and no side has more than half of the ranks; go on from a checkpoint"
+            )
+    mended: dict[str, bytes] = {}
+    sick: set[int] = set()
+    for each, most in parted:
+        healthy = [transport.ranks.index(rank) for rank in most or []]
+        others = [place for place in range(transport.size) if place not in healthy]
+        sick.update(transport.ranks[place] for place in others)
+        if transport.rank == healthy[0]:
+            content = np.frombuffer(own[each.name], np.uint8)
+            for sent in [transport.send(content, place) for place in others]:
+                sent()
+        elif transport.rank in others:
+            mended[each.name] = transport.receive(healthy[0]).tobytes()
+    return Healing(sorted(sick), mended)
+
+
+@torch.no_grad()
+def put_in(
+    names: Mapping[torch.nn.Parameter, str],
+    mended: Mapping[str, bytes],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+) -> None:
+    """Take over parameters, and the optimizer's state of them, from `spread_majority`."""
+    for parameter, name in names.items():
+        if name not in mended:
+            continue
+        bits, items = decode(mended[name])
+        parameter.copy_(bits)
+        own, theirs = state[parameter], dict(items)
+        for key in own.keys() - theirs.keys():
+            del own[key]
+        for key, value in theirs.items():
+            here = own.get(key)
+            if isinstance(here, torch.Tensor) and _are_alike(here, value):
+                here.copy_(value)  # in place: others may hold it
+            elif isinstance(value, torch.Tensor) and value.dim():
+                own[key] = value.to(parameter.device)
+            else:
+                own[key] = value
+
+
+def _are_alike(here: torch.Tensor, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    return (here.shape, here.dtype) == (value.shape, value.dtype)
+
+
+_log = logging.getLogger("gtopk")
+
+Look = Callable[[Transport], list[Parted]]
+
+EVERY: Final = 100  # where nobody says
+_STAY: Final = (
+    "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
+    "alike on all ranks"
+)
+
+
+class ReplicaCheck:
+    """One rank's part in it; all take their steps alike.
+
+    every: steps with an update, whoever of the ranks has joined by then; 0: never. None: the usual
+        number, and no error unless it is asked for: nobody asked for the check.
+    divergences: checks that found replicas apart, and did not end in an error.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        every: int | None,
+        on_divergence: Literal["error", "warn", "heal"] | None,
+    ) -> None:
+        self._reducer = reducer
+        self._every = EVERY if every is None else every
+        self._on_divergence = on_divergence or ("warn" if every is None else "error")
+        self._is_due = False
+        self.divergences = 0
+
+    def await_step(self, updates: bool) -> None:
+        """Know whether to look when the step that begins has ended; updates: it has an update.
+
+        Only those count, as all ranks count them: one that has joined has taken fewer itself, and
+        one where a step failed may have.
+        """
+        steps = self._reducer.progress.steps
+        # After the first, too: that is where a forgotten broadcast shows.
+        is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
+        self._is_due = updates and is_time and self._reducer.peers.size > 1
+
+    def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Look, where it is time, and heal the parameters and the optimizer's state of them.
+
+        Replicas of ranks that have joined are apart, as they should be: nobody looks then.
+        Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
+        """
+        if (look := self.begin()) is not None:
+            self.end(self._reducer.peers.run_unless_joined("replicas", look), state)
+
+    def begin(self) -> Look | None:
+        """Return what all ranks run together to look at parameters as they are; None: no time to.
+
+        It is time until `end`. The look raises MismatchError, on every rank alike, where that was
+        asked for.
+        """
+        if not self._is_due:
+            return None
+        parameters, is_error = self._reducer.names, self._on_divergence == "error"
+        own, names = checksums(parameters), list(parameters.values())
+
+        def look(transport: Transport) -> list[Parted]:
+            if is_error:
+                require_the_same(transport, own, names)
+                return []
+            return compare(transport, own, names)
+
+        return look
+
+    def end(
+        self, parted: Sequence[Parted] | None, state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Do what was asked for with what a look has found; None: nobody looked."""
+        self._is_due = False
+        if not parted:
+            return
+        self.divergences += 1
+        heals = self._on_divergence == "heal"
+        became = self._heal(parted, state) if heals else _STAY
+        more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
+        here = world.current()
+        _log.warning(
+            "rank %d: the replicas are not the same at step %d: %s%s; %s",
+            here.rank,
+            here.step,
+            parted[0].describe(),
+            more,
+            became,
+            extra=EVERYWHERE,
+        )
+        if (recorder := recorder_of(here)) is not None:
+            recorder.note_parted([each.name for each in parted], heals)
+
+    def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
+        """Make the parameters that parted those of most ranks again; return what was done."""
+        parameters = self._reducer.names
+        own = pack(parameters, [each.name for each in parted], state)
+        ranks, mended = self._reducer.peers.run(
+            "replicas.heal", [], lambda transport, all_flags: spread_majority(transport, own)
+        )
+        put_in(parameters, mended, state)
+        again, names = checksums(parameters), list(parameters.values())
+        self._reducer.peers.run(
+            "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)
+        )
+        has = "has" if len(ranks) == 1 else "have"
+        return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"

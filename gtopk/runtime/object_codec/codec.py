@@ -1,0 +1,272 @@
+"""The codec: its writer takes an object apart, its reader trusts nothing about the bytes."""
+
+from __future__ import annotations
+
+import pickle
+import reprlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from .composites import COMPOSITES, Composite, Step, composite_of, import_module_of
+from .format import (
+    HAS_PICKLE,
+    HEADER,
+    HEADER_BYTES,
+    LEAVES,
+    MAGIC,
+    MAX_DEPTH,
+    VERSION,
+    Buffer,
+    Code,
+    ObjectFormatError,
+    Plain,
+    UnsupportedError,
+    leaf_of,
+    malformed,
+    pickle_allowed,
+    pickler,
+    type_name,
+)
+
+
+def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
+    """Return the object as bytes.
+
+    allow_pickle: whether what has no code of its own is pickled; None: as GTOPK_ALLOW_PICKLE says.
+
+    These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
+    bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
+    set, int, float or None), slice, range, argparse.Namespace, SimpleNamespace; NumPy scalars and
+    arrays of numbers, dates and strings; torch.Tensor and torch.nn.Parameter (dense, from any
+    device), torch.dtype, torch.device and torch.Size. So do objects of dataclasses that are defined
+    at the top of a module which the receiver has imported, too; field by field, without a call of
+    __init__. What sits in two places of the object comes back as two.
+
+    Raises TypeError, naming the place in the object, for anything else: subclasses of these types,
+    enums and named tuples among them. Where pickles are allowed, it is pickled instead.
+    """
+    writer = _Writer(pickle_allowed() if allow_pickle is None else allow_pickle)
+    writer.write(obj)
+    return writer.message()
+
+
+class _Writer:
+    """Takes one object apart into head and bulk."""
+
+    def __init__(self, may_pickle: bool) -> None:
+        self._may_pickle = may_pickle
+        self._packer = msgpack.Packer(unicode_errors="surrogatepass")
+        self._head = bytearray()
+        self._bulk: list[Buffer] = []
+        self._path: list[Step] = []
+        self._flags = 0
+
+    def write(self, obj: object) -> None:
+        """Append an object of any type."""
+        if _is_plain(obj):
+            self._head += self._packer.pack(obj)
+            return
+        try:
+            composite = composite_of(obj)
+            if composite:
+                self._write_composite(composite.code, list(composite.take_apart(obj)))
+            else:
+                leaf = leaf_of(obj)
+                self._write_leaf(leaf.code, *leaf.take_apart(obj))
+        except UnsupportedError as error:
+            self._write_pickle(obj, str(error))
+
+    def message(self) -> bytes:
+        """Return header, head and bulk in one piece."""
+        crc = zlib.crc32(self._head)
+        for content in self._bulk:
+            crc = zlib.crc32(content, crc)
+        header = HEADER.pack(MAGIC, VERSION, self._flags, len(self._head), crc)
+        return b"".join([header, self._head, *self._bulk])
+
+    def _announce(self, code: Code, parts: int) -> None:
+        self._head += self._packer.pack_ext_type(code, b"")
+        self._head += self._packer.pack(parts)
+
+    def _write_composite(self, code: Code, steps: Sequence[Step]) -> None:
+        if len(self._path) == MAX_DEPTH:
+            raise TypeError(
+                f"objects between ranks may be nested {MAX_DEPTH} deep; this one goes deeper, or "
+                f"contains itself, at {self._place()}"
+            )
+        self._announce(code, len(steps))
+        for step in steps:
+            self._path.append(step)
+            self.write(step.part)
+            self._path.pop()
+
+    def _write_leaf(self, code: Code, parts: Sequence[Plain], content: Buffer) -> None:
+        self._announce(code, len(parts))
+        for value in (*parts, len(content)):
+            self._head += self._packer.pack(value)
+        self._bulk.append(content)
+
+    def _write_pickle(self, obj: object, trait: str) -> None:
+        """Append what has no code of its own: a pickle where allowed, else raise TypeError.
+
+        trait: what about this object of a known type is unknown, or "".
+        """
+        what = f"{type_name(type(obj))}{trait and f' ({trait})'} at {self._place()}"
+        if not self._may_pickle:
+            raise TypeError(
+                f"objects between ranks must consist of plain values, lists, dicts, NumPy arrays, "
+                f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
+                f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
+            )
+        module = pickler()
+        try:
+            content: bytes = module.dumps(obj)
+        except Exception as error:  # any class can raise anything when it is pickled
+            hint = "; pip install cloudpickle to send functions" if module is pickle else ""
+            raise TypeError(f"cannot pickle the {what}: {error}{hint}") from error
+        self._flags |= HAS_PICKLE
+        self._write_leaf(Code.PICKLE, (), content)
+
+    def _place(self) -> str:
+        """Return where in the object the current part sits, as one would write it in Python."""
+        return "".join(step.text.format(reprlib.repr(step.key)) for step in self._path) or "its top"
+
+
+def _is_plain(obj: Any) -> bool:
+    """Return whether this is one of msgpack's own types, ints up to 64 bits among them."""
+    kind = type(obj)
+    return obj is None or kind in (bool, float, str) or (kind is int and -(2**63) <= obj < 2**64)
+
+
+def decode(
+    data: Buffer | NDArray[np.uint8],
+    *,
+    allow_pickle: bool | None = None,
+    imports: bool = False,
+) -> Any:
+    """Return the object in bytes made by `encode`; tensors land on the CPU, contiguous.
+
+    allow_pickle: whether pickles are executed; None: as GTOPK_ALLOW_PICKLE says.
+    imports: whether the modules of dataclasses are imported: from who may execute code here anyway.
+    Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle that is
+    not allowed here. Without a pickle, nothing the sender chose is executed.
+    """
+    message = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    flags, head, bulk = _open(message)
+    if flags and not (pickle_allowed() if allow_pickle is None else allow_pickle):
+        raise ObjectFormatError(
+            "the object holds a pickle, which can execute anything; set GTOPK_ALLOW_PICKLE=1 on "
+            "this rank too if you trust the sender"
+        )
+    try:
+        reader = _Reader(head, bulk, may_unpickle=bool(flags), imports=imports)
+        obj = reader.read()
+        reader.finish()
+    except ObjectFormatError:
+        raise
+    except Exception as error:  # constructors answer hostile parts with errors of many types
+        raise malformed(f"{type(error).__name__}: {str(error)[:200]}") from error
+    return obj
+
+
+def holds_pickle(data: bytes) -> bool:
+    """Return whether bytes made by `encode` can be decoded only where pickles are allowed."""
+    return bool(HEADER.unpack_from(data)[2])
+
+
+def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
+    """Return the flags, head and bulk of a message whose header and checksum are right."""
+    if message.itemsize != 1 or not message.c_contiguous:
+        raise TypeError("decode needs contiguous bytes, or an array of uint8")
+    if message.nbytes < HEADER_BYTES:
+        raise malformed(f"{message.nbytes} are fewer than their header's {HEADER_BYTES}")
+    message = message.cast("B")
+    magic, version, flags, head_bytes, crc = HEADER.unpack_from(message)
+    if magic != MAGIC:
+        raise malformed(f"they begin with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise malformed(f"their format version is {version}; this rank speaks {VERSION}")
+    if flags not in (0, HAS_PICKLE):
+        raise malformed(f"their flags are {flags}")
+    content = message[HEADER_BYTES:]
+    if head_bytes > content.nbytes:
+        raise malformed(f"a head of {head_bytes} bytes does not fit into {content.nbytes}")
+    if crc != zlib.crc32(content):
+        raise malformed("their checksum does not match their content")
+    return flags, content[:head_bytes], content[head_bytes:]
+
+
+class _Reader:
+    """Puts one object together again from head and bulk."""
+
+    def __init__(
+        self, head: memoryview, bulk: memoryview, may_unpickle: bool, imports: bool
+    ) -> None:
+        self._unpacker = msgpack.Unpacker(
+            max_buffer_size=max(head.nbytes, 1),  # 0 would stand for 2 GiB
+            max_array_len=0,
+            max_map_len=0,
+            unicode_errors="surrogatepass",
+        )
+        self._unpacker.feed(head)
+        self._head_bytes = head.nbytes
+        self._bulk = bulk
+        self._may_unpickle = may_unpickle
+        self._imports = imports
+        self._depth = 0
+
+    def read(self) -> Any:
+        """Return the next object."""
+        value = self._unpacker.unpack()
+        if not isinstance(value, msgpack.ExtType):
+            return _plain(value)
+        if value.data:
+            raise malformed("an extension holds data")
+        count = self._count()
+        if value.code in COMPOSITES:
+            return self._read_composite(COMPOSITES[value.code], count)
+        if value.code not in LEAVES:
+            raise malformed(f"extension {value.code} is unknown")
+        if value.code == Code.PICKLE and not self._may_unpickle:
+            raise malformed("they hold a pickle that their flags conceal")
+        parts = [_plain(self._unpacker.unpack()) for _ in range(count)]
+        return LEAVES[value.code].put_together(self._take(self._count()), *parts)
+
+    def finish(self) -> None:
+        """Raise unless the object took the whole message."""
+        if self._unpacker.tell() != self._head_bytes or self._bulk.nbytes:
+            raise malformed("something follows the object")
+
+    def _read_composite(self, composite: Composite, count: int) -> Any:
+        if self._depth == MAX_DEPTH:
+            raise malformed(f"nested more than {MAX_DEPTH} deep")
+        self._depth += 1
+        parts = [self.read() for _ in range(count)]
+        self._depth -= 1
+        if self._imports and composite.code == Code.DATACLASS:
+            import_module_of(parts[0])
+        return composite.put_together(parts)
+
+    def _count(self) -> int:
+        value = self._unpacker.unpack()
+        if type(value) is not int or value < 0:
+            raise malformed("a count is missing")
+        return value
+
+    def _take(self, size: int) -> memoryview:
+        if size > self._bulk.nbytes:
+            raise malformed(f"{size} bytes are announced, {self._bulk.nbytes} are left")
+        content, self._bulk = self._bulk[:size], self._bulk[size:]
+        return content
+
+
+def _plain(value: object) -> Plain:
+    """Return an unpacked value that must be plain."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise malformed(f"a plain value is missing, got a msgpack {type_name(type(value))}")

@@ -1,0 +1,401 @@
+"""The Prometheus endpoint of a rank: its last step, as text that a Prometheus server collects.
+
+Off unless asked for; on this host alone unless another address is given: it has no password. One
+thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and when
+there are too many at once, the first that came is dropped.
+
+Scalars of rank 0, for TensorBoard, Weights & Biases and MLflow.
+
+At the latter two they go to the script's run, or to a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+from .lines import Line, left_in_order, report_of
+from .step_report import PARTS, StepReport, batch, density, parts
+
+_VISITS: Final = 16  # at once
+_CALLS: Final = 1024  # that wait to be accepted
+_VISIT_SECONDS: Final = 5.0
+_REQUEST_BYTES: Final = 8192
+
+
+class Page:
+    """Answers GET of `paths` with what `text` returns, from now until `close`.
+
+    address: where it listens; of port 0, the port that was free.
+    Raises OSError, or OverflowError of ports beyond 65535, where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        paths: tuple[str, ...],
+        content_type: str,
+        text: Callable[[], str],
+    ) -> None:
+        self._paths, self._type, self._text = paths, content_type, text
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=_CALLS)
+        self.address: tuple[str, int] = address[0], self._socket.getsockname()[1]
+        self._visits: dict[asyncio.StreamWriter, None] = {}  # who came first is first
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="gtopk-page", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
+        )
+        self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
+        await self._closing.wait()
+        # Who is half in comes in first: a closed server would leave such a socket open.
+        self._loop.remove_reader(self._socket)
+        while len(asyncio.all_tasks()) > 1:
+            for visit in self._visits:
+                visit.transport.abort()
+            await asyncio.sleep(0)
+        server.close()
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._visits[writer] = None
+        if len(self._visits) > _VISITS:
+            first = next(iter(self._visits))
+            del self._visits[first]
+            first.transport.abort()
+        try:
+            await asyncio.wait_for(self._answer(reader, writer), _VISIT_SECONDS)
+        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+            pass  # it went, sent no request, or took too long
+        finally:
+            writer.transport.abort()
+            self._visits.pop(writer, None)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
+        if method != "GET":
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {self._paths[-1]}\n"
+        elif path.partition("?")[0] not in self._paths:
+            status, text = HTTPStatus.NOT_FOUND, f"GET {self._paths[-1]}\n"
+        else:
+            status, text = HTTPStatus.OK, self._text()
+        body = text.encode()
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {self._type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        writer.close()
+        await writer.wait_closed()  # it has taken all
+
+
+_LOOPBACK: Final = "127.0.0.1"
+_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Address(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str, said_by: str) -> Address:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
+
+    said_by: the variable or the argument, for the error.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+    return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+class Endpoint:
+    """Answers GET /metrics with what the lines it took say.
+
+    address: where it listens; of port 0, the port that was free.
+    Raises OSError where it cannot listen.
+    """
+
+    name = "the Prometheus endpoint"
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._metrics = Metrics(rank)
+        try:
+            self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
+        except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
+            raise OSError(
+                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
+            ) from error
+        self.address = Address(*self._page.address)
+
+    def take(self, lines: Sequence[Line]) -> None:
+        self._metrics.take(lines)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._page.close()
+
+
+_HELP: Final[Mapping[str, tuple[str, str]]] = {
+    "gtopk_steps_total": ("counter", "Optimizer steps of this rank."),
+    "gtopk_skipped_steps_total": ("counter", "Steps that no rank applied: a NaN somewhere."),
+    "gtopk_divergences_total": ("counter", "Checks that found replicas apart."),
+    "gtopk_sent_bytes_total": ("counter", "Bytes this rank has sent for its steps."),
+    "gtopk_step_seconds": ("gauge", "Wall clock of the last step, by part."),
+    "gtopk_hidden_seconds": ("gauge", "What of the last step's exchange backward has hidden."),
+    "gtopk_density": ("gauge", "Share of the values that this rank has sent in the last step."),
+    "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
+    "gtopk_exchange_seconds": ("gauge", "What it took."),
+    "gtopk_batch_samples": ("gauge", "Samples of this rank in an optimizer step, last."),
+    "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last one recorded."),
+    "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
+    "gtopk_residual_norm": ("gauge", "Norm of this rank's residual."),
+    "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
+    "gtopk_value": ("gauge", "What the script has logged."),
+}
+
+
+class Metrics:
+    """A rank's metrics, by name and label; threads may use it at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._steps = self._skipped = self._divergences = 0
+        self._values: dict[tuple[str, str], float] = {}
+
+    def take(self, lines: Sequence[Line]) -> None:
+        with self._lock:
+            for line in lines:
+                self._values |= _metrics_of(line)
+                if line["what"] == "step":
+                    self._steps = line["step"] + 1
+                    self._skipped += line["skipped"]
+                self._divergences += line["what"] == "parted"
+            self._values["gtopk_steps_total", ""] = self._steps
+            self._values["gtopk_skipped_steps_total", ""] = self._skipped
+            self._values["gtopk_divergences_total", ""] = self._divergences
+
+    def text(self) -> str:
+        """Return all of it in Prometheus's text format."""
+        with self._lock:
+            values = dict(self._values)
+        said = []
+        for name, (kind, about) in _HELP.items():
+            found = {label: value for (metric, label), value in values.items() if metric == name}
+            if not found:
+                continue
+            said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+            for label, value in found.items():
+                more = f",{label}" if label else ""
+                number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
+                said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
+        return "\n".join(said) + "\n"
+
+
+def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
+    """Return what a line says, by metric and label."""
+    if line["what"] == "values":
+        return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
+    found: dict[str, float | None] = {}
+    if line["what"] == "withheld":
+        found = {
+            "gtopk_residual_norm": line["norm"],
+            "gtopk_residual_age_steps": line["age_steps"],
+        }
+    if line["what"] == "score":
+        found = {"gtopk_straggler_score": line["score"]}
+    if line["what"] != "step":
+        return {(name, ""): value for name, value in found.items() if value is not None}
+    step = report_of(line)
+    seconds = parts(step)
+    found = {
+        "gtopk_sent_bytes_total": line["bytes_so_far"],
+        "gtopk_hidden_seconds": step.hidden_seconds,
+        "gtopk_density": density(step),
+        "gtopk_predicted_seconds": step.predicted_seconds,
+        "gtopk_exchange_seconds": step.exchange_seconds,
+        "gtopk_batch_samples": batch(step),
+        "gtopk_local_steps": None if step.covers == "step" else step.local_steps,
+    }
+    return {
+        **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},
+        **{(name, ""): value for name, value in found.items() if value is not None},
+    }
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class Scalars:
+    """Writes lines as TensorBoard's scalars; raises ImportError where it is not installed."""
+
+    name = "TensorBoard's record"
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"TensorBoard's scalars need tensorboard ({error}): pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(folder)
+
+    def take(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            for name, value in scalars_of(line):
+                self._writer.add_scalar(name, value, line["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars_of(line: Line) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of what a line says."""
+    if line["what"] == "values":
+        yield from line["values"].items()
+    elif line["what"] == "withheld":
+        yield "gtopk/residual norm", line["norm"]
+        if line["age_steps"] is not None:
+            yield "gtopk/residual age, steps", line["age_steps"]
+    elif line["what"] == "step":
+        yield "gtopk/sent bytes so far", line["bytes_so_far"]
+        yield from scalars_of_step(report_of(line))
+
+
+def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of what a step cost."""
+    for part, seconds in parts(step).items():
+        yield f"gtopk seconds/{part}", seconds
+    yield "gtopk/sent bytes", step.sent_bytes
+    yield "gtopk/hidden seconds", step.hidden_seconds
+    if (share := density(step)) is not None:
+        yield "gtopk/density", share
+    if step.coded_entries:
+        yield "gtopk/bits per entry", 8 * step.coded_bytes / step.coded_entries
+    if (samples := batch(step)) is not None:
+        yield "gtopk/samples", samples
+    if step.covers != "step":
+        yield "gtopk/local steps", step.local_steps
+    if step.predicted_seconds is not None:
+        yield "gtopk/exchange, predicted seconds", step.predicted_seconds
+        yield "gtopk/exchange, measured seconds", step.exchange_seconds
+
+
+# MLflow raises for the names of others, and takes nothing of what came with them.
+_NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
+
+
+class Wandb:
+    """Logs to Weights & Biases; raises ImportError where wandb is not installed.
+
+    project: of a new run, which ends with the record; one that the script has begun stays its own.
+    Steps are gtopk's, on an axis of their own: the script may log by others.
+    """
+
+    name = "the record at Weights & Biases"
+    goes_on = True  # in the next world, after elastic's recovery
+
+    def __init__(self, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                f"Weights & Biases needs wandb ({error}): pip install wandb"
+            ) from error
+        self._is_ours = wandb.run is None
+        self._run = wandb.run or wandb.init(project=project)
+        self._has_failed = False
+        for names in ("gtopk/*", "gtopk seconds/*"):
+            self._run.define_metric(names, step_metric="gtopk/step")
+
+    def take(self, lines: Sequence[Line]) -> None:
+        self._has_failed |= _tell_of_failure(lines)
+        for line in lines:
+            if values := dict(scalars_of(line)):
+                self._run.log({**values, "gtopk/step": line["step"]})
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_ours:
+            self._run.finish(exit_code=int(self._has_failed))
+
+
+class MLflow:
+    """Logs to MLflow; raises ImportError where mlflow is not installed.
+
+    experiment: of a new run, which ends with the record; the script's active run stays its own.
+    """
+
+    name = "the record at MLflow"
+    goes_on = True  # in the next world, after elastic's recovery
+
+    def __init__(self, experiment: str) -> None:
+        try:
+            import mlflow
+            from mlflow.entities import Metric
+        except ImportError as error:
+            raise ImportError(
+                f"MLflow's record needs mlflow ({error}): pip install mlflow"
+            ) from error
+        # An active run is one of a thread, and lines are taken in the recorder's.
+        self._client, self._metric = mlflow.MlflowClient(), Metric
+        active = mlflow.active_run()
+        self._is_ours = active is None
+        if active is None:
+            of = mlflow.set_experiment(experiment).experiment_id
+            active = self._client.create_run(of)
+        self._run = active.info.run_id
+        self._has_failed = False
+
+    def take(self, lines: Sequence[Line]) -> None:
+        self._has_failed |= _tell_of_failure(lines)
+        now = int(1e3 * time.time())
+        metrics = [
+            self._metric(_metric_name(name), value, now, line["step"])
+            for line in lines
+            for name, value in scalars_of(line)
+        ]
+        for begin in range(0, len(metrics), 1000):  # it takes no more at once
+            self._client.log_batch(self._run, metrics[begin : begin + 1000])
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_ours:
+            self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
+
+
+def _tell_of_failure(lines: Sequence[Line]) -> bool:
+    """Tell whether this rank has left otherwise than in order."""
+    return any(line["what"] == "end" and not left_in_order(line) for line in lines)
+
+
+def _metric_name(name: str) -> str:
+    """Return a name as MLflow takes it, by which "acc@1" is "acc_1"."""
+    plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
+    return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

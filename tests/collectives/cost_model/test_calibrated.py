@@ -1,0 +1,242 @@
+"""A calibration is kept, found again, and forgotten when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.cost_model import CodingRate, Format, Network, Rates, cache, calibrate
+from collectives.cost_model.calibration import Calibration
+from collectives.transports import local_world
+
+FACTS = {"hosts": "2 x a", "kernels": "fast"}
+KEPT = Calibration(
+    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None, 3e-5, 1 << 24),
+    Rates(1e-9, 2e-8, {Format(): CodingRate(1e-9, 2e-9)}),
+    "measured once",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GTOPK_CALIBRATION", raising=False)
+    return tmp_path
+
+
+def on_ranks(size: int, **options) -> list[Calibration]:
+    return run_ranks(local_world(size, 30), lambda t: calibrate(t, **options))
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "deep" / "kept.json"
+    assert cache.save(path, FACTS, KEPT)
+    assert cache.load(path, FACTS, 2) == KEPT
+    assert [entry.name for entry in path.parent.iterdir()] == ["kept.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: text.replace('"saved": ', '"saved": -'),
+        lambda text: text.replace("1e-09", "NaN"),
+        lambda text: text.replace("1e-09", "-1"),
+        lambda text: text.replace("1e-09", '"x"'),
+        lambda text: text.replace('"ranks"', '"rank"'),
+        lambda text: text.replace('"rates"', '"rate"'),
+        lambda text: re.sub(r'"swap_seconds": 0.0,\s*', "", text),
+        lambda text: re.sub(r',\s*"copy_seconds": 0.0', "", text),  # as it was written once
+        lambda text: re.sub(r',\s*"agreement_seconds": 3e-05', "", text),  # likewise
+        lambda text: text.replace("3e-05", "-1"),
+        lambda text: text.replace("3e-05", "NaN"),
+        lambda text: text.replace("16777216", "NaN"),
+        lambda text: text.replace("16777216", "Infinity"),
+        lambda text: text.replace("16777216", "1.5"),
+        lambda text: text.replace("16777216", "-1"),
+        lambda text: text.replace("16777216", '"7"'),
+        lambda text: re.sub(r',\s*"native_bytes": 16777216', "", text),  # as it was written once
+        lambda text: text.replace('"native_bytes":', '"segment_bytes": 8388608, "native_bytes":'),
+        lambda text: text.replace("3e-05", "1" + 400 * "0"),
+        lambda text: text.replace('"ranks": 2', '"ranks": 0'),
+        lambda text: text.replace('"ranks": 2', '"ranks": 2.0'),
+        lambda text: text.replace('"ranks": 2', '"ranks": 3'),
+        lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": 2.5'),
+        lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": true'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": 0.5'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": Infinity'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": "2"'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": true'),
+        lambda text: 100_000 * "[",
+        lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": null', text),
+        lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": [0.001, 0, 1000]', text),
+        lambda text: "\udcff",
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
+    path = tmp_path / "kept.json"
+    cache.save(path, FACTS, KEPT)
+    text = path.read_text()
+    damaged = damage(text)
+    assert damaged != text
+    path.write_bytes(damaged.encode(errors="surrogateescape"))
+    assert cache.load(path, FACTS, 2) is None
+
+
+def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
+    path = tmp_path / "kept.json"
+    cache.save(path, FACTS, KEPT)
+    assert cache.load(path, {**FACTS, "hosts": "2 x b"}, 2) is None
+    record = json.loads(path.read_text())
+    for saved in (time.time() - cache.OLDEST_SECONDS - 1, time.time() + 1000):
+        path.write_text(json.dumps({**record, "saved": saved}))
+        assert cache.load(path, FACTS, 2) is None
+    assert cache.load(tmp_path / "nothing.json", FACTS, 2) is None
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
+
+
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
+    monkeypatch.setenv("GTOPK_CALIBRATION", place)
+    assert all("kept in" not in found.origin for found in on_ranks(2))
+
+
+def test_nothing_stays_beside_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+    folder = tmp_path / "in the way"
+    folder.mkdir()
+    assert not cache.save(folder, FACTS, KEPT)
+    assert [*tmp_path.iterdir()] == [folder]
+
+    def interrupted(beside: Path, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.save(tmp_path / "kept.json", FACTS, KEPT)
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_the_second_run_finds_what_the_first_one_measured():
+    first = on_ranks(3)
+    second = on_ranks(3)
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert second[0].network == first[0].network
+    assert second[0].rates == first[0].rates
+    assert "kept in" in second[0].origin
+    other = on_ranks(2)  # of as many ranks as never before
+    assert "kept in" not in other[0].origin
+    assert "kept in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
+
+
+def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
+    host = threading.local()
+    monkeypatch.setattr(cache.socket, "gethostname", lambda: host.name)
+    four = replace(KEPT, network=KEPT.network._replace(ranks=4))
+    monkeypatch.setattr(cache, "measure", lambda *_: four)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+
+    def origin(hosts: str) -> str:
+        def of_rank(transport):
+            host.name = hosts[transport.rank]
+            return calibrate(transport).origin
+
+        return run_ranks(local_world(4, 30), of_rank)[0]
+
+    assert "kept in" not in origin("aabb")
+    assert "kept in" not in origin("abab")
+    assert "kept in" in origin("aabb")
+
+
+def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
+    """As a view of all ranks has, whose reductions are made of messages."""
+    monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+
+    def origin(native_bytes: int = sys.maxsize) -> str:
+        world = local_world(2, 30)
+        for transport in world:
+            transport.native_bytes = lambda: native_bytes
+        return run_ranks(world, calibrate)[0].origin
+
+    assert "kept in" not in origin()
+    assert "kept in" in origin()
+    assert "kept in" not in origin(native_bytes=0)
+    assert "kept in" not in origin(native_bytes=1 << 24)
+    assert "kept in" in origin(native_bytes=0)
+    monkeypatch.setattr(cache, "MODEL", cache.MODEL + 1)
+    assert "kept in" not in origin()
+
+
+def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
+    """As those that are bound to one each, or wherever a container grants more or less of them."""
+    monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+
+    def origin(crowding: float) -> str:
+        monkeypatch.setattr(cache, "ranks_per_core", lambda transport: crowding)
+        return on_ranks(2)[0].origin
+
+    assert "kept in" not in origin(1.0)
+    assert "kept in" not in origin(2.0)
+    assert "kept in" in origin(1.0)
+
+
+def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
+    monkeypatch.setenv("GTOPK_CALIBRATION", "off")
+    assert "assumed" in on_ranks(2)[0].origin
+    assert not list(cache_home.iterdir())
+    monkeypatch.setenv("GTOPK_CALIBRATION", "fresh")
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert "kept in" not in on_ranks(2)[0].origin
+    monkeypatch.delenv("GTOPK_CALIBRATION")
+    assert "kept in" in on_ranks(2)[0].origin
+
+
+def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
+    monkeypatch.chdir(cache_home)
+    monkeypatch.setenv("GTOPK_CALIBRATION", "OFF")
+    assert "assumed" in on_ranks(2)[0].origin
+    monkeypatch.setenv("GTOPK_CALIBRATION", "Fresh")
+    on_ranks(2)
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert [entry.name for entry in cache_home.iterdir()] == ["gtopk"]
+
+
+def test_without_a_home_folder_nothing_is_kept(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cache.Path, "home", no_home)
+    for _ in range(2):
+        assert "kept in" not in on_ranks(2)[0].origin
+    monkeypatch.setenv("GTOPK_CALIBRATION", "off")
+    assert "assumed" in on_ranks(2)[0].origin
+
+
+def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(path))
+    on_ranks(2)
+    assert path.exists()
+    assert str(path) in on_ranks(2)[0].origin
+    path.write_text("{")
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert str(path) in on_ranks(2)[0].origin

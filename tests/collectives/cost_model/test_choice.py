@@ -1,0 +1,243 @@
+"""The choice keeps its budget, follows the network, and is dense where compression cannot pay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import SparseVector, reduce, run_ranks
+from collectives.cost import Link
+from collectives.cost_model import (
+    EXACT,
+    Budget,
+    Calibration,
+    CodingRate,
+    Correction,
+    Format,
+    Network,
+    Rates,
+    Training,
+    calibrate,
+    choose,
+)
+from collectives.cost_model.choice import LARGEST_DENSITY, keeps, offered
+from collectives.transports import local_world
+
+RESNET50 = 25_557_032
+BLOCKS = Format("blocks")
+CODING = {EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
+RATES = Rates(1.2e-9, 3.5e-8, CODING)
+AT_A_THOUSANDTH = Budget(density=0.001)
+rank_counts = st.integers(2, 300)
+latencies = st.floats(1e-6, 1e-2)
+
+
+def on(ranks: int, bits_per_second: float, latency: float = 50e-6, rates: Rates = RATES):
+    return Calibration(Network(ranks, Link.of(bits_per_second, latency)), rates, "made up")
+
+
+def chosen(calibration: Calibration, budget: Budget = AT_A_THOUSANDTH, **options):
+    return choose(RESNET50, calibration, budget, options.pop("formats", (EXACT,)), **options)
+
+
+@settings(max_examples=60)
+@given(rank_counts, latencies, st.floats(1e6, 1e12), st.floats(1.01, 100))
+def test_a_faster_network_makes_nothing_slower_and_dense_gains_most(
+    ranks, latency, bits_per_second, factor
+):
+    slow = {e.candidate: e.seconds for e in chosen(on(ranks, bits_per_second, latency))}
+    fast = {e.candidate: e.seconds for e in chosen(on(ranks, factor * bits_per_second, latency))}
+    assert slow.keys() == fast.keys()
+    gains = {candidate: slow[candidate] - fast[candidate] for candidate in slow}
+    assert min(gains.values()) > 0
+    densest = max(gains, key=lambda candidate: gains[candidate])
+    # An allgather of very many lists is longer than the gradient itself.
+    assert densest.algorithm == "dense" or 2 * ranks * 0.001 > 1
+
+
+@settings(max_examples=60)
+@given(rank_counts, st.floats(1e-5, 0.5))
+def test_on_an_infinitely_fast_network_dense_wins(ranks, density):
+    best, *_ = chosen(on(ranks, float("inf"), 0.0), Budget(density=density))
+    assert best.candidate.algorithm == "dense"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 32, 256])
+def test_on_a_slow_network_compression_wins(ranks):
+    best, *others = chosen(on(ranks, 1e8))
+    assert best.candidate.algorithm != "dense"
+    assert best.candidate.density == 0.001
+    assert any(other.candidate.algorithm == "dense" for other in others)
+
+
+def test_few_ranks_gather_and_many_merge_or_split():
+    assert chosen(on(2, 1e9))[0].candidate.algorithm == "topk-allgather"
+    assert chosen(on(128, 1e9, latency=1e-3))[0].candidate.algorithm == "gtopk"
+    assert chosen(on(128, 1e8, latency=1e-5))[0].candidate.algorithm == "oktopk"
+
+
+def test_where_ranks_share_a_nodes_link_they_add_up_inside_first():
+    network = Network(64, Link.of(1e9, 5e-5), 8, Link.of(1e11, 5e-6))
+    best = chosen(Calibration(network, RATES, "made up"))[0]
+    assert best.candidate.algorithm == "hierarchical"
+    assert "hierarchical" not in {each.candidate.algorithm for each in chosen(on(64, 1e9))}
+
+
+def test_the_shorter_a_training_the_wider_its_updates():
+    """Wide ones are never given up for narrower ones when fewer steps are left."""
+    updated = [
+        chosen(on(128, 1e9, latency=1e-3), training=Training(steps, 1.0))[0].updated
+        for steps in (1e9, 1e5, 1e4, 1e3, 100, 10)
+    ]
+    assert updated == sorted(updated)
+    assert updated[0] == 2 * round(0.001 * RESNET50)  # what costs nothing on the wire
+    assert updated[-1] > 25 * updated[0]
+
+
+def test_updates_are_offered_wider_where_more_ranks_have_picked_more():
+    """Two ranks' picks are no more than twice as many: an allgather updates them all."""
+    for ranks, expected in ((2, {1.0}), (3, {1.0, 2.0}), (8, {1.0, 2.0, 4.0})):
+        found = [each.candidate for each in chosen(on(ranks, 1e9))]
+        assert {each.widening for each in found if each.algorithm == "gtopk"} == expected
+        assert {each.widening for each in found if each.algorithm == "topk-allgather"} == {1.0}
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_updates_twice_as_wide_send_no_byte_more(ranks):
+    sent = {
+        each.candidate.widening: each.sent.bytes
+        for each in chosen(on(ranks, 1e9))
+        if each.candidate.algorithm == "gtopk"
+    }
+    assert sent[1.0] == sent[2.0] < sent[4.0]
+
+
+def test_one_rank_has_nothing_to_compress():
+    assert chosen(on(1, 1e9))[0].candidate.algorithm == "dense"
+
+
+def test_packing_pays_on_a_slow_link_and_not_on_a_fast_one():
+    formats = (EXACT, BLOCKS)
+    assert chosen(on(8, 1e8), formats=formats)[0].candidate.format == BLOCKS
+    fastest = chosen(on(8, 1e11, rates=RATES._replace(select_seconds=0.0)), formats=formats)
+    order = [
+        each.candidate.format
+        for each in fastest
+        if (each.candidate.algorithm, each.candidate.widening) == ("gtopk", 1.0)
+    ]
+    assert order == [EXACT, BLOCKS]
+
+
+def test_a_gain_within_the_models_error_is_no_gain():
+    """Dense updates every coordinate: it stays, unless sparse is clearly faster."""
+    network = Network(2, Link.of(1e9, 0.0))
+    dense = RESNET50 * 4 * 8e-9
+    for gain, algorithm in ((0.02, "dense"), (0.2, "topk-allgather")):
+        rates = Rates((1 - gain) * dense / RESNET50, 0.0, {EXACT: CodingRate(0.0, 0.0)})
+        best, *_ = chosen(Calibration(network, rates, ""), Budget(density=1e-6))
+        assert best.candidate.algorithm == algorithm
+
+
+@settings(max_examples=60)
+@given(rank_counts, st.floats(1e7, 1e11), st.floats(1e3, 1e9))
+def test_every_candidate_keeps_its_bytes(ranks, bits_per_second, budget_bytes):
+    budget = Budget(bytes_per_step=budget_bytes)
+    try:
+        found = chosen(on(ranks, bits_per_second), budget)
+    except ValueError:
+        assert budget_bytes < 100 * ranks
+        return
+    assert all(each.sent.most_bytes <= budget_bytes for each in found)
+    # ... and uses it up: one entry more would not fit.
+    for each in found:
+        if each.candidate.algorithm == "gtopk" and each.candidate.density < LARGEST_DENSITY:
+            rounds = each.sent.most_bytes / (8 * each.candidate.selected(RESNET50))
+            assert budget_bytes - each.sent.most_bytes < 8 * (rounds + 1) + 9
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("budget_bytes", [2_000, 10_000, 30_000])
+def test_a_budget_of_bytes_is_kept_by_what_is_counted(size, budget_bytes):
+    length = 20_000
+    found = choose(length, on(size, 1e8), Budget(bytes_per_step=budget_bytes), (EXACT,))
+    assert {each.candidate.algorithm for each in found} >= {"gtopk", "topk-allgather"}
+    for each in found:
+        if each.candidate.algorithm == "dense":
+            continue
+        k = each.candidate.selected(length)
+        world = local_world(size, 30)
+        run_ranks(
+            world,
+            lambda t, k=k, name=each.candidate.algorithm: reduce(
+                SparseVector(
+                    np.arange(t.rank, t.rank + k, dtype=np.int32), np.ones(k, np.float32), length
+                ),
+                k,
+                t,
+                name,
+            ),
+        )
+        assert max(t.traffic.sent_bytes for t in world) <= budget_bytes
+
+
+def test_bytes_for_less_than_an_entry_are_refused_with_what_is_needed():
+    with pytest.raises(ValueError, match=r"bytes_per_step must be at least \d+ on 8 ranks .* 10"):
+        chosen(on(8, 1e9), Budget(bytes_per_step=10))
+
+
+def test_bytes_for_everything_mean_dense():
+    assert chosen(on(8, 1e9), Budget(bytes_per_step=1e9))[0].candidate.algorithm == "dense"
+
+
+@settings(max_examples=60)
+@given(rank_counts, st.floats(1e7, 1e11), st.floats(1e-3, 10))
+def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds):
+    budget = Budget(seconds=seconds)
+    best, *others = chosen(on(ranks, bits_per_second), budget)
+    assert any(each.candidate.algorithm == "dense" for each in (best, *others))
+    if best.candidate.algorithm == "dense":
+        kept = [each for each in others if keeps(each, budget)]
+        assert keeps(best, budget) or all(each.seconds >= best.seconds for each in kept)
+    elif keeps(best, budget) and best.candidate.density < LARGEST_DENSITY:
+        # One entry more, on each rank, takes longer than it may.
+        step = best.exchange_seconds / best.candidate.selected(RESNET50)
+        assert best.exchange_seconds + 2 * ranks * step > seconds
+
+
+def test_where_nothing_hides_the_shortest_is_taken():
+    best, *others = chosen(on(32, 1e8), Budget(seconds=1e-6))
+    assert best.seconds == min(each.seconds for each in (best, *others))
+
+
+def test_a_correction_moves_an_algorithm_alone():
+    calibration = on(16, 1e9)
+    before = {e.candidate.algorithm: e for e in chosen(calibration)}
+    after = {
+        e.candidate.algorithm: e
+        for e in chosen(calibration, corrections={"gtopk": Correction(2.0, 3.0, 5.0)})
+    }
+    parts = {"select": 2.0, "merge": 3.0, "code": 3.0, "communicate": 5.0}
+    for part, factor in parts.items():
+        once, times = (getattr(all["gtopk"], f"{part}_seconds") for all in (before, after))
+        assert times == pytest.approx(factor * once)
+    assert after["dense"] == before["dense"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_every_rank_chooses_the_same(size, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def program(transport):
+        return choose(RESNET50, calibrate(transport), Budget(density=0.01), (EXACT,))
+
+    everyones = run_ranks(local_world(size, 30), program)
+    assert everyones == [everyones[0]] * size
+
+
+def test_nodes_of_unlike_numbers_of_ranks_are_beyond_the_model():
+    """Their shards are as many as the smallest node has ranks."""
+    link = Link.of(1e9, 1e-4)
+    for ranks, is_offered in ((8, True), (7, False), (4, False)):
+        assert ("hierarchical" in offered(Network(ranks, link, 4, link))) == is_offered

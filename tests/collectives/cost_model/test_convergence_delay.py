@@ -1,0 +1,40 @@
+"""The lag is what a queue of steady arrivals holds back, and it is counted in steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.cost_model import Training, lag_steps
+
+
+@pytest.mark.parametrize("updated", [4, 20, 100])
+def test_steady_gradients_are_held_back_for_that_many_steps(updated):
+    """Error feedback on gradients that never change, most of them alike, a few ten times larger."""
+    length = 1000
+    gradient = np.random.default_rng(5).uniform(0.9, 1.1, length)
+    gradient[: updated // 4] *= 10
+    residual, held = np.zeros(length), []
+    for _ in range(20 * length // updated):
+        residual += gradient
+        sent = np.argpartition(residual, -updated)[-updated:]
+        residual[sent] = 0.0
+        held.append(residual.sum() / gradient.sum())
+    late = held[len(held) // 2 :]
+    assert np.mean(late) == pytest.approx(lag_steps(length, updated), rel=0.25)
+
+
+def test_who_updates_all_has_none():
+    assert lag_steps(7, 7) == 0.0
+
+
+def test_a_lag_costs_whole_steps_and_a_long_training_makes_little_of_it():
+    assert Training(100, elsewhere_seconds=2.0).cost(1.0, 50.0) == 1.0 + 0.5 * 3.0
+    assert Training(100, elsewhere_seconds=2.0, share=0.1).cost(1.0, 50.0) == 1.0 + 0.05 * 3.0
+    assert Training().cost(1.0, 50.0) == 1.0
+
+
+def test_what_hides_costs_nothing_but_its_lag():
+    assert Training(100, 2.0, room_seconds=0.75).cost(1.0, 50.0) == 0.25 + 0.5 * 2.25
+    assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 50.0) == 0.5 * 2.0
+    assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 0.0) == 0.0

@@ -1,0 +1,57 @@
+"""How many ranks share a core."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from collectives.cores import core_quota
+from collectives.cost_model.network import Seat, most_per_core, own_seat, ranks_per_core
+from collectives.transports import local_world, run_ranks
+
+
+def seats(
+    count: int, cores: int | list[int], quota: float = math.inf, group: str = "", machine: str = "m"
+) -> list[Seat]:
+    allowed = list(range(cores)) if isinstance(cores, int) else cores
+    return [Seat(machine, allowed, quota, group)] * count
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (seats(4, 4), 1.0),
+        (seats(3, 4), 1.0),
+        (seats(6, 2), 3.0),
+        # On several machines the fullest counts.
+        (seats(4, 2) + seats(2, 2, machine="n"), 2.0),
+        # Each bound to a core of its own, or most of them to the same.
+        (seats(1, [0]) + seats(1, [1]), 1.0),
+        (seats(3, [0]) + seats(1, [1, 2, 3, 4, 5, 6, 7]), 3.0),
+        (seats(3, [0, 1]) + seats(2, [1, 2]), 5 / 3),
+        # Containers of one machine, each of which is granted half of a core.
+        (seats(1, 2, 0.5, "a") + seats(1, 2, 0.5, "b"), 2.0),
+        # One that is granted two, whatever the hosts in it are called.
+        (seats(4, 64, 2.0, "a"), 2.0),
+        (seats(4, 64, 4.0, "a") + seats(4, 64, 4.0, "b"), 1.0),
+        (seats(2, 64, 4.0, "a") + seats(2, 64, 1.0, "b"), 2.0),
+    ],
+)
+def test_ranks_of_one_machine_share_its_cores(told, expected):
+    assert most_per_core(told) == pytest.approx(expected)
+    assert most_per_core(told[::-1]) == pytest.approx(expected)
+
+
+def test_every_rank_hears_the_same_of_those_that_share_this_machine():
+    cores = min(len(os.sched_getaffinity(0)), core_quota())
+    assert run_ranks(local_world(5), ranks_per_core) == [pytest.approx(max(1.0, 5 / cores))] * 5
+
+
+def test_where_the_kernel_does_not_tell_its_boot_a_host_is_a_machine(tmp_path: Path):
+    seat = own_seat(tmp_path / "boot_id")
+    assert seat.machine == os.uname().nodename
+    (tmp_path / "boot_id").write_text("1b4e\n")
+    assert own_seat(tmp_path / "boot_id") == seat._replace(machine="1b4e")

@@ -1,0 +1,187 @@
+"""What lists take in calls is found however far ranks are, and however apart they begin."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from collectives import run_ranks
+from collectives.cost import Link, rounds
+from collectives.cost_model import Network, Rates, per_call_overhead
+from collectives.cost_model.network import DEFAULT_RATES, CodingRate
+from collectives.cost_model.per_call_overhead import CALLS_SECONDS, measure_calls
+from collectives.cost_model.schedules import GATHER_SENDS, SEARCH_SENDS
+from collectives.transports import local_world
+from collectives.wire import EXACT
+from tests.matrix import some_of
+
+CALL_SECONDS = 3e-4
+WITHIN = Link(5e-6, 1e-10)
+COSTLESS = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
+LATENCIES = (5e-5, 5e-4, 5e-3, 20e-3)
+ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
+SEVERAL_EACH = [(4, 2), (6, 3), (8, 4), (16, 8)]
+# The least and the greatest latency for few ranks, powers of two and others; nodes of each kind.
+OF_THE_SUITE = [
+    *((size, 1, latency) for size in (2, 3, 5) for latency in (5e-5, 20e-3)),
+    *((7, 1, 5e-4), (8, 1, 5e-3), (4, 2, 5e-5), (4, 2, 20e-3), (6, 3, 5e-3), (8, 4, 5e-4)),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep no seconds of the real world in a virtual one."""
+    monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: list[float]) -> Rates:
+    """Return the rates that are found where ranks begin as many latencies late."""
+    within = WITHIN if ranks_per_node > 1 else None
+    link = Link(latency, 1e-9)
+    world = virtual(size, link, within, ranks_per_node, CALL_SECONDS)
+    world.seconds[:] = [latency * each for each in apart]
+    network = Network(size, link, ranks_per_node, within)
+    found = run_ranks(
+        world.world, lambda t: measure_calls(t, network, COSTLESS, world.clock(t.rank))
+    )
+    assert found == [found[0]] * size
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks_per_node", "latency"),
+    some_of(
+        [(*ranks, latency) for ranks in ONE_EACH + SEVERAL_EACH for latency in LATENCIES],
+        *OF_THE_SUITE,
+    ),
+)
+def test_what_few_entries_take_beside_their_messages_are_their_calls(
+    virtual, size, ranks_per_node, latency
+):
+    """Swaps take one each here; an allgather one a round, the first of them its swap.
+
+    Ok-Topk takes one each of P - 1 parts, and of the rounds of two allgathers: less what its
+    three times P - 1 lists take by then, it is what its sends do.
+    """
+    group = ranks_per_node if ranks_per_node > 1 else size
+    lists_seconds = (rounds(group) - 1) * CALL_SECONDS
+    sends = group - 1 + SEARCH_SENDS + GATHER_SENDS
+    sends_seconds = (group - 1 + 2 * rounds(group)) * CALL_SECONDS - 3 * lists_seconds
+    uniform = random.Random(size)
+    for apart in (
+        [0.0] * size,
+        [0.9, *[0.0] * (size - 1)],
+        *([uniform.random() for _ in range(size)] for _ in range(3)),
+    ):
+        found = found_on(virtual, size, ranks_per_node, latency, apart)
+        assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05), apart
+        assert found.list_seconds * (group - 1) == pytest.approx(
+            lists_seconds, rel=0.05, abs=0.05 * CALL_SECONDS
+        ), apart
+        # Who begins apart leaves the barrier apart, which no circle makes up for here.
+        reach = WITHIN.latency_seconds if ranks_per_node > 1 else latency * max(apart)
+        assert found.send_seconds * sends == pytest.approx(
+            sends_seconds, rel=0.01, abs=0.2 * reach
+        ), apart
+
+
+@pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MOST - 1])
+def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
+    """For Ok-Topk, whose parts and blocks are then as even as the schedule takes them for."""
+    size = per_call_overhead._MOST
+    mine, regions = per_call_overhead.even_picks(rank, size)
+    other, _ = per_call_overhead.even_picks((rank + 1) % size, size)
+    cut = regions.record()["cut"]
+    per_region = np.histogram(mine.indices, cut[0])[0]
+    assert per_region.tolist() == [mine.entries // size] * size
+    assert cut[1] == list(range(size))
+    assert cut[0][-1] == mine.length
+    assert not np.intersect1d(mine.indices, other.indices).size
+
+
+def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
+    monkeypatch.setattr(per_call_overhead, "_MOST", 4)
+    found = found_on(virtual, 9, 1, 5e-4, [0.0] * 9)
+    sends = 3 + SEARCH_SENDS + GATHER_SENDS
+    lists = 3 * 3 / 8 * (rounds(9) - 1)  # of nine ranks' allgather
+    expected = (3 + 2 * 2 - lists) * CALL_SECONDS
+    assert found.send_seconds * sends == pytest.approx(expected, abs=0.2 * 5e-4)
+
+
+@pytest.mark.parametrize("size", some_of([17, 40], 17))
+def test_more_regions_are_searched_in_another_round(virtual, size):
+    """Once, the lists were too small for it, and calls took less than nothing."""
+    found = found_on(virtual, size, 1, 5e-4, [0.0] * size)
+    sends = size - 1 + 2 * SEARCH_SENDS + GATHER_SENDS
+    calls = size - 1 + 3 * rounds(size) - 4 * (rounds(size) - 1)
+    assert found.send_seconds * sends == pytest.approx(calls * CALL_SECONDS, rel=0.01)
+
+
+def test_a_node_with_fewer_ranks_does_not_count(virtual):
+    found = found_on(virtual, 5, 4, 5e-3, [0.0] * 5)
+    assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch):
+    """By many latencies, each go another one."""
+    world = virtual(size, Link(5e-4, 1e-9), call_seconds=CALL_SECONDS)
+    here = threading.local()
+
+    def sleep(seconds: float) -> None:
+        world.seconds[here.rank] += seconds + here.random.uniform(0, 0.02)
+
+    def program(transport) -> Rates:
+        here.rank, here.random = transport.rank, random.Random(transport.rank)
+        network = Network(size, world.between)
+        return measure_calls(transport, network, COSTLESS, world.clock(transport.rank))
+
+    monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=sleep))
+    found, *_ = run_ranks(world.world, program)
+    # They leave a barrier further apart than a latency then, which tells a little.
+    assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.25)
+
+
+def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
+    seen: list[str] = []
+
+    def noted(name, reduce):
+        def run(selected, k, transport, **options):
+            if threading.current_thread().name == "rank 0":
+                seen.append(name)
+            return reduce(selected, k, transport, **options)
+
+        return run
+
+    each = {name: noted(name, reduce) for name, reduce in per_call_overhead.ALGORITHMS.items()}
+    monkeypatch.setattr(per_call_overhead, "ALGORITHMS", each)
+
+    def seen_at(latency: float) -> list[str]:
+        world = virtual(2, Link(latency, 0.0))
+
+        def program(transport) -> Rates:
+            if transport.rank == 0:
+                threading.current_thread().name = "rank 0"
+            clock = world.clock(transport.rank)
+            return measure_calls(transport, Network(2, WITHIN), DEFAULT_RATES, clock)
+
+        seen.clear()
+        run_ranks(world.world, program)
+        return seen
+
+    turn, split = ["gtopk", "topk-allgather"], ["oktopk"]
+    assert seen_at(0.0) == 7 * turn + 8 * split  # the first is not timed
+    # Turns of two latencies each, then goes of three.
+    assert seen_at(CALLS_SECONDS / 8) == 4 * turn + 4 * split
+    assert seen_at(CALLS_SECONDS) == turn + 2 * split
+
+
+def test_a_rank_alone_keeps_its_own():
+    (found,) = run_ranks(
+        local_world(1), lambda t: measure_calls(t, Network(1, WITHIN), DEFAULT_RATES)
+    )
+    assert found == DEFAULT_RATES

@@ -1,0 +1,273 @@
+"""`gtopk plan` tells what pays, in 80 columns, and refuses what it cannot read."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from collectives.cost import Link
+from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
+from gtopk.cli.arguments import PARAMETERS
+from gtopk.cli.main import main
+
+SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
+BACKWARD = ["--backward-ms", "200"]  # in which dense's latencies hide
+FAST = ["--model", "resnet50", "--ranks", "4", "--bandwidth", "800gbit", "--latency", "2us"]
+assumed = "--no-measure"
+
+
+def said(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def prose(out: str) -> str:
+    return " ".join(out.split())
+
+
+def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
+    out = said(capsys, *SLOW, *BACKWARD, assumed)
+    text = prose(out)
+    assert "Modelled, not measured: 25,557,032 float32 values (102 MB), 32 ranks," in text
+    assert "1 Gbit/s and 400 µs between nodes, density 0.001" in text
+    assert "Selecting, coding, merging: as assumed, not measured." in text
+    (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
+    assert "gTop-k" in cheapest
+    assert 'Compression.gtopk(density=0.001, wire="packed") pays here: it adds' in text
+    assert "At this latency it pays below about" in text
+    assert "Density 0.001 may cost accuracy: docs/tuning.md." in text
+    assert "upper bound" not in text
+    (headings, _) = [line for line in out.splitlines() if line.startswith("method")]
+    assert headings.endswith(" speed")
+
+
+def test_without_a_backward_pass_it_is_an_upper_bound_of_the_exchange(capsys):
+    out = said(capsys, *SLOW, assumed)
+    text = prose(out)
+    assert "An upper bound, of the exchange alone, with nothing hidden behind" in text
+    assert 'Compression.gtopk(density=0.001, wire="packed") takes ' in text
+    assert "Training gains less: give --backward-ms" in text
+    assert "Density 0.001 may cost accuracy: docs/tuning.md." in text
+    (headings, _) = [line for line in out.splitlines() if line.startswith("method")]
+    assert headings.endswith(" exchange")
+
+
+def test_fewer_bits_of_a_value_are_fewer_bytes_and_part_of_the_advice(capsys):
+    out = said(capsys, *SLOW, assumed, "--values", "int3")
+    assert 'Compression.gtopk(density=0.001, wire="packed", values="int3") takes' in prose(out)
+    whole, few = (
+        json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))["methods"]
+        for values in ("exact", "int3")
+    )
+    for exact, rounded in zip(whole[1:-1], few[1:-1], strict=True):
+        assert rounded["format"]["values"] == "int3"
+        all_rounded = rounded["algorithm"] in ("gtopk", "topk-allgather")
+        assert rounded["sent"]["bytes"] < (0.4 if all_rounded else 1) * exact["sent"]["bytes"]
+
+
+def test_shards_are_there_to_compare_whatever_is_sent(capsys):
+    for values in ("exact", "int8"):
+        record = json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))
+        shards = record["methods"][-1]
+        assert (shards["algorithm"], shards["density"]) == ("shards", 0.25)
+        assert shards["format"] == {"indices": "whole", "values": "int3"}
+        assert 41 < record["methods"][0]["sent"]["bytes"] / shards["sent"]["bytes"] < 43
+        assert record["cheapest"] != "shards"
+    assert "and shards: a quarter of all values a step in 3 bits" in prose(
+        said(capsys, *SLOW, assumed)
+    )
+
+
+def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
+    out = said(capsys, *FAST, assumed)
+    (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
+    assert "dense" in cheapest
+    assert "Do not compress here" in out
+
+
+def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
+    edge = json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json"))
+    bits = edge["break_even_bits_per_second"]
+    command = ["--model", "resnet50", "--ranks", "32", "--latency", "0.4ms", *BACKWARD, assumed]
+    text = prose(said(capsys, *command, "--bandwidth", f"{0.99 * bits / 1e9}gbit"))
+    assert "Too close to tell" in text
+    assert "pays here" not in text
+    assert "What decides: this verdict turns with half the bandwidth" in text
+
+
+def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):
+    text = prose(said(capsys, *SLOW, *BACKWARD, assumed))
+    assert "What decides: " in text or "Half or twice of any one input" in text
+    assert "Memory on each rank beside the model: about 16 bytes a parameter" in text
+    alone = ["--elements", "1M", "--ranks", "4", "--bandwidth", "1mbit", assumed]
+    assert "Half or twice of any one input leaves this verdict" in prose(said(capsys, *alone))
+
+
+@pytest.mark.parametrize("ranks", ["2", "65536"])
+def test_the_largest_model_can_be_asked_about(capsys, ranks):
+    for density in ("1e-320", "1"):
+        command = ["--elements", "1e15", "--ranks", ranks, "--bandwidth", "1gbit"]
+        assert "4,000 TB" in said(capsys, *command, "--density", density, assumed)
+
+
+def test_dense_hides_behind_backward(capsys):
+    args = ["--model", "resnet50", "--ranks", "8", "--bandwidth", "10gbit", assumed]
+    assert "Do not compress" not in said(capsys, *args)
+    out = prose(said(capsys, *args, "--backward-ms", "200"))
+    assert "Do not compress here: dense adds 0 µs to a step" in out
+    assert "Dense hides behind 200 ms of backward" in out
+
+
+def test_dense_waits_for_words_between_nodes_and_not_within_one(capsys):
+    links = ["--bandwidth", "1gbit", "--latency", "10ms", "--node-latency", "10ms"]
+    command = ["--model", "resnet50", "--ranks", "16", *links, assumed, "--json", "-"]
+    dense = json.loads(said(capsys, *command))["methods"][0]
+    network = Network(16, Link.of(1e9, 10e-3))
+    expected = predict(Candidate("dense"), PARAMETERS["resnet50"], network, DEFAULT_RATES)
+    assert dense["communicate_seconds"] == pytest.approx(expected.communicate_seconds)
+    assert dense["sent"]["messages"] == 2 * 2 * 4
+    inside = json.loads(said(capsys, *command, "--ranks-per-node", "16"))["methods"][0]
+    assert inside["sent"]["messages"] == 2 * 4
+
+
+def test_ranks_of_one_node_have_its_own_link(capsys):
+    command = ["--elements", "1M", "--ranks", "4", "--ranks-per-node", "4", "--bandwidth", "1gbit"]
+    text = prose(said(capsys, *command, "--node-bandwidth", "20gbit", assumed))
+    assert "20 Gbit/s and 5 µs inside the node, density 0.001" in text
+
+
+def test_one_rank_has_nothing_to_compress(capsys):
+    out = said(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
+    assert "nothing to compress" in out
+    assert "Equal k" not in out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--ranks-per-node", "8"], ["--backward-ms", "150"], ["--density", "0.0001"]],
+)
+@pytest.mark.parametrize("model", ["resnet20", "llama-7b"])
+@pytest.mark.parametrize("ranks", ["8", "4096"])
+@pytest.mark.parametrize("rate", ["1mbit", "33.3MB/s", "400gbit"])
+def test_it_fits_80_columns(capsys, model, ranks, rate, more):
+    command = ["--model", model, "--ranks", ranks, "--bandwidth", rate, "--latency", "123us"]
+    out = said(capsys, *command, assumed, *more)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_at_equal_bytes_the_allgather_updates_more(capsys):
+    out = said(capsys, *SLOW, assumed)
+    assert "Equal k is not equal accuracy" in out
+    table = out.split("these update:")[1].splitlines()
+    updates = {
+        line[2:19].strip(): int(line.split()[-5].replace(",", ""))
+        for line in table
+        if line.startswith("  ")
+    }
+    assert updates["top-k allgather"] > updates["gTop-k"]
+
+
+def test_where_lists_are_longer_than_dense_it_pays_above_a_bandwidth(capsys):
+    words = ["--elements", "100k", "--ranks", "4", "--bandwidth", "10gbit", "--latency", "50ms"]
+    words += [assumed, "--density", "0.9"]
+    assert "it pays above 15 Mbit/s at least" in prose(said(capsys, *words))
+    record = json.loads(said(capsys, *words, "--json", "-"))
+    assert record["pays"] == "always"
+    every, highest = record["break_even_bounds_bits_per_second"]
+    assert every == 0 < highest
+    words[-1] = "1"
+    record = json.loads(said(capsys, *words, "--json", "-"))
+    assert record["pays"] == "above"
+    assert 0 < record["break_even_bits_per_second"] < highest
+
+
+def test_the_figures_are_the_same_as_json(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    said(capsys, *SLOW, *BACKWARD, assumed, "--json", str(path))
+    record = json.loads(path.read_text())
+    assert record == json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json", "-"))
+    assert record["modelled"]
+    assert record["cheapest"] == "gtopk"
+    assert record["pays"] == "below"
+    lowest, highest = record["break_even_bounds_bits_per_second"]
+    assert 0 < lowest < record["break_even_bits_per_second"] < highest
+    dense, *sparse = record["methods"]
+    assert dense["algorithm"] == "dense"
+    assert dense["sent"]["bytes"] == pytest.approx(2 * 31 / 32 * 4 * 25_557_032)
+    parts = ("agreement", "select", "code", "communicate", "merge")
+    for each in sparse:
+        total = sum(each[f"{part}_seconds"] for part in parts)
+        assert each["exposed_seconds"] == pytest.approx(total)
+        assert each["speedup"] == pytest.approx((0.2 + dense["exposed_seconds"]) / (0.2 + total))
+
+
+def test_the_rates_are_this_machines_unless_told_otherwise(capsys):
+    out = said(capsys, "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit")
+    assert "as measured on this machine now (" in prose(out)
+
+
+def test_without_rich_the_same_is_printed(capsys, monkeypatch):
+    plain = said(capsys, *SLOW, assumed)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert said(capsys, *SLOW, assumed) == plain
+
+
+@pytest.mark.parametrize("text", PARAMETERS)
+def test_every_model_can_be_asked_about(capsys, text):
+    command = ["--model", text, "--ranks", "8", "--bandwidth", "1gbit", assumed]
+    assert f"{PARAMETERS[text]:,} float32 values" in prose(said(capsys, *command))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "--ranks, --bandwidth"),
+        (["--elements", "1M", "--model", "vgg16"], "not allowed with"),
+        (["--elements", "many"], "--elements: must be a number such as 25557032 or 25.6M"),
+        (["--model", "resnet51"], "invalid choice"),
+        ([*SLOW, "--bandwidth", "1 foo"], "--bandwidth: must be a rate such as 1gbit"),
+        ([*SLOW, "--latency", "0.4"], "--latency: must be a time such as 0.4ms or 30us"),
+        ([*SLOW, "--density", "0"], "--density: must lie in (0, 1], got '0'"),
+        ([*SLOW, "--density", "x"], "--density: must lie in (0, 1], got 'x'"),
+        ([*SLOW, "--backward-ms", "-1"], "--backward-ms: must lie in [0, inf), got '-1'"),
+        ([*SLOW, "--latency", "1e999s"], "--latency: must be at most 1e+09s, got '1e999s'"),
+        (
+            ["--elements", "99999999999999999999", *SLOW[2:]],
+            "--elements must be at most 1,000,000,000,000,000, got 99,999,999,999,999,999,999",
+        ),
+        ([*SLOW, "--ranks", "0"], "must be at least 1, got '0'"),
+        ([*SLOW, "--ranks-per-node", "33"], "--ranks-per-node must be at most --ranks 32, got 33"),
+        ([*SLOW, "--ranks", "1M"], "--ranks must be at most 65,536, got 1,000,000"),
+        ([*SLOW, "--json", "/no/such/folder/x.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason):
+    try:
+        code = main(["plan", *arguments, assumed])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_options_of_a_network_that_is_not_simulated_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *SLOW, assumed, "--sites", "2"])
+    assert "unrecognized arguments: --sites 2" in capsys.readouterr().err
+
+
+def test_without_a_checkout_it_says_where_the_simulation_is(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("gtopk.cli.plan.SIMULATED", tmp_path / "simulated_plan.py")
+    assert main(["plan", *SLOW, assumed, "--simulate", "--sites", "2"]) == 2
+    assert "--simulate needs a checkout of gtopk" in capsys.readouterr().err
+
+
+def test_the_call_it_recommends_sends_what_it_says(capsys):
+    """On a slow link indices are packed, which is not what the call does by itself."""
+    slow = ["--elements", "1M", "--ranks", "4", "--bandwidth", "20mbit", assumed]
+    assert 'Compression.gtopk(density=0.001, wire="packed") takes' in prose(said(capsys, *slow))

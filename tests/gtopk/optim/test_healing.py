@@ -1,0 +1,212 @@
+"""Replicas that have parted become what most of them are, to the bit; the residual stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression
+from gtopk.errors import HorovodInternalError
+from gtopk.optim.distributed import DistributedOptimizer
+from gtopk.optim.replica_check import Parted, pack, put_in, spread_majority
+from gtopk.runtime.world import world
+from tests.gtopk.held import held
+
+STEPS, EVERY = 8, 2
+
+
+def network() -> torch.nn.Sequential:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip the highest bit of a mantissa."""
+    flat = tensor.detach().view(-1)
+    flat.view(torch.int32)[flat.abs().argmax()] ^= 1 << 22
+
+
+def content(model: torch.nn.Module, optimizer: Any) -> bytes:
+    """Return the bits of all parameters and of the optimizer's state."""
+    tensors = [*model.parameters()]
+    tensors += [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
+    return b"".join(each.detach().numpy().tobytes() for each in tensors)
+
+
+def train(
+    transport: LocalTransport,
+    spoil: Any = None,
+    kind: Any = torch.optim.Adam,
+    on_divergence: str = "heal",
+    **options: Any,
+) -> tuple[bytes, list[bytes], int]:
+    """Return parameters and state at the end, the residual after each step, divergences.
+
+    spoil: called with rank, step, model and optimizer after each backward pass.
+    """
+    model = network()
+    residuals = []
+    with world.entered(transport):
+        optimizer = DistributedOptimizer(
+            kind(model.parameters(), lr=0.05, **options),
+            model.named_parameters(),
+            Compression.gtopk(0.2),
+            check_every=EVERY,
+            on_divergence=on_divergence,  # type: ignore[arg-type]
+            adam_steps="after",  # before, parameters are put in anew after each backward pass
+        )
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(100 * step + transport.rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 5, generator=generator)).square().sum().backward()
+            if spoil is not None:
+                spoil(transport.rank, step, model, optimizer)
+            optimizer.step()
+            residuals.append(held(optimizer).tobytes())
+        return content(model, optimizer), residuals, optimizer.divergences
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})]
+)
+def test_a_bit_that_flips_in_a_parameter_is_undone_by_the_next_check(threads, kind, options):
+    """It flips after the gradient was taken: nothing of it is left, and no residual has moved."""
+
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if rank == 2 and step == 2 * EVERY - 1:
+            flip(model[2].weight)
+
+    hurt = threads(4, lambda t: train(t, spoil, kind, **options))
+    spared = threads(4, lambda t: train(t, None, kind, **options))
+    assert [(end, residuals) for end, residuals, _ in hurt] == [
+        (end, residuals) for end, residuals, _ in spared
+    ]
+    assert {end for end, _, _ in hurt} == {hurt[0][0]}
+    assert [count for *_, count in hurt] == [1] * 4
+    assert [count for *_, count in spared] == [0] * 4
+
+
+def test_a_momentum_that_has_parted_is_healed_with_its_parameter(threads):
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if rank == 0 and step == EVERY:
+            flip(optimizer.state[model[0].weight]["momentum_buffer"])
+
+    ends = threads(3, lambda t: train(t, spoil, torch.optim.SGD, momentum=0.9))
+    assert {end for end, _, _ in ends} == {ends[0][0]}
+    assert [count for *_, count in ends] == [1] * 3  # else it would part anew
+
+
+def test_ranks_that_part_in_different_parameters_are_all_healed(threads, caplog):
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if step == EVERY - 1 and rank in (0, 2):
+            flip(model[rank].bias)
+
+    ends = threads(3, lambda t: train(t, spoil))
+    assert {end for end, _, _ in ends} == {ends[0][0]}
+    said = [r.getMessage() for r in caplog.records if "are not the same at" in r.getMessage()]
+    assert len(said) == 3  # one line on every rank
+    for text in said:
+        assert "at step 2: parameter '0.bias' has the checksums rank 0: " in text
+        assert "; ranks 1, 2: " in text
+        assert text.endswith(
+            ", and 1 more parted; healed: ranks 0, 2 have what most ranks have, "
+            "the optimizer's state too"
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_without_a_majority_there_is_no_healing(threads, ranks):
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if step == EVERY - 1 and rank < ranks // 2:
+            flip(model[0].weight)
+
+    def program(transport: LocalTransport) -> None:
+        with pytest.raises(HorovodInternalError, match="no side has more than half") as caught:
+            train(transport, spoil)
+        assert "parameter '0.weight' has the checksums" in str(caught.value)
+
+    threads(ranks, program)
+
+
+def test_replicas_may_part_where_a_warning_is_enough(threads, caplog):
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if rank == 1 and step == STEPS - 1 - EVERY:
+            flip(model[0].weight)
+
+    ends = threads(3, lambda t: train(t, spoil, on_divergence="warn"))
+    assert ends[0][0] == ends[2][0] != ends[1][0]
+    assert [count for *_, count in ends] == [2] * 3
+    assert "rank 1: " in caplog.text
+    assert "on_divergence='warn': they stay so" in caplog.text
+
+
+def test_what_the_majority_has_is_sent_once_to_each_that_lacks_it(threads):
+    def program(transport: LocalTransport) -> tuple[list[int], dict[str, bytes], int]:
+        own = {"a": b"sick" if transport.rank in (0, 3) else b"well", "b": b"same"}
+        before = transport.traffic.sent_messages
+        ranks, mended = spread_majority(transport, own)
+        gathered = transport.traffic.sent_messages - before
+        return ranks, mended, gathered
+
+    found = threads(5, program)
+    assert [ranks for ranks, _, _ in found] == [[0, 3]] * 5
+    assert [mended for _, mended, _ in found] == [
+        {"a": b"well"} if rank in (0, 3) else {} for rank in range(5)
+    ]
+    others = found[2][2]
+    assert found[1][2] == others + 2  # the lowest rank that is well has sent it
+
+
+def test_who_has_the_most_without_more_than_half_is_no_majority():
+    assert Parted("w", {1: [0, 1], 2: [2], 3: [3]}).majority() is None
+    assert Parted("w", {1: [0], 2: [1, 2]}).majority() == [1, 2]
+
+
+def test_nothing_that_most_do_not_have_stays_in_the_state(threads):
+    """A rank may lack part of the state, or have more of it."""
+    theirs, mine = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    packed = pack({theirs: "w"}, ["w"], {theirs: {"step": torch.tensor(4.0), "sum": theirs + 1}})
+    kept = torch.zeros(3)
+    state: dict[torch.Tensor, dict[str, Any]] = {mine: {"sum": kept, "more": 1}}
+    put_in({mine: "w"}, packed, state)
+    assert torch.equal(mine, theirs)
+    assert state[mine].keys() == {"step", "sum"}
+    assert state[mine]["sum"] is kept  # in place
+    assert torch.equal(kept, torch.full((3,), 2.0))
+    assert state[mine]["step"] == 4
+
+
+def test_more_than_one_side_of_the_half_is_an_error_on_every_rank(threads):
+    def program(transport: LocalTransport) -> str:
+        with pytest.raises(MismatchError) as caught:
+            spread_majority(transport, {"w": bytes([transport.rank])})
+        return str(caught.value)
+
+    (text,) = set(threads(3, program))
+    assert "parameter 'w'" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"on_divergence": "heal", "check_every": 0},
+            "on_divergence='heal' needs a check: give check_every",
+        ),
+        ({"on_divergence": "mend", "check_every": 5}, "'error', 'warn' or 'heal', got 'mend'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(threads, options, said):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport), pytest.raises(ValueError, match=said):
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+    threads(1, program)
