@@ -23,7 +23,7 @@ from collectives.wire import (
     decode,
     encode,
 )
-from collectives.wire.meter import Coded, coded
+from collectives.wire.message import Coded, coded
 
 EXTRA = np.array([7, 255, 0], np.uint8)
 NO_EXTRA = np.empty(0, np.uint8)

@@ -14,7 +14,7 @@ import pytest
 
 import gtopk
 from gtopk.runtime.world import world
-from gtopk.telemetry import Line, scalars_of, start
+from gtopk.telemetry import Line, run_record, scalars_of
 from gtopk.telemetry.lines import step_line
 from gtopk.telemetry.sinks import MLflow, Wandb
 from tests.gtopk.made_runs import begin, report
@@ -167,13 +167,13 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("GTOPK_WANDB", "p")
     monkeypatch.setenv("GTOPK_MLFLOW", "e")
-    monkeypatch.setattr(start, "_begin", lambda world, began: LINES[0])
+    monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
     worlds: Any = [Ranked(0), Ranked(rank)]
-    observer = start._WorldRecords()
+    observer = run_record._WorldRecords()
     for here, before in zip(worlds, (None, worlds[0]), strict=True):
         assert observer.join(here, before)
         observer.start(here)
-        if recorder := start.recorder_of(here):
+        if recorder := run_record.recorder_of(here):
             recorder.note_values({"loss": 0.5})
         if before is None:
             observer.pause(here)  # an elastic job begins anew
