@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 # What is first on their path: of torch they load nothing that only its compiler needs.
@@ -33,8 +35,14 @@ def finished(command: list[str], timeout: float, variables: dict[str, str]) -> J
     )
     try:
         stdout, stderr = launcher.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # it ends its ranks
+        try:
+            stdout, stderr = launcher.communicate(timeout=20)
+        finally:
+            launcher.kill()
+        pytest.fail(f"not done in {timeout:g} s; by then it had said:\n{stdout}{stderr}")
     finally:
         if launcher.poll() is None:
-            launcher.terminate()  # it ends its ranks
-            launcher.communicate()
+            launcher.kill()
     return Job(launcher.returncode, stdout, stderr)

@@ -21,7 +21,6 @@ by the staged transport.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import socket
@@ -29,7 +28,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -108,7 +106,6 @@ class TorchDistributedTransport(Carrier):
         }
         for listener in self._listeners.values():
             listener.start()
-        _OPEN[self] = os.getpid()
 
     def _listen(self, source: int) -> None:
         """Put what a peer sends into the mailbox, until it announces its departure or is gone."""
@@ -285,13 +282,6 @@ class TorchDistributedTransport(Carrier):
         _see_off(self._departing or [])
         return staying
 
-    def end_listeners(self) -> None:
-        """Close the connections, of which no more is heard; the peers hear that they are lost."""
-        self._group = None
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for listener in self._listeners.values():
-            listener.join(max(0.0, deadline - time.monotonic()))
-
     def _wake(self) -> None:
         self._mailbox.wake()
 
@@ -309,20 +299,6 @@ class TorchDistributedTransport(Carrier):
 
     def own_library(self) -> str:
         return f"gloo of torch {self._torch.__version__}"
-
-
-# Those of this process, and the process: a forked child has their sockets and none of the threads.
-_OPEN: Final[weakref.WeakKeyDictionary[TorchDistributedTransport, int]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-@atexit.register
-def _end_listeners() -> None:
-    """End the threads that sleep in gloo: one that wakes while Python ends aborts the process."""
-    for transport, process in list(_OPEN.items()):
-        if process == os.getpid():
-            transport.end_listeners()
 
 
 def open_torch_distributed(

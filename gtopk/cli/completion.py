@@ -18,7 +18,7 @@ from .main import COMMANDS
 SHELLS: Final = ("bash", "zsh", "fish")
 _HOW: Final = (
     "gtopk completion bash > ~/.local/share/bash-completion/completions/gtopk",
-    "gtopk completion zsh > ~/.gtopk.zsh       # and in ~/.zshrc: source ~/.gtopk.zsh",
+    'in ~/.zshrc, after compinit: eval "$(gtopk completion zsh)"',
     "gtopk completion fish > ~/.config/fish/completions/gtopk.fish",
 )
 
@@ -48,7 +48,10 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     for name, module in places.items():
         try:
             found[name] = importlib.import_module(module, __package__).parser()
-        except ImportError:
+        except (
+            ImportError,
+            OSError,
+        ):  # torch says the latter where a library of its own is missing
             found[name] = argparse.ArgumentParser()
     return found
 

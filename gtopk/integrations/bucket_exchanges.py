@@ -153,7 +153,7 @@ class BucketExchanges:
         own = self._residuals.get(parameter)
         if own is None and parameter in self._homes:
             own = self._views(parameter)
-        elif own is None and is_trained:
+        elif own is None and is_trained and parameter.numel() and not parameter.is_complex():
             whole = torch.nn.Parameter(parameter.detach().new_zeros(parameter.numel()))
             alone = self._open_bucket_exchange(whole, [parameter])
             own = self._views_in(alone, 0, 0, parameter.numel())

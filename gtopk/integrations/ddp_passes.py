@@ -87,9 +87,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
     Fabric compiles before it wraps, or wraps before it compiles.
     """
-    found: torch.nn.Module = getattr(model, "_orig_mod", model)
-    found = getattr(found, "_forward_module", found)
-    return getattr(found, "_orig_mod", found)
+    while inner := {"_forward_module", "_orig_mod"} & model._modules.keys():
+        model = model.get_submodule(inner.pop())
+    return model
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

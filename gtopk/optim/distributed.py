@@ -148,7 +148,8 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
-        self._shared.refuse_agreed(self._world.rank)
+        if self._reducer.peers.size > 1:
+            self._shared.refuse_agreed(self._world.rank)
         self._tell_of_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
         transaction = self._reducer.reduce()
@@ -165,7 +166,6 @@ class _DistributedOptimizer(Readings):
                 self._agreed = AgreedSteps(self._reducer.trained())
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
-        self._shared.note_agreed()
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             transaction,
@@ -207,6 +207,7 @@ class _DistributedOptimizer(Readings):
             self._skipped.end_row()
             self._clip(loss_scale(self.scaler))
             self._clipping.agree(self._parameter_names, self.scaler)
+        self._shared.note_agreed()
 
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
@@ -264,6 +265,7 @@ class _DistributedOptimizer(Readings):
         if self._local is not None:
             self._local.restore()
         self._reducer.commit()
+        self._shared.note_agreed()  # again: the script may have clipped
         self._skip = False
         self._current_batch.end_step()
         self._world.step += 1

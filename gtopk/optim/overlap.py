@@ -1,8 +1,6 @@
 """Overlap: buckets are exchanged while backward goes on, each once its gradients are complete.
 
 The last one never is: when it is complete, backward has ended.
-
-A model in DistributedDataParallel whose optimizer exchanges gradients, too: refused by name.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ class SharedParameters:
 
     def refuse_agreed(self, rank: int) -> None:
         """Raise ValueError where a gradient is what another of them has agreed on."""
-        for parameter in self._names if self._others else ():
-            if any(other._has_agreed(parameter) for other in self._others):
+        with _adding:
+            others = [*self._others]
+        for parameter in self._names if others else ():
+            if any(other._has_agreed(parameter) for other in others):
                 raise ValueError(
                     f"rank {rank}: two DistributedOptimizers step parameter "
                     f"'{self._names[parameter]}' after one backward pass, and its gradient would "

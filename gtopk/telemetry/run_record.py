@@ -1,8 +1,7 @@
-"""What a script may say of its run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`.
+"""The record of a run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`, and what they start.
 
-The loss that it logs is watched, too: where that of a compressed run rises, rank 0 warns, once.
-
-Start and end the recording of a world: what is recorded, and where to.
+A world's recording starts and ends here: what is recorded, and where to. The loss that a script
+logs is watched, too: where that of a compressed run rises, rank 0 warns, once.
 """
 
 from __future__ import annotations
@@ -181,16 +180,12 @@ class _WorldRecords:
         _tell_of_earlier_run(world, settings)
         records = _records_of(world)
         open_still, records.open_still = records.open_still, []
-        if world.rank:  # another rank is the first by now, and has a run of its own
-            for sink in open_still:
-                sink.close()
-            open_still = []
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
             kind = {WANDB.name: Wandb, MLFLOW.name: MLflow}.get(variable)
             goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
-            if goes_on:
-                sinks += goes_on
+            if goes_on and world.rank == 0:  # else another rank has a run of its own by now
+                sinks += goes_on[:1]
                 continue
             try:
                 sinks.append(opening())
@@ -198,6 +193,11 @@ class _WorldRecords:
                 _log.warning(
                     "rank %d trains without what %s asks for: %s", world.rank, variable, error
                 )
+        for sink in (each for each in open_still if each not in sinks):
+            try:
+                sink.close()
+            except Exception as error:
+                _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
         _record(world, sinks)
 
     def open_set(self, world: World, number: int) -> None:

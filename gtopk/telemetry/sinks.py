@@ -1,12 +1,11 @@
-"""The Prometheus endpoint of a rank: its last step, as text that a Prometheus server collects.
+"""Where a record's lines go besides its file: Prometheus, TensorBoard, Weights & Biases, MLflow.
 
-Off unless asked for; on this host alone unless another address is given: it has no password. One
-thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and when
-there are too many at once, the first that came is dropped.
+The Prometheus endpoint of a rank tells its last step, as text that a Prometheus server collects. It
+is off unless asked for, and on this host alone unless another address is given: it has no password.
+One thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and
+when there are too many at once, the first that came is dropped.
 
-Scalars of rank 0, for TensorBoard, Weights & Biases and MLflow.
-
-At the latter two they go to the script's run, or to a new one.
+The others take scalars of rank 0, at the last two in the script's run, or in a new one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Fine-tune a language model by Hugging Face's Trainer: LoRA's weights, or all of them.
+"""Fine-tune a language model by Hugging Face's Trainer: all of its weights, or LoRA's.
 
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune           # a GPT-2 made of a config
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --dense
-torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --model FOLDER --rank 0   # all weights
+torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --model FOLDER --rank 8   # LoRA
 
-LoRA's gradients are small by themselves: 1.2 MB at rank 8 of GPT-2. Compress them where steps still
-wait for the network; with all weights (500 MB) they nearly always do on Ethernet.
+LoRA adapts a model that has learned something: give it one by --model. Its gradients are small by
+themselves: 1.2 MB at rank 8 of GPT-2. Compress them where steps still wait for the network; with
+all weights (500 MB) they nearly always do on Ethernet.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--dense", action="store_true", help="Trainer without the callback")
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--model", help="for from_pretrained; without: a small one, of bytes")
-    parser.add_argument("--rank", type=int, default=8, help="of LoRA; 0: all weights are trained")
+    parser.add_argument("--rank", type=int, default=0, help="of LoRA; 0: all weights are trained")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args(arguments)
 
@@ -47,7 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> float:
     if options.model:
         model = AutoModelForCausalLM.from_pretrained(options.model)
     else:
-        tiny = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+        tiny = GPT2Config(
+            vocab_size=256,
+            n_positions=64,
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         model = GPT2LMHeadModel(tiny)
     if options.rank:
         lora = LoraConfig(r=options.rank, target_modules=["c_attn"], fan_in_fan_out=True)

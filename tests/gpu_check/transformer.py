@@ -7,6 +7,7 @@ this repository, as bytes; on a CPU far fewer of both.
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 import time
@@ -25,6 +26,7 @@ from models.gpt import Gpt
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".py", ".md", ".cu", ".cuh", ".cpp", ".hpp")
 BETAS = (0.9, 0.95)
+CLOCKED_EVERY = 5  # steps, rank 0 says whether the time is over
 
 
 class Size(NamedTuple):
@@ -126,10 +128,12 @@ class Training:
             self._loss(rows).backward()
             optimizer.step()
             rates.step()
-            if step % size.every == 0 or step == steps:
+            late = time.perf_counter() - begun > seconds
+            late = step % CLOCKED_EVERY == 0 and hvd.broadcast_object(late, 0)
+            if step % size.every == 0 or step == steps or late:
                 self._look(step, time.perf_counter() - begun)
-                if hvd.broadcast_object(time.perf_counter() - begun > seconds, 0):
-                    break
+            if late:
+                break
         return self.curve
 
     def _warm_up(self, step: int) -> float:
@@ -192,8 +196,9 @@ def main() -> int:
                 context=size.context,
                 curve=curve,
             )
-        steps = curve[-1]["step"]
-        well &= curve[-1]["loss"] < curve[0]["loss"]
+        if recipe is RECIPES[0]:
+            steps = curve[-1]["step"]
+        well &= curve[-1]["loss"] < math.log(256)  # that of guessing
     hvd.shutdown()
     return not well
 

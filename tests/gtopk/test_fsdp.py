@@ -12,10 +12,10 @@ from torch.distributed import fsdp
 
 
 @pytest.fixture(scope="module")
-def checked(forked, tmp_path_factory):
+def checked(torchrun, tmp_path_factory):
     """Return what one job of 4 ranks says of all checks, and the folder that it has saved into."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    return forked(4, "fsdp_checks.py", str(folder), timeout=300), folder
+    return torchrun(4, "fsdp_checks.py", str(folder), timeout=300), folder
 
 
 def test_replicas_of_shards_exchange_by_gtopk(checked):

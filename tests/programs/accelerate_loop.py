@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config  # before any optimizer: models are compiled here
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import logged, raises, run_tests
 from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, assert_alike, batch, weights
 from torch.distributed.checkpoint.state_dict import (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import BETAS, logged, raises, same_everywhere, train_beside_adamw
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel

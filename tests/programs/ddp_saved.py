@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 import torch
+import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import logged
 from ddp_hook import RANK, SIZE, SMALL_BUCKETS, Net, batch, summed, train, weights, wrapped
 from torch.distributed import checkpoint as dcp

@@ -12,10 +12,12 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent
+GRACE_SECONDS = 5.0  # what a rank gets to end by SIGTERM
 
 
 def imports(program: Path) -> Iterator[str]:
@@ -68,11 +70,23 @@ def wait_for(ranks: set[int]) -> int:
                 ranks.remove(pid)
                 code = 0 if status == 0 else 1
     finally:
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL if code == 0 else signal.SIGTERM)
-        for pid in ranks:
-            os.waitpid(pid, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to the end of this
+        end(ranks, signal.SIGKILL if code == 0 else signal.SIGTERM)
     return code
+
+
+def end(ranks: set[int], number: signal.Signals) -> None:
+    """Send the ranks a signal; those that are there some seconds later are killed."""
+    for pid in ranks:
+        os.kill(pid, number)
+    deadline = time.monotonic() + GRACE_SECONDS
+    left = set(ranks)
+    while left:
+        left = {pid for pid in left if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+        if left and time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -80,22 +94,25 @@ def main() -> None:
     load(program)
     ends = [os.pipe() for _ in range(ranks)]
     children: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda *of: sys.exit(1))
     for rank, (port_end, _) in enumerate(ends):
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for reading, writing in ends:
+                os.close(writing)
+                if reading != port_end:
+                    os.close(reading)
             port = int(os.read(port_end, 16))  # nothing, and an error, where the parent has ended
-            for end in ends:
-                os.close(end[0])
-                os.close(end[1])
+            os.close(port_end)
             run_rank(rank, ranks, port, program)
             return
         children.add(pid)
     from torch.distributed import TCPStore  # its thread begins when all are forked
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    signal.signal(signal.SIGTERM, lambda *of: sys.exit(1))
-    for _, end in ends:
-        os.write(end, str(store.port).encode())
+    for _, writing in ends:
+        os.write(writing, str(store.port).encode())
     sys.exit(wait_for(children))
 
 

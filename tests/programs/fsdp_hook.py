@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import BETAS, logged, train_beside_adamw
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh

@@ -19,7 +19,7 @@ SHORT: dict[str, tuple[list[str], float]] = {
     "two_sites": (["--epochs", "8", "--inner-steps", "8"], 1.5),
     "trainer": (["--epochs", "3"], 1.5),
     "fabric": (["--epochs", "3"], 1.5),
-    "finetune": (["--steps", "20", "--rank", "0"], 5.0),
+    "finetune": (["--steps", "20"], 5.0),
 }
 
 logging.getLogger("lightning").setLevel(logging.ERROR)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -217,7 +218,7 @@ class HogbatchLoader(LoaderBase):
         self._require_between_epochs("evaluate")
         self._require_its_world("go on in another job, by a checkpoint")
         data: Any = self.dataset if dataset is None else dataset
-        collate, refresh = self._loader.collate_fn, self._writer.refresh
+        collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
         idles = bool(before(self._node, self._ledger.round + 1))
         with self._steps.spent.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
@@ -246,12 +247,12 @@ class HogbatchLoader(LoaderBase):
         """
         self._require_between_epochs("drain")
         if is_over(self._world):
-            self._writer.refresh()
+            self._writer.refresh(waits=True)
             return
         with self._steps.spent.waiting():
             self._ledger.begin(0, "a drain", between_nodes=False)
             self._node.merging.drain()
-        self._writer.refresh()
+        self._writer.refresh(waits=True)  # others go on to write once this worker has ended
         self._ledger.end()
 
     def _require_between_epochs(self, what: str) -> None:

@@ -343,6 +343,10 @@ class DeviceCopy:
         for own, shared in zip(self._own, self._shared, strict=True):
             own.copy_(shared, non_blocking=self._locked)  # the gradients' way back waits for it
 
+    def wait(self) -> None:
+        """Wait until they are that: from then on others may write."""
+        await_copies(self._own)
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Have the parameters be the shared ones, and their gradients on the host, for a step."""
@@ -465,10 +469,12 @@ class Writer:
         self.refresh()
         self._seen = self._board.total("updates")
 
-    def refresh(self) -> None:
-        """Have the parameters be what the model is now."""
+    def refresh(self, *, waits: bool = False) -> None:
+        """Have the parameters be what the model is now; waits: also where a GPU has to copy it."""
         if self._copy is not None:
             self._copy.refresh()
+            if waits:
+                self._copy.wait()
 
     def update(self, apply: Callable[[], None]) -> None:
         """Update the model by a step, which `apply` makes of the shared parameters."""

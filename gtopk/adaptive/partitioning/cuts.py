@@ -100,7 +100,7 @@ def whole(wanted: Sequence[float], limits: Limits) -> list[int]:
     grain, low, high = limits.grain, limits.lowest(), limits.highest()
     exact = clamp(wanted, limits)
     # A sum of floats may lie a hair below the whole number that it stands for: rounded down, too
-    # little is dealt out, never too much.
+    # little is dealt out. Never too much, up to totals of 1e15: floats are whole samples there.
     sizes = [
         min(max(math.floor(size / grain + 1e-9) * grain, a), b)
         for size, a, b in zip(exact, low, high, strict=True)

@@ -23,19 +23,23 @@ _MARK: Final = "_gtopk_placeholder"
 def place(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Make zeros the gradient of those that require one, also where they have another.
 
-    A dense gradient that is there already is zeroed where it lies, and is no placeholder: a CUDA
-    graph may go on to write into that memory, which torch does not count as a change.
+    On a GPU one that is there already is zeroed where it lies: a CUDA graph may go on to write
+    into that memory. Elsewhere it stays as it is, for who else holds it.
     """
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse and 0 not in gradient.stride():
-            gradient.detach().zero_()
-            continue
-        parameter.grad = torch.zeros_like(parameter)
-        _mark(parameter.grad)
-        _make_way_for_sparse(parameter)
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is not None and _may_be_of_a_graph(gradient):
+                parameter.grad = gradient.detach().zero_()
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+            _mark(parameter.grad)
+            _make_way_for_sparse(parameter)
+
+
+def _may_be_of_a_graph(gradient: torch.Tensor) -> bool:
+    dense = gradient.layout == torch.strided and 0 not in gradient.stride()
+    return gradient.is_cuda and dense
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:

@@ -248,8 +248,8 @@ def _share(
     return {}, (
         f"of {ranks} has no residual: the checkpoint has the residual of rank {there} of {saved}, "
         f"whose norm is {_norm_of(parts):.3g}, and those of the others are lost; "
-        "save what gather_state returns, or let every rank save "
-        "its own"
+        "gtopk.load_latest reads those of all; else save what gather_state returns, or let every "
+        "rank save its own"
     )
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -69,6 +70,7 @@ from .tree import put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 _OF_OURS: Final = ("model", "optimizer", "loader")
+_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # whose residual a name is a part of
 _STEPS: Final = f".{KEY}.steps"  # the end of a name that is there for each optimizer of ours
 
 # How names end in the state of an optimizer whose inner state is each rank's own, and whose it is.
@@ -103,6 +105,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Return what there is; raise CheckpointError where nothing is whole."""
         self._part, self._values = self._newest()
+        self._tell_of_other_ranks()
         layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, value in self._values.items():
             if isinstance(value, torch.Tensor):
@@ -112,6 +115,21 @@ class Reader(StorageReader):
             else:
                 layout[name] = BytesStorageMetadata()
         return Metadata(layout)
+
+    def _tell_of_other_ranks(self) -> None:
+        """Warn where DCP may miss the residuals of ranks that were none when it was saved."""
+        found = [_OF_A_RANK.search(name) for name in self._values]
+        saved = 1 + max((int(rank[1]) for rank in found if rank), default=-1)
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if 0 < saved < ranks:
+            _log.warning(
+                "%s has the residuals of %d ranks, and %d load it: where dcp.load misses keys of a "
+                "residual ('held'), load it by gtopk.load_latest, or leave them out by "
+                "planner=DefaultLoadPlanner(allow_partial_load=True)",
+                self.path,
+                saved,
+                ranks,
+            )
 
     def _newest(self) -> tuple[Part, dict[str, Any]]:
         there, problems = list_parts(self._folder), []

@@ -144,27 +144,3 @@ def test_messages_are_the_hosts_whatever_the_default_device(
         return [int(message[0]) for message in gathered]
 
     assert in_world("torch.distributed", 2, program) == [[0, 1]] * 2
-
-
-ABANDONED = """
-import threading
-import torch
-from collectives.transports.torch_distributed import TorchDistributedTransport
-store, ranks = torch.distributed.HashStore(), {}
-def rank(number):
-    ranks[number] = TorchDistributedTransport(store, number, 6, 30, 30)
-threads = [threading.Thread(target=rank, args=(number,)) for number in range(6)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(len(ranks))
-"""
-
-
-def test_a_process_ends_well_though_its_ranks_have_not_left() -> None:
-    """A thread that wakes in gloo while Python ends would abort it."""
-    done = subprocess.run(
-        [sys.executable, "-c", ABANDONED], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "6\n", "")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.exchange.buckets import buckets
+from gtopk.exchange.buckets import buckets, placeholders
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.runtime.world import world
@@ -330,8 +330,11 @@ def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.5)], ids=repr)
-def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies(threads, compression):
+def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
+    threads, compression, monkeypatch
+):
     """A CUDA graph goes on to write there, and torch does not count that as a change."""
+    monkeypatch.setattr(placeholders, "_may_be_of_a_graph", lambda gradient: True)
 
     def program(transport: LocalTransport) -> tuple[list[float], bool]:
         parameter = torch.nn.Parameter(torch.zeros(40))
@@ -350,6 +353,31 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies(threads, com
     assert (first, zeroed) == second
     assert zeroed
     assert sum(first) < 0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graphs, monkeypatch):
+    monkeypatch.setattr(placeholders, "_may_be_of_a_graph", lambda gradient: graphs)
+
+    def program(transport: LocalTransport) -> tuple[list[float], list[float]]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        unused = model[1].weight.tolist()
+        model(torch.ones(1, 2)).sum().backward()  # a look at the model
+        saved = model[0].weight.grad
+        kept = saved.tolist()
+        with world.entered(transport):
+            for _ in range(2):  # a notebook's cell
+                optimizer = DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5),
+                    model.named_parameters(),
+                )
+            model[0](torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert model[1].weight.tolist() == unused
+        assert graphs or saved.tolist() == kept
+        return model[0].weight.tolist(), unused
+
+    threads(2, program)
 
 
 def test_adam_steps_with_the_agreed_update(threads):
