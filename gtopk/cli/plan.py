@@ -214,7 +214,7 @@ def show(lines: Sequence[str]) -> None:
 
 
 # In a checkout; a wheel is without it.
-SIMULATED: Final = Path(__file__).parents[3] / "mpi_scripts" / "simulated_plan.py"
+SIMULATED: Final = Path(__file__).parents[2] / "mpi_scripts" / "simulated_plan.py"
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
 MOST_RANKS = 65_536

@@ -102,7 +102,7 @@ def _assert_steps_are_adams(
     adam = torch.optim.Adam(theirs.values(), **options)
     for step, (bucket, names) in enumerate(zip(buckets, trained, strict=True)):
         if step == saved_before:
-            held = {p: hook.bucket_exchanges.residual_of(p) for p in ours.values()}
+            held = {p: hook.bucket_exchanges.residual_of(p, is_trained=True) for p in ours.values()}
             assert all(parts[AGE].shape == () for parts in held.values())
             hook = Hook(given)
             hook.bucket_exchanges.put_residuals(held)
@@ -143,7 +143,7 @@ def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(thre
                 hook.exchange(parameters, bucket)
         found = []
         for parameter in parameters.values():
-            own = hook.bucket_exchanges.residual_of(parameter)
+            own = hook.bucket_exchanges.residual_of(parameter, is_trained=True)
             state = optimizer.state[parameter]
             found += [own[name] for name in ("first_moment", "second_moment", AGE, ROWS)]
             found += [state[name] for name in (STEP, SHARED, SHARED_ROWS)]
