@@ -266,6 +266,25 @@ def test_losses_are_evaluated_by_the_fast_classes() -> None:
     assert on_ranks(3, program) == [0, 2 * 203 + 50, 0]
 
 
+def test_a_worker_has_its_copy_before_it_lets_the_others_write_again() -> None:
+    """A GPU copies page-locked memory by itself, while the host goes on."""
+
+    def program(here: World) -> list[str]:
+        loader, model, optimizer = adapted(device_class="fast")
+        train(loader, model, optimizer)
+        said: list[str] = []
+        copies: Any = loader._writer._copy
+        refresh, wait, end = copies.refresh, copies.wait, loader._ledger.end
+        copies.refresh = lambda: (said.append("copy"), refresh())
+        copies.wait = lambda: (said.append("wait"), wait())
+        loader._ledger.end = lambda: (said.append("end"), end())
+        loader.drain()
+        loader.evaluate(lambda batch: loss_of(model, *batch[1:]))
+        return said
+
+    assert on_ranks(2, program) == [["copy", "wait", "end", "copy", "wait", "end"]] * 2
+
+
 @pytest.mark.parametrize(("make", "scaling"), [(sgd, "linear"), (momentum, "none"), (adam, "none")])
 def test_a_sum_of_losses_is_trained_as_their_mean(make: Any, scaling: str) -> None:
     def program(here: World, reduction: str) -> torch.Tensor:
