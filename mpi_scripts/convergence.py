@@ -23,9 +23,9 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -92,7 +92,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 optimizer = LowRank(inner, named, recipe.low_rank, transport)
             else:
                 stack.enter_context(world.entered(transport))
-                wrap = DistributedOptimizer
+                wrap: Any = DistributedOptimizer
                 if recipe.inner_steps:
                     wrap = partial(LocalSGD, inner_steps=recipe.inner_steps)
                 optimizer = wrap(
@@ -101,7 +101,8 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                     compression=recipe.compression,
                     **recipe.options,
                 )
-            reports, losses = [], []
+            reports: list[Any] = []
+            losses = []
             for number, batch in enumerate(task.batches()):
                 share = number / task.steps
                 inner.param_groups[0]["lr"] = recipe.rate_at(share) * schedule(share)

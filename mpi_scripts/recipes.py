@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from gtopk.cli.demo.plan import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
 from gtopk.local_sgd import averaging, nesterov
-from gtopk.local_sgd.local_sgd import Outer
+from gtopk.local_sgd.outer_exchange import Outer
 
 MOMENTUM: Final = 0.9
 BETAS: Final = (0.9, 0.999)  # of AdamW
@@ -116,7 +116,12 @@ def local_adamw(
 ) -> Recipe:
     """Return a recipe whose ranks step by AdamW on their own between two exchanges of changes."""
     return Recipe(
-        compression, adam=True, rate=rate, ramp=RAMP, inner_steps=inner_steps, options={"outer": outer}
+        compression,
+        adam=True,
+        rate=rate,
+        ramp=RAMP,
+        inner_steps=inner_steps,
+        options={"outer": outer},
     )
 
 
