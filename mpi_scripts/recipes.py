@@ -112,7 +112,11 @@ def adamw_before(density: float, rate: float = 1.2, values: str = "int8", **opti
 
 
 def local_adamw(
-    inner_steps: int, compression: Any, outer: Outer = averaging, rate: float = 1.2
+    inner_steps: int,
+    compression: Any,
+    outer: Outer = averaging,
+    rate: float = 1.2,
+    overlap_steps: int = 0,
 ) -> Recipe:
     """Return a recipe whose ranks step by AdamW on their own between two exchanges of changes."""
     return Recipe(
@@ -121,7 +125,7 @@ def local_adamw(
         rate=rate,
         ramp=RAMP,
         inner_steps=inner_steps,
-        options={"outer": outer},
+        options={"outer": outer, "overlap_steps": overlap_steps},
     )
 
 
@@ -235,6 +239,9 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, 32 local steps, DiLoCo": lambda s: local_adamw(32, Compression.none, nesterov),
     "AdamW, 4 local steps, 4 bits": lambda s: local_adamw(4, Compression.shards(1, 4)),
     "AdamW, 8 local steps, 4 bits": lambda s: local_adamw(8, Compression.shards(1, 4)),
+    "AdamW, 8 local steps, 4 bits, overlap 4": lambda s: local_adamw(
+        8, Compression.shards(1, 4), overlap_steps=4
+    ),
     "AdamW, 8 local steps, 4 bits, DiLoCo": lambda s: local_adamw(
         8, Compression.shards(1, 4), nesterov
     ),
