@@ -249,6 +249,12 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, 8 local steps, gtopk, int3": lambda s: local_adamw(
         8, gtopk(s.density, wire="packed", values="int3", growth=2.0)
     ),
+    "AdamW before, shards, 1.3 times the rate": lambda s: Recipe(
+        Compression.shards(4, 3), adam=True, rate=1.3, ramp=RAMP
+    ),
+    "AdamW before, shards of 8, 2 bits": lambda s: Recipe(
+        Compression.shards(8, 2), adam=True, rate=1.2, ramp=RAMP
+    ),
     "AdamW before, gtopk, int8, dense's rate": lambda s: adamw_before(s.density, rate=1.0),
     "AdamW before, gtopk, int8, residual not applied": lambda s: adamw_before(
         s.density, local_residual=False
@@ -264,7 +270,9 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, gtopk, growth 4": lambda s: Recipe(
         gtopk(s.density, growth=4.0), adam=True, options=AFTER
     ),
+    "AdamW, PowerSGD, rank 2": lambda s: Recipe(adam=True, low_rank=2),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
+    "AdamW, PowerSGD, rank 4, tuned": lambda s: Recipe(adam=True, low_rank=4, rate=1.2, ramp=RAMP),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
     "Adam before, gtopk, int8, growth 2": lambda s: adam_before(
