@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
 from gtopk.cli.arguments import as_argument, output_file
+from gtopk.local_sgd import LocalSGD
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 from mpi_scripts.low_rank import LowRank
@@ -90,10 +92,17 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 optimizer = LowRank(inner, named, recipe.low_rank, transport)
             else:
                 stack.enter_context(world.entered(transport))
-                optimizer = DistributedOptimizer(
-                    inner, model.named_parameters(), recipe.compression, **recipe.options
+                wrap: Any = DistributedOptimizer
+                if recipe.inner_steps:
+                    wrap = partial(LocalSGD, inner_steps=recipe.inner_steps)
+                optimizer = wrap(
+                    inner,
+                    named_parameters=model.named_parameters(),
+                    compression=recipe.compression,
+                    **recipe.options,
                 )
-            steps, losses = [], []
+            reports: list[Any] = []
+            losses = []
             for number, batch in enumerate(task.batches()):
                 share = number / task.steps
                 inner.param_groups[0]["lr"] = recipe.rate_at(share) * schedule(share)
@@ -101,15 +110,20 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 loss = task.loss(model, batch.tensor_split(ranks)[transport.rank])
                 loss.backward()
                 optimizer.step()
-                steps.append(optimizer.last_step)
                 losses.append(loss.item())
+                if not reports or optimizer.last_step is not reports[-1]:
+                    reports.append(optimizer.last_step)
+            if recipe.inner_steps and optimizer.steps_made:  # of a round that is not over
+                optimizer.outer_step()
+                reports.append(optimizer.last_step)
+        exchanges = [each for each in reports if each is not None]
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
             task.accuracy(model) if transport.rank == 0 else 0.0,
             hashlib.blake2b(parameters, digest_size=8).hexdigest(),
-            statistics.fmean(step.selected for step in steps),
-            statistics.fmean(step.updated for step in steps),
-            statistics.fmean(step.sent_bytes for step in steps),
+            sum(each.selected for each in exchanges) / task.steps,
+            sum(each.updated for each in exchanges) / task.steps,
+            sum(each.sent_bytes for each in exchanges) / task.steps,
             losses,
         )
 

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from gtopk.cli.demo.plan import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
+from gtopk.local_sgd import averaging, nesterov
+from gtopk.local_sgd.outer_exchange import Outer
 
 MOMENTUM: Final = 0.9
 BETAS: Final = (0.9, 0.999)  # of AdamW
@@ -42,7 +44,8 @@ class Recipe(NamedTuple):
                  after which it is 1.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
     node_size:   ranks that are neighbours; 0: none is another's.
-    options:     of DistributedOptimizer.
+    inner_steps: above 0: of a round of LocalSGD, in place of an exchange in every step.
+    options:     of DistributedOptimizer, or of LocalSGD.
     """
 
     compression: Any = Compression.none
@@ -52,6 +55,7 @@ class Recipe(NamedTuple):
     adam: bool = False
     low_rank: int = 0
     node_size: int = 0
+    inner_steps: int = 0
     options: Mapping[str, Any] = {}
 
     @property
@@ -68,7 +72,8 @@ class Recipe(NamedTuple):
     def is_dense(self) -> bool:
         """Tell whether all entries travel, as they are: what others are compared with."""
         usual = not self.adam or self.rate == 1.0
-        return self.compression is Compression.none and usual and not self.low_rank
+        every_step = not (self.low_rank or self.inner_steps)
+        return self.compression is Compression.none and usual and every_step
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,24 @@ def adamw_before(density: float, rate: float = 1.2, values: str = "int8", **opti
     """Return a recipe that wraps AdamW, whose steps are made before the selection."""
     compression = gtopk(density, wire="packed", values=values, growth=2.0)
     return Recipe(compression, adam=True, rate=rate, ramp=RAMP, options=options)
+
+
+def local_adamw(
+    inner_steps: int,
+    compression: Any,
+    outer: Outer = averaging,
+    rate: float = 1.2,
+    overlap_steps: int = 0,
+) -> Recipe:
+    """Return a recipe whose ranks step by AdamW on their own between two exchanges of changes."""
+    return Recipe(
+        compression,
+        adam=True,
+        rate=rate,
+        ramp=RAMP,
+        inner_steps=inner_steps,
+        options={"outer": outer, "overlap_steps": overlap_steps},
+    )
 
 
 def tenth(setting: Setting) -> int:
@@ -209,6 +232,29 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW before, shards": lambda s: Recipe(
         Compression.shards(4, 3), adam=True, rate=1.2, ramp=(0.6, 0.4)
     ),
+    "AdamW, 4 local steps": lambda s: local_adamw(4, Compression.none),
+    "AdamW, 8 local steps": lambda s: local_adamw(8, Compression.none),
+    "AdamW, 32 local steps": lambda s: local_adamw(32, Compression.none),
+    "AdamW, 8 local steps, DiLoCo": lambda s: local_adamw(8, Compression.none, nesterov),
+    "AdamW, 32 local steps, DiLoCo": lambda s: local_adamw(32, Compression.none, nesterov),
+    "AdamW, 4 local steps, 4 bits": lambda s: local_adamw(4, Compression.shards(1, 4)),
+    "AdamW, 8 local steps, 4 bits": lambda s: local_adamw(8, Compression.shards(1, 4)),
+    "AdamW, 8 local steps, 4 bits, overlap 4": lambda s: local_adamw(
+        8, Compression.shards(1, 4), overlap_steps=4
+    ),
+    "AdamW, 8 local steps, 4 bits, DiLoCo": lambda s: local_adamw(
+        8, Compression.shards(1, 4), nesterov
+    ),
+    "AdamW, 32 local steps, 4 bits": lambda s: local_adamw(32, Compression.shards(1, 4)),
+    "AdamW, 8 local steps, gtopk, int3": lambda s: local_adamw(
+        8, gtopk(s.density, wire="packed", values="int3", growth=2.0)
+    ),
+    "AdamW before, shards, 1.3 times the rate": lambda s: Recipe(
+        Compression.shards(4, 3), adam=True, rate=1.3, ramp=RAMP
+    ),
+    "AdamW before, shards of 8, 2 bits": lambda s: Recipe(
+        Compression.shards(8, 2), adam=True, rate=1.2, ramp=RAMP
+    ),
     "AdamW before, gtopk, int8, dense's rate": lambda s: adamw_before(s.density, rate=1.0),
     "AdamW before, gtopk, int8, residual not applied": lambda s: adamw_before(
         s.density, local_residual=False
@@ -224,7 +270,9 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, gtopk, growth 4": lambda s: Recipe(
         gtopk(s.density, growth=4.0), adam=True, options=AFTER
     ),
+    "AdamW, PowerSGD, rank 2": lambda s: Recipe(adam=True, low_rank=2),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
+    "AdamW, PowerSGD, rank 4, tuned": lambda s: Recipe(adam=True, low_rank=4, rate=1.2, ramp=RAMP),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
     "Adam before, gtopk, int8, growth 2": lambda s: adam_before(

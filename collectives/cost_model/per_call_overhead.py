@@ -203,4 +203,4 @@ class _Circle(Endpoint):
 
     exchange = Transport.exchange
     exchange_all = Transport.exchange_all
-    _receive_each = Transport._receive_each
+    receive_each = Transport.receive_each

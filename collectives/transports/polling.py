@@ -85,7 +85,8 @@ def _poll(
     spins = 0
     while (result := test()) is None:
         spins += 1
-        if spins < _SPINS:
+        # On busy cores a yield takes milliseconds: the spinning is not to delay the first look.
+        if spins < _SPINS and time.monotonic() < next_look:
             os.sched_yield()
             continue
         time.sleep(sleep_seconds)

@@ -346,12 +346,12 @@ class Transport(Endpoint):
         """
         sends = [self.send(message, to) for message, to in messages]
         if sources:
-            return self._receive_each(sources, sends)
+            return self.receive_each(sources, sends)
         for sent in sends:
             sent()
         return iter(())
 
-    def _receive_each(
+    def receive_each(
         self, sources: Sequence[int], sends: list[Callable[[], None]]
     ) -> Iterator[Array]:
         for source in sources[:-1]:

@@ -13,10 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..exchange.automatic import hides_behind_backward
-from ..optim.adasum import _AdasumOptimizer
-from ..optim.distributed import _DistributedOptimizer
 from ..optim.wrapped.adam_step import require_plain
-from ..reduce_ops import Average
+from ..optim.wrapped.readings import Readings
+from ..reduce_ops import Adasum, Average
 from ..runtime.world import world
 from ..runtime.world.process_sets import global_process_set
 from .balanced import BalancedLoader
@@ -170,12 +169,12 @@ def adapt(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if isinstance(optimizer, _AdasumOptimizer):
+    if getattr(optimizer, "op", None) == Adasum:
         raise ValueError(
             "adapt weights an average of gradients, and op=Adasum combines what each rank's own "
             "step changed: use DistributedOptimizer(op=Average)"
         )
-    if not isinstance(optimizer, _DistributedOptimizer):
+    if not isinstance(optimizer, Readings):
         raise TypeError(
             f"adapt needs the optimizer that DistributedOptimizer returned, got "
             f"{type(optimizer).__name__}"
@@ -191,8 +190,8 @@ def adapt(
             "another way, give it the DataLoader that was adapted before"
         )
     if mode != "balanced":  # which have the wrapped optimizer step
-        require_plain(optimizer.state.values(), optimizer._world.rank)
-    if mode != "balanced" and hides_behind_backward(optimizer._compression):
+        require_plain(optimizer.state.values(), world.current().rank)
+    if mode != "balanced" and hides_behind_backward(optimizer.step_policy.options.compression):
         raise ValueError(
             f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "
             "during a step's backward pass; give density= or bytes_per_step="

@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import torch
 
-from ..optim.listener import Listener
 from ..optim.samples import Samples
+from ..optim.step_policy import StepListener
 from ..runtime.world.state import World
 from .noise_scale import Noise
 
 
-class CurrentBatch(Listener):
+class CurrentBatch(StepListener):
     """The batch of an optimizer's next step; an optimizer has one CurrentBatch for all its loaders.
 
     The batch handed out last counts. If each loader multiplied the rates by itself, one would put
@@ -65,16 +65,17 @@ class CurrentBatch(Listener):
     @classmethod
     def of(cls, optimizer: Any) -> CurrentBatch:
         """Return the optimizer's, made where there is none."""
-        known = getattr(optimizer, "_current_batch", None)
+        known = optimizer.step_policy.listener()
         if not isinstance(known, cls):
-            known = optimizer._current_batch = cls(optimizer)
+            known = cls(optimizer)
+            optimizer.step_policy.listen(known)
         return known
 
     def take(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Have a batch in hand, of so many of this rank's samples; none: it stands in."""
         self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
-        self._optimizer._stands_in = samples == 0
+        self._optimizer.step_policy.stand_in(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
 
     def let_go(self, batch: object) -> None:
@@ -83,8 +84,10 @@ class CurrentBatch(Listener):
             return
         said, self._batch, self._said = self._said, None, None
         self.factor = 1.0
-        self._optimizer._stands_in = False
-        if said is None or said is self._optimizer._reducer.samples:  # the script has said no other
+        self._optimizer.step_policy.stand_in(False)
+        if (
+            said is None or said is self._optimizer.step_policy.samples()
+        ):  # the script has said no other
             self._optimizer.set_num_samples(None)
 
     def leave(self, batch: object) -> None:
@@ -98,8 +101,8 @@ class CurrentBatch(Listener):
         if self._optimizer.last_step is not self._step_before:
             self.let_go(batch)
         else:
-            self._optimizer._stands_in = False
-            self._said = self._optimizer._reducer.samples
+            self._optimizer.step_policy.stand_in(False)
+            self._said = self._optimizer.step_policy.samples()
 
     def enter(self, here: World) -> None:
         """Be done with a batch that was left in a world before: its step failed, or was none."""

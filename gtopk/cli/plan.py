@@ -42,10 +42,22 @@ _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
 _ACCURACY = "docs/tuning.md"
-# Measured beside model, gradients and optimizer: 8 million parameters, 2 ranks, CPU, Open MPI.
+# Bytes a parameter beside model, gradients and the plain optimizer's state, of float32 on CPUs:
+# residual, what a step can be undone by, and a bucket's gradients side by side where they must be.
+# A test measures them again.
+MEMORY: Final = {
+    "dense": 5,
+    "sparse": 9,
+    "momentum": 16,
+    "adam_correction": 28,
+    "adam": 31,
+    "adam, shards": 46,
+}
 _MEMORY = (
-    "Memory on each rank beside the model: about 16 bytes a parameter (24 with "
-    "momentum_correction, 36 with adam_correction); dense takes about 10."
+    f"Memory on each rank beside the model: about {MEMORY['sparse']} bytes a parameter "
+    f"({MEMORY['momentum']} with momentum_correction, {MEMORY['adam_correction']} with "
+    f"adam_correction, {MEMORY['adam']} where AdamW is wrapped, {MEMORY['adam, shards']} there by "
+    f"shards); dense takes about {MEMORY['dense']}."
 )
 _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 

@@ -11,122 +11,49 @@ Law: S + sum e_i(new) = sum e_i(old) + sum w_i (z - x_i). With rounds of one ste
 and plain descent of rate 1 outside, z' is the mean of the ranks' models. Dense with Nesterov
 momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
-Lost replicas: those that were not finite when models were exchanged, and became the others'.
+With overlap_steps a rank goes on while changes are exchanged, as in Streaming DiLoCo (Douillard et
+al. 2025, arXiv 2501.18512) with one fragment. It moves by z' - x_i afterwards, and keeps its steps:
 
-What an outer step cost: its exchange, and the steps of the round that it ends.
+    rank 0    z  x x x x y y x x y y x x      y: a step while the engine's thread exchanges z - x_i
+    wire                 ---     ---
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from collectives.wire import NOTHING_CODED
-
 from ..compression import Compressing, Compression, ErrorFeedback
-from ..errors import check_count
+from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
-from ..optim.replica_check import BUFFERS_STAY, checksums
-from ..optim.skip_counter import SkipCounter
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
 from ..optim.wrapped.wrapping import Wrapping, wrap
-from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
-from .outer_exchange import Outcome, OuterExchange
-
-
-def report_of(
-    outcome: Outcome,
-    *,
-    step: int,
-    compute_seconds: float,
-    synchronize_seconds: float,
-    elements: int,
-    local_steps: int,
-    predicted_seconds: float | None,
-    dense_seconds: float | None = None,
-) -> StepReport:
-    """Return the report of an outer step.
-
-    compute_seconds: of all steps of the round. elements: values of all parameters.
-    predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
-        one.
-    """
-    operation, done = outcome.operation, outcome.exchanged
-    coded = done.coded if done else NOTHING_CODED
-    return StepReport(
-        step=step,
-        algorithm=done.algorithm if done else "",
-        compute_seconds=compute_seconds,
-        synchronize_seconds=synchronize_seconds,
-        select_seconds=done.select_seconds if done else 0.0,
-        apply_seconds=0.0,
-        agree_seconds=operation.agree_seconds,
-        communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
-        merge_seconds=done.merge_seconds if done else 0.0,
-        code_seconds=coded.seconds,
-        hidden_seconds=0.0,
-        working_seconds=done.seconds if done else 0.0,
-        buckets=1,
-        exchange_seconds=done.seconds if done else 0.0,
-        predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
-        sent_bytes=operation.traffic.sent_bytes,
-        sent_messages=operation.traffic.sent_messages,
-        bytes_counted=done.bytes_counted if done else True,
-        coded_entries=coded.entries,
-        coded_bytes=coded.bytes,
-        elements=elements,
-        samples=None,
-        selected=done.selected if done else 0,
-        updated=done.updated if done else 0,
-        skipped=not outcome.moves,
-        local_steps=local_steps,
-        covers="outer step",
-        ranks=operation.ranks,
-        dense_seconds=dense_seconds if done else None,
-    )
-
-
-class LostReplicas(SkipCounter):
-    """How many there were, of all ranks; a row is of outer steps that went without some."""
-
-    def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:
-        """Warn, on every rank, of replicas that are not finite.
-
-        lost:  by rank, the parameters that are not; none: their sum is what is not.
-        moved: whether the outer step has changed the model, by the replicas of the others.
-        Raises FloatingPointError where that were more outer steps in a row than may be.
-        """
-        self.count += len(lost)
-        where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
-        why = f"a replica is not finite on {where}" if lost else "the sum of replicas overflowed"
-        _log.warning(
-            "rank %d: outer step %d %s: %s",
-            rank,
-            step,
-            f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
-            f"{why}; {BUFFERS_STAY}" if moved else why,
-        )
-        self._lengthen(
-            lambda n: (
-                f"rank {rank}: {n} outer steps in a row were without some replicas, the last, "
-                f"number {step}, because {why}"
-            )
-        )
-
+from .outer_exchange import (
+    LostReplicas,
+    Outcome,
+    Outer,
+    OuterExchange,
+    averaging,
+    nesterov,
+    options_of,
+    report_of,
+    state_of,
+)
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
 
@@ -134,18 +61,24 @@ _log = logging.getLogger("gtopk")
 _KEY: Final = "local_sgd"
 _FORMAT: Final = 1
 
-# What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
-Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
+@dataclass
+class _Round:
+    """A round that is over, and has not moved the replica yet.
 
-def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return DiLoCo's outer optimizer: rate 0.7, Nesterov momentum 0.9."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    made:    the steps that this rank has made in it.
+    begun:   when it was over, by time.perf_counter; waited: seconds that the program stood still.
+    sent:    the replica then; empty where it does not go on before all changes are here.
+    move:    what the replica is to move by; None: the changes are not here yet.
+    outcome: None: they are not, or were before a checkpoint.
+    """
 
-
-def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return plain descent of rate 1: dense, z' is the mean of the models."""
-    return torch.optim.SGD(parameters, lr=1.0)
+    made: int
+    begun: float
+    sent: list[torch.Tensor]
+    waited: float = 0.0
+    move: list[torch.Tensor] | None = None
+    outcome: Outcome | None = None
 
 
 class _LocalSGD(Wrapping):
@@ -154,6 +87,7 @@ class _LocalSGD(Wrapping):
     outer:         the outer optimizer; a scheduler may set its rate, on all ranks alike.
     inner_steps:   of a round, at least; None: rounds end where `outer_step` is called. May be set,
                    on all ranks alike.
+    overlap_steps: that are made while changes are exchanged.
     steps_made:    in this round, by this rank.
     outer_steps:   so far, skipped ones included.
     skipped_steps: outer steps that changed nothing.
@@ -167,10 +101,12 @@ class _LocalSGD(Wrapping):
         inner_steps: int | None,
         outer: Outer,
         compression: Any,
+        overlap_steps: int,
         process_set: ProcessSet,
         max_skipped_steps: int,
     ) -> None:
         self.inner_steps = inner_steps
+        self.overlap_steps = overlap_steps
         self.process_set = process_set
         self._names = {
             p: name
@@ -186,6 +122,7 @@ class _LocalSGD(Wrapping):
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
         self._center: list[torch.Tensor] = []  # z, while a round goes on
+        self._before: _Round | None = None  # the one before, while its exchange goes on
         self._world = world.current()
         self._exchange = OuterExchange(self._names, compression, process_set, self._world)
         self._are_alike = False  # the ranks' models, as far as is known
@@ -205,16 +142,18 @@ class _LocalSGD(Wrapping):
         return [self.outer]
 
     def in_common(self) -> dict[str, Any]:
+        """Return where this rank is in its round, and wait for the exchange of the one before."""
         return {
-            "outer_steps": self.outer_steps,
+            **(state := self._round_state()),
+            "outer_steps": self.outer_steps + bool(state["move"]),
             "steps_made": self.steps_made,
-            "center": self._center,
         }
 
     def go_on_from(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
+        self._receive()  # this rank's residual goes by it, as the others' do
         self.outer_steps, self.steps_made = common["outer_steps"], common["steps_made"]
-        self._center = self._as_center(common["center"])
+        self._put_round(common)
         self._are_alike = False
 
     def _as_center(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -235,17 +174,23 @@ class _LocalSGD(Wrapping):
         self._step_wrapped()
         self.steps_made += 1
         self._world.step += 1
+        if self._before is not None and self.steps_made >= self.overlap_steps:
+            self._move()
         # More than that where it was lowered since, or an exchange that was due has failed.
         if self.inner_steps is not None and self.steps_made >= self.inner_steps:
             self._end_round(
                 f"the round was over after inner_steps={self.inner_steps} (where ranks make unlike "
-                "numbers of steps, use inner_steps=None, and call outer_step() on all of them)"
+                "numbers of steps, use inner_steps=None, and call outer_step() on all of them)",
+                overlap=self.overlap_steps > 0,
             )
         return loss
 
     def _begin_round(self) -> None:
         """Keep the center, where a round is about to begin; in the first, look at all ranks'."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
+                if self._before is not None:
+                    self._move()
             self._exchange.enter(here)
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
@@ -259,32 +204,15 @@ class _LocalSGD(Wrapping):
             self._center = [p.detach().clone() for p in self._names]
         if not self._are_alike:
             begun = time.perf_counter()
-            self.outer_steps = self._exchange.meet(
-                self._center, [*self._signature(), self._outer_state_said()], self.outer_steps
-            )
+            signature = [*self._signature(), state_of(self.outer, self._names)]
+            self.outer_steps = self._exchange.meet(self._center, signature, self.outer_steps)
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # of no round: links may be measured
 
     def _signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.outer.param_groups
-        ]
-        return [
-            f"inner_steps={self.inner_steps}",
-            f"outer {type(self.outer).__name__} {groups}",
-        ]
-
-    def _outer_state_said(self) -> str:
-        """Return what tells the outer optimizer's state from another: all ranks have the same."""
-        state = [value for p in self._names for value in self.outer.state.get(p, {}).values()]
-        tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
-        others = [value for value in state if isinstance(value, (int, float))]
-        return (
-            f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
-            "(all ranks load, or broadcast_optimizer_state gives them one's)"
-        )
+        steps = f"inner_steps={self.inner_steps}, overlap_steps={self.overlap_steps}"
+        return [steps, options_of(self.outer)]
 
     def outer_step(self) -> bool:
         """End the round: move the model of all ranks by what they have changed; they call it alike.
@@ -300,43 +228,103 @@ class _LocalSGD(Wrapping):
         return self._end_round("the script called outer_step()")
 
     @torch.no_grad()
-    def _end_round(self, why: str) -> bool:
-        """Make an outer step; `why` is the same on all ranks, as else they end unlike rounds."""
+    def _end_round(self, why: str, overlap: bool = False) -> bool:
+        """End the round, for a reason that is the same on all ranks: else they end unlike rounds.
+
+        overlap: the next one begins before all changes are here; returns False then.
+        """
         self._begin_round()
+        moved = self._before is not None and self._move()
+        begun, made = time.perf_counter(), self.steps_made
+        self._exchange.begin(
+            self._center, [*self._signature(), why], made, self._world.termination_requested
+        )
+        sent = [p.detach().clone() for p in self._names] if overlap else []
+        self._before = _Round(made, begun, sent, time.perf_counter() - begun)
+        self.steps_made = 0
+        return False if overlap else self._move() or moved
+
+    @torch.no_grad()
+    def _receive(self) -> None:
+        """Wait for what all ranks have changed in the round before, and make the outer step.
+
+        Where the rank has gone on, its replica stays as it is: it may receive before others do.
+        """
+        before = self._before
+        if before is None or before.move is not None:
+            return
         begun = time.perf_counter()
-        preempted, made = self._world.termination_requested, self.steps_made
-        with self._exchange.reduced(
-            self._center, [*self._signature(), why], made, preempted
-        ) as outcome:
-            torch._foreach_copy_(list(self._names), self._center)
-            if outcome.moves:
-                self.outer.step()
+        replica: list[torch.Tensor] = list(self._names)
+        now = [p.detach().clone() for p in replica] if before.sent else []
+        try:
+            with self._exchange.ended() as outcome:
+                torch._foreach_copy_(replica, self._center)
+                if outcome.moves:
+                    self.outer.step()
+                if before.sent:
+                    torch._foreach_copy_(self._center, replica)
+        except BaseException:
+            self._before, self.steps_made = None, self.steps_made + before.made
+            if now:
+                torch._foreach_copy_(replica, now)
+            raise
+        move: list[torch.Tensor] = []
+        if before.sent:
+            move = [*torch._foreach_sub(self._center, before.sent)]
+            if self._world.rank in outcome.lost:
+                torch._foreach_zero_(move)  # it is the center by now
+            else:
+                torch._foreach_copy_(replica, now)
         if self._world.rank in outcome.lost:
             self.state.clear()
+        before.move, before.outcome = move, outcome
+        before.waited += time.perf_counter() - begun
+
+    @torch.no_grad()
+    def _move(self) -> bool:
+        """Move the replica by what all have changed in the round before; tell whether that is any.
+
+        The steps that it has made since stay: they are changes of this round.
+        """
+        self._receive()
+        before, self._before = self._before, None
+        assert before is not None
+        if before.move:
+            begun = time.perf_counter()
+            if self.steps_made:
+                torch._foreach_add_(list(self._names), before.move)
+            else:  # to the bit, as the others
+                torch._foreach_copy_(list(self._names), self._center)
+            before.waited += time.perf_counter() - begun
+        else:
+            self._center = []
+        outcome = before.outcome
+        if outcome is None:
+            return True
         self._world.note_preempted(outcome.preempted)
-        self._center, self.steps_made = [], 0
         if outcome.empty:
-            self._ended += time.perf_counter() - begun  # of no round
+            self._ended += before.waited  # of no round
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
-        self._report(outcome, begun, made)
+        self._report(before, outcome)
         if outcome.lost or outcome.overflowed:
             self._lost.note(self._world.rank, self.outer_steps, outcome.lost, outcome.moves)
         else:
             self._lost.end_row()
         return outcome.moves
 
-    def _report(self, outcome: Outcome, begun: float, made: int) -> None:
+    def _report(self, before: _Round, outcome: Outcome) -> None:
         """Fill in `last_step`."""
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = report_of(
             outcome,
             step=self._world.step - 1,
-            compute_seconds=begun - began,
-            synchronize_seconds=self._ended - begun,
+            compute_seconds=self._ended - began - before.waited,
+            synchronize_seconds=before.waited,
+            hidden_seconds=self._ended - before.begun - before.waited,
             elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
-            local_steps=made,
+            local_steps=before.made,
             predicted_seconds=self._exchange.expected.seconds,
             dense_seconds=self._exchange.expected.dense_seconds,
         )
@@ -346,12 +334,30 @@ class _LocalSGD(Wrapping):
             if outcome.moves and is_sampling_due(self._exchange.steps):
                 sample_residual(recorder, [self._exchange])
 
+    def _round_state(self) -> dict[str, Any]:
+        """Return where a round begins, and what the replica is to move by in its course."""
+        self._receive()
+        before = self._before
+        return {
+            "center": [tensor.clone() for tensor in self._center],
+            "move": [] if before is None else [tensor.clone() for tensor in before.move or ()],
+        }
+
+    def _put_round(self, state: Mapping[str, Any]) -> None:
+        self._center = self._as_center(state["center"])
+        self._before = None
+        if move := self._as_center(state.get("move", ())):
+            self._before = _Round(0, time.perf_counter(), [], move=move)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
 
         In the middle of a round it holds the center, too: the model's own state is this rank's
-        replica then. Save it on every rank, as `gtopk.save_checkpoint` does.
+        replica then. Save it on every rank, as `gtopk.save_checkpoint` does. It waits for an
+        exchange that goes on.
         """
+        round_state = self._round_state()
+        is_moving = bool(round_state["move"])  # by an outer step that no rank has counted yet
         return {
             **super().state_dict(),
             optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._exchange),
@@ -359,8 +365,8 @@ class _LocalSGD(Wrapping):
                 "format": _FORMAT,
                 "ranks": len(self._exchange.ranks),
                 "steps_made": self.steps_made,
-                "outer_steps": self.outer_steps,
-                "center": [tensor.clone() for tensor in self._center],
+                "outer_steps": self.outer_steps + is_moving,
+                **round_state,
                 "outer": self.outer.state_dict(),
             },
         }
@@ -380,30 +386,33 @@ class _LocalSGD(Wrapping):
                 f"the state of LocalSGD must be of format {_FORMAT}, got {own.get('format')!r}; "
                 "load it with the version of gtopk that saved it"
             )
+        with contextlib.suppress(HorovodInternalError):
+            self._receive()  # what goes on must end, and is forgotten
         super().load_state_dict(state_dict, *args, **kwargs)
-        self._center, self.steps_made, self._are_alike = [], 0, False
+        self._center, self._before, self.steps_made, self._are_alike = [], None, 0, False
         if own is not None:
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
-            self._load_round(own["center"], own["steps_made"], own["ranks"])
+            self._load_round(own)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             if own is not None:  # before parts said what they hold, LocalSGD's were changes, too
                 part = {"holds": optimizer_checkpoint.CHANGES, **part}
             optimizer_checkpoint.load(self._exchange, part)
 
-    def _load_round(self, center: Sequence[torch.Tensor], steps_made: int, ranks: int) -> None:
-        if not center:
+    def _load_round(self, own: Mapping[str, Any]) -> None:
+        if not own["center"]:
             return
-        if ranks == len(self._exchange.ranks):
-            self._center, self.steps_made = self._as_center(center), steps_made
+        if own["ranks"] == len(self._exchange.ranks):
+            self._put_round(own)
+            self.steps_made = own["steps_made"]
             return
-        torch._foreach_copy_(list(self._names), list(center))
+        torch._foreach_copy_(list(self._names), list(own["center"]))
         _log.warning(
             "rank %d: the state is of %d ranks in the middle of a round, and here are %d: all go "
             "back to where it began; save after an outer step to lose nothing",
             self._world.rank,
-            ranks,
+            own["ranks"],
             len(self._exchange.ranks),
         )
 
@@ -414,6 +423,7 @@ def LocalSGD(
     outer: Outer | None = None,
     compression: Compressing = Compression.none,
     *,
+    overlap_steps: int = 0,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     process_set: ProcessSet = global_process_set,
     max_skipped_steps: int = 10,
@@ -422,7 +432,7 @@ def LocalSGD(
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
     state, which stay each rank's own. All ranks begin with the same model (broadcast_parameters):
-    the first step looks. Between rounds their models are the same to the bit.
+    the first step looks. Between rounds their models are the same to the bit (see overlap_steps).
 
     inner_steps: between two exchanges; None: they are where the script calls `outer_step()`, as all
         ranks must. Ranks that make unlike numbers of steps need None: with a number, one's round is
@@ -432,6 +442,10 @@ def LocalSGD(
         top of what comes late overshoots (docs/local_sgd.md).
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
+    overlap_steps: that a rank makes while changes are exchanged, at most inner_steps: about the
+        seconds of an exchange by those of a step. It then moves by what all have changed, which is
+        as many steps late, and keeps its own steps. The replicas are one model only after
+        `outer_step()`, which waits: call it before an evaluation. 0: every exchange is waited for.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, [0, 2] or [1, 3] say: DDP's ranks all exchange.
@@ -442,6 +456,13 @@ def LocalSGD(
         check_count("inner_steps", inner_steps)
         if inner_steps == 0:
             raise ValueError("inner_steps must be at least 1, or None, got 0")
+    check_count("overlap_steps", overlap_steps)
+    if overlap_steps > (inner_steps or 0):
+        raise ValueError(
+            f"overlap_steps must be at most inner_steps={inner_steps}, got {overlap_steps}: "
+            "an exchange must have ended before the next begins"
+            + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
+        )
     check_count("max_skipped_steps", max_skipped_steps)
     require_compression(compression)
     if isinstance(compression, ErrorFeedback) and (
@@ -465,6 +486,12 @@ def LocalSGD(
     outer = outer or (averaging if isinstance(compression, ErrorFeedback) else nesterov)
     distributed: _LocalSGD = wrap(optimizer, _LocalSGD)
     distributed._distribute(
-        named_parameters, inner_steps, outer, compression, process_set, max_skipped_steps
+        named_parameters,
+        inner_steps,
+        outer,
+        compression,
+        overlap_steps,
+        process_set,
+        max_skipped_steps,
     )
     return distributed

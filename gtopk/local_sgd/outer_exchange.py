@@ -1,16 +1,20 @@
 """OuterExchange: what the ranks' replicas have changed in a round, reduced to one gradient for all.
 
-    gradients   of this rank's last step | z - x_i | S, while the outer step is made | as before
-                                         ^ take    ^ reduce, apply                   ^ let go
+    gradients   of this rank's last step | z - x_i | as before | S in the outer step | as before
+                                         ^ begin   ^           ^ ended               ^ let go
 
 z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of what was
 sent, weighed by the steps that each rank has made, and the same on every rank. What was not sent is
 the residual; where the sum does not count, it is to the bit as it was before.
+
+Lost replicas: those that were not finite when models were exchanged, and became the others'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import logging
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
@@ -18,6 +22,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 
 from collectives.transports import Transport
+from collectives.wire import NOTHING_CODED
 
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
@@ -27,11 +32,16 @@ from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
-from ..optim.replica_check import checksums, require_the_same
+from ..optim.replica_check import BUFFERS_STAY, checksums, require_the_same
+from ..optim.skip_counter import SkipCounter
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.coordinator import Operation
+from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World
+from ..telemetry.step_report import StepReport
+
+_log = logging.getLogger("gtopk")
 
 # Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
 # parameters are frozen and as they were.
@@ -70,6 +80,122 @@ class Outcome(NamedTuple):
         return self.exchanged is not None and not self.exchanged.finite
 
 
+def report_of(
+    outcome: Outcome,
+    *,
+    step: int,
+    compute_seconds: float,
+    synchronize_seconds: float,
+    hidden_seconds: float,
+    elements: int,
+    local_steps: int,
+    predicted_seconds: float | None,
+    dense_seconds: float | None = None,
+) -> StepReport:
+    """Return the report of an outer step.
+
+    compute_seconds: of all steps of the round. elements: values of all parameters.
+    hidden_seconds: of the exchange, that went on behind steps.
+    predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
+        one.
+    """
+    operation, done = outcome.operation, outcome.exchanged
+    coded = done.coded if done else NOTHING_CODED
+    return StepReport(
+        step=step,
+        algorithm=done.algorithm if done else "",
+        compute_seconds=compute_seconds,
+        synchronize_seconds=synchronize_seconds,
+        select_seconds=done.select_seconds if done else 0.0,
+        apply_seconds=0.0,
+        agree_seconds=operation.agree_seconds,
+        communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
+        merge_seconds=done.merge_seconds if done else 0.0,
+        code_seconds=coded.seconds,
+        hidden_seconds=min(hidden_seconds, done.seconds) if done else 0.0,
+        working_seconds=done.seconds if done else 0.0,
+        buckets=1,
+        exchange_seconds=done.seconds if done else 0.0,
+        predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
+        sent_bytes=operation.traffic.sent_bytes,
+        sent_messages=operation.traffic.sent_messages,
+        bytes_counted=done.bytes_counted if done else True,
+        coded_entries=coded.entries,
+        coded_bytes=coded.bytes,
+        elements=elements,
+        samples=None,
+        selected=done.selected if done else 0,
+        updated=done.updated if done else 0,
+        skipped=not outcome.moves,
+        local_steps=local_steps,
+        covers="outer step",
+        ranks=operation.ranks,
+        dense_seconds=dense_seconds if done else None,
+    )
+
+
+class LostReplicas(SkipCounter):
+    """How many there were, of all ranks; a row is of outer steps that went without some."""
+
+    def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:
+        """Warn, on every rank, of replicas that are not finite.
+
+        lost:  by rank, the parameters that are not; none: their sum is what is not.
+        moved: whether the outer step has changed the model, by the replicas of the others.
+        Raises FloatingPointError where that were more outer steps in a row than may be.
+        """
+        self.count += len(lost)
+        where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
+        why = f"a replica is not finite on {where}" if lost else "the sum of replicas overflowed"
+        _log.warning(
+            "rank %d: outer step %d %s: %s",
+            rank,
+            step,
+            f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
+            f"{why}; {BUFFERS_STAY}" if moved else why,
+        )
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} outer steps in a row were without some replicas, the last, "
+                f"number {step}, because {why}"
+            )
+        )
+
+
+# What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer: rate 0.7, Nesterov momentum 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return plain descent of rate 1: dense, z' is the mean of the models."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def options_of(outer: torch.optim.Optimizer) -> str:
+    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in outer.param_groups
+    ]
+    return f"outer {type(outer).__name__} {groups}"
+
+
+def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Return what tells the outer optimizer's state from another: all ranks have the same."""
+    state = [value for p in parameters for value in outer.state.get(p, {}).values()]
+    tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
+    others = [value for value in state if isinstance(value, (int, float))]
+    return (
+        f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
+        "(all ranks load, or broadcast_optimizer_state gives them one's)"
+    )
+
+
 class OuterExchange:
     """One rank's part in it, with its residual.
 
@@ -95,6 +221,8 @@ class OuterExchange:
         self._unmatched: dict[
             str, ResidualState
         ] = {}  # of names that no parameter has; saved again
+        # The operation, and what the ranks exchange in it, while it goes on.
+        self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
@@ -163,61 +291,81 @@ class OuterExchange:
             *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
         ]
 
-    @contextmanager
-    def reduced(
+    def begin(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
-    ) -> Iterator[Outcome]:
-        """Let the gradients be S meanwhile, where there is one, which then counts.
+    ) -> None:
+        """Let the engine reduce what this replica has changed since the center, until `ended`.
 
-        A frozen parameter has none where S is zero: the outer momentum is not to move it.
+        The replica may change meanwhile: what is exchanged has been taken.
         signature: as in `meet`. steps: that this rank has made in the round.
         preempted: it had SIGTERM.
+        """
+        bucket_exchange = self._bucket_exchange
+        changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
+        with self._gradients_for_a_while():
+            for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
+                is_still = not parameter.requires_grad and not bool(change.any())
+                parameter.grad = None if is_still else change
+            bucket_exchange.take(1.0, 1.0)
+            frozen = bucket_exchange.missing()
+            mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
+            taken = [parameter.grad for parameter in bucket_exchange.parameters]
+        if mine:
+            torch._foreach_zero_(changes)  # a weight of 0 makes no numbers of them
+        try:
+            operation = self._engine.submit(
+                f"{self._name}.outer",
+                self._signature([*signature, bucket_exchange.signature]),
+                partial(self._work, mine, frozen),
+                flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
+                | (_PREEMPTED if preempted else 0)
+                | (_FROZEN if frozen else 0),
+            )
+        except BaseException:
+            bucket_exchange.let_go()
+            raise
+        self._under_way = operation, taken
+
+    @contextmanager
+    def ended(self) -> Iterator[Outcome]:
+        """Wait for what `begin` began; the gradients are S meanwhile, where there is one.
+
+        A frozen parameter has none where S is zero: the outer momentum is not to move it.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         the residual is then as before.
         """
+        assert self._under_way is not None
+        (operation, taken), self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
-        gradients = [p.grad for p in bucket_exchange.parameters]
         try:
-            outcome = self._exchange(center, signature, steps, preempted)
-            if outcome.moves:
-                bucket_exchange.apply(outcome.frozen)
-            else:
-                bucket_exchange.undo()
-            yield outcome
-            self._progress.steps += outcome.moves
-        finally:
-            bucket_exchange.let_go()
-            for parameter, gradient in zip(bucket_exchange.parameters, gradients, strict=True):
-                parameter.grad = gradient
-
-    def _exchange(
-        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
-    ) -> Outcome:
-        """Take what this replica has changed for its gradients, and reduce them."""
-        bucket_exchange = self._bucket_exchange
-        pseudo = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
-        for parameter, gradient in zip(bucket_exchange.parameters, pseudo, strict=True):
-            is_still = not parameter.requires_grad and not bool(gradient.any())
-            parameter.grad = None if is_still else gradient
-        bucket_exchange.take(1.0, 1.0)
-        frozen = bucket_exchange.missing()
-        mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
-        if mine:
-            torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
-        operation = self._engine.submit(
-            f"{self._name}.outer",
-            self._signature([*signature, self._bucket_exchange.signature]),
-            partial(self._work, mine, frozen),
-            flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
-            | (_PREEMPTED if preempted else 0)
-            | (_FROZEN if frozen else 0),
-        )
-        try:
-            ranks, lost, everywhere, exchanged = operation.wait()
+            with self._gradients_for_a_while():
+                preempted, lost, everywhere, exchanged = operation.wait()
+                outcome = Outcome(preempted, lost, everywhere, exchanged, operation)
+                for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
+                    parameter.grad = gradient
+                if outcome.moves:
+                    bucket_exchange.apply(outcome.frozen)
+                else:
+                    bucket_exchange.undo()
+                yield outcome
+                self._progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
             raise
-        return Outcome(ranks, lost, everywhere, exchanged, operation)
+        finally:
+            bucket_exchange.let_go()
+
+    @contextmanager
+    def _gradients_for_a_while(self) -> Iterator[None]:
+        """Give the parameters the gradients back that they have now."""
+        gradients = [parameter.grad for parameter in self._bucket_exchange.parameters]
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(
+                self._bucket_exchange.parameters, gradients, strict=True
+            ):
+                parameter.grad = gradient
 
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]

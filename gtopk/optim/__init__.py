@@ -14,7 +14,7 @@ samples.py          how many samples a rank's gradient stands for, and its weigh
 grad_scaler.py      GradScaler's scale
 skip_counter.py     steps that no rank applied, and the limit in a row
 expected_step.py    the predicted time of a step, once the links are measured
-listener.py         StepListener: how the adaptive modes follow a step
+step_policy.py      what the adaptive modes ask of an optimizer, and how they follow a step
 replica_check.py    checks that parameters are bit-identical on all ranks
 learning_rates.py   `gtopk.ramp`
 """

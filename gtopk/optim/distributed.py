@@ -31,7 +31,6 @@ from .grad_scaler import (
     require_no_fused_unscaling,
     require_scaled,
 )
-from .listener import Listener
 from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
@@ -39,6 +38,7 @@ from .reducer import Reducer
 from .replica_check import ReplicaCheck
 from .samples import Samples, agreed_norm
 from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
+from .step_policy import StepListener
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
 from .wrapped.adam_step import step as step_with_adam
@@ -75,7 +75,7 @@ class _DistributedOptimizer(Readings):
         self._synchronized = False
         self._skip = False
         self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
-        self._current_batch = Listener()  # else that of `adapt`
+        self._listener = StepListener()
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
@@ -142,7 +142,7 @@ class _DistributedOptimizer(Readings):
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
-            self._current_batch.enter(here)
+            self._listener.enter(here)
             self._world = here
         if not self._reducer.peers.takes_part or not self._reducer.trains():  # all are frozen
             self._synchronized = True
@@ -267,7 +267,7 @@ class _DistributedOptimizer(Readings):
         self._reducer.commit()
         self._shared.note_agreed()  # again: the script may have clipped
         self._skip = False
-        self._current_batch.end_step()
+        self._listener.end_step()
         self._world.step += 1
         if self._reducer.peers.takes_part:
             self._replicas.after_step(self.state)
@@ -335,7 +335,7 @@ class _DistributedOptimizer(Readings):
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._reducer.drop()
-        self._current_batch.drop()
+        self._listener.drop()
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

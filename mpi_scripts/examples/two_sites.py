@@ -2,6 +2,7 @@
 
 gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py          # an emulated uplink
 gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py --dense  # DiLoCo, dense
+gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py --dense --overlap-steps 8
 gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py --every-step
 """
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--every-step", action="store_true", help="exchange gradients, all of them")
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--inner-steps", type=int, default=16, help="of a round")
+    parser.add_argument("--overlap-steps", type=int, default=0, help="made during an exchange")
     parser.add_argument("--epochs", type=int, default=30)
     options = parser.parse_args(arguments)
 
@@ -52,7 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
     else:
         if not options.dense:
             compression = hvd.Compression.gtopk(options.density)
-        optimizer = gtopk.LocalSGD(optimizer, options.inner_steps, compression=compression)
+        optimizer = gtopk.LocalSGD(
+            optimizer,
+            options.inner_steps,
+            compression=compression,
+            overlap_steps=options.overlap_steps,
+        )
 
     began = time.perf_counter()
     for epoch in range(options.epochs):

@@ -68,6 +68,7 @@ class DelayedLoader(LoaderBase):
 
     def __init__(self, job: Job[RoundOptions]) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
+        policy = optimizer.step_policy
         super().__init__(job, "abs")
         self._options = options
         check(job)
@@ -82,26 +83,24 @@ class DelayedLoader(LoaderBase):
             "mode='abs'",
             f"{length} samples",
             *options.signature(),
-            *optimizer._options.signature(),
+            *policy.options.signature(),
         ]
         world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
-        names = optimizer._parameter_names
-        trained = [parameter for parameter in names if parameter.requires_grad]
+        trained = policy.trained()
         self._trained = set(trained)
-        asked = optimizer._options
-        self.exchange = RoundExchange(trained, optimizer._compression)
+        self.exchange = RoundExchange(trained, policy.options.compression)
         self._steps = OwnSteps(world, optimizer, "round")
         self._steps.expect(self.exchange, name)
         self._settings = AgreedSettings(optimizer)
-        self._applied = optimizer._reducer.progress  # rounds; the replicas' check goes by it
+        self._applied = policy.progress  # rounds; the replicas' check goes by it
         self._wire = RoundWire(
             name,
             self.exchange,
-            [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
+            [f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
             self._settings,
-            optimizer._replicas,
-            asked.local_clip_norm,
+            policy.replicas,
+            policy.options.local_clip_norm,
             self._steps,
         )
         self._open_rounds = partial(
@@ -135,25 +134,26 @@ class DelayedLoader(LoaderBase):
         """Step with the update that is in the gradients."""
         self._report(skipped=False)
         self._rate.scale(samples, None)
-        self._optimizer._skipped.end_row()
-        self._optimizer._clip(1.0)
+        policy = self._optimizer.step_policy
+        policy.skipped.end_row()
+        policy.clip()
         with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
         self._applied.steps += 1
-        self._optimizer._replicas.await_step(updates=True)
+        policy.replicas.await_step(updates=True)
 
     def _skip(self, culprits: Sequence[int]) -> None:
         """Count a round that is not applied, on all ranks alike."""
         self._report(skipped=True)
         where = "; ".join(f"rank {rank}" for rank in culprits)
-        self._optimizer._skipped.note(self._world.rank, self._world.step, where)
+        self._optimizer.step_policy.skipped.note(self._world.rank, self._world.step, where)
         self._world.step += 1
 
     def _report(self, skipped: bool) -> None:
         """Report the round whose outcome has just arrived."""
         self._steps.arrived(self.exchange)
         if self._wire.parted is not None:
-            self._optimizer._replicas.end(self._wire.parted, self._optimizer.state)
+            self._optimizer.step_policy.replicas.end(self._wire.parted, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -337,7 +337,7 @@ class DelayedLoader(LoaderBase):
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
         self._applied.steps = state["steps"]  # some ranks may have been a round ahead
-        self._optimizer._replicas.await_step(updates=False)
+        self._optimizer.step_policy.replicas.await_step(updates=False)
         self._settings.seen = self.round
         if self._abandoned is None:
             self.exchange.load_state_dict(state)

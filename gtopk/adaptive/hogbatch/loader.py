@@ -89,9 +89,9 @@ class HogbatchLoader(LoaderBase):
         self._options = options
         self._indexed(job)
 
-        names = optimizer._parameter_names
+        policy = optimizer.step_policy
+        names, trained = policy.names, policy.trained()
         require_shareable(names)
-        trained = [parameter for parameter in names if parameter.requires_grad]
         self._class = class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
         layout = layout_of(trained, states)

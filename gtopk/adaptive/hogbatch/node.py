@@ -393,8 +393,9 @@ def join_node(
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:
-        job.optimizer._tell_of_compression(by_mode=True)
-    node.merging.open(world, job.optimizer._compression, steps, advises)
+        job.optimizer.step_policy.tell_of_compression()
+    compression = job.optimizer.step_policy.options.compression
+    node.merging.open(world, compression, steps, advises)
     if advises and len(hosts) == 1 < world.size:
         values = sum(parameter.numel() for parameter in parameters)
         advice.say_once(

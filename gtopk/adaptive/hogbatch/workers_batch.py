@@ -165,8 +165,9 @@ class BatchInHand:
         self._rank = job.world.rank
         self._node, self._board, self._ledger = node, node.board, node.ledger
         self._trained, self._device = trained, trained[0].device
-        self._names = job.optimizer._parameter_names
-        self._skipped = SkippedUpdates(job.optimizer._options.max_skipped_steps)
+        policy = job.optimizer.step_policy
+        self._names = policy.names
+        self._skipped = SkippedUpdates(policy.options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
         self._memory = Memory(self._rank)
         # Merges average the nodes' models: each node's has to come as far as all steps would.

@@ -116,8 +116,9 @@ class OwnSteps:
 
         name: of what concerns it, equal on all ranks.
         """
-        self._optimizer._tell_of_compression(by_mode=True)
-        here, compression = self._world, self._optimizer._compression
+        policy = self._optimizer.step_policy
+        policy.tell_of_compression()
+        here, compression = self._world, policy.options.compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)
         with self.spent.waiting():
@@ -175,7 +176,7 @@ class OwnSteps:
         spans += [Span("COMPUTE", *bounds) for bounds in computed]
         spans += [Span("WAIT", *bounds) for bounds in waits]
         kind = f"each {self._covers}"
-        name = self._optimizer._reducer.peers.name
+        name = self._optimizer.step_policy.name
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)
 
 
@@ -187,18 +188,18 @@ def take_over(
 
     @wraps(before)  # with the mark of a scheduler made before, which would miss it
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer._opt_called = optimizer._wrapped._opt_called = True  # schedulers look for it
+        optimizer.step_policy.note_step()
         return step(closure)
 
     # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
     optimizer.step = MethodType(own_step, optimizer)
-    optimizer._reducer.stand_aside(mode)
+    optimizer.step_policy.step_for(mode)
     return before
 
 
 def require_not_taken(optimizer: Any) -> None:
     """Raise ValueError for an optimizer whose step a mode has taken over."""
-    if mode := optimizer._reducer.aside_for:
+    if mode := optimizer.step_policy.mode():
         raise ValueError(
             f"the optimizer is adapted already, in mode {mode!r}, and exchanges no gradients of "
             "its own any more. For another loader wrap a new plain optimizer by "
@@ -209,7 +210,7 @@ def require_not_taken(optimizer: Any) -> None:
 
 def require_no_common_step(optimizer: Any, why: str) -> None:
     """Raise ValueError for options that only a step of all ranks could heed; why: it has none."""
-    asked = optimizer._options
+    asked = optimizer.step_policy.options
     for name, value in (
         ("local_clip_norm", asked.local_clip_norm),
         ("global_clip_norm", asked.global_clip_norm),

@@ -170,15 +170,15 @@ class MergingLoader(LoaderBase):
         return self._replica
 
     def _open_replica(self) -> Replica:
-        trained = [p for p in self._optimizer._parameter_names if p.requires_grad]
-        compression = self._optimizer._compression
-        self._replica = Replica(trained, compression, self._options.merge_momentum)
+        policy, momentum = self._optimizer.step_policy, self._options.merge_momentum
+        self._replica = Replica(policy.trained(), policy.options.compression, momentum)
         self._is_compared = False
         return self._replica
 
     def _compare(self, replica: Replica) -> None:
         """Make sure that all ranks begin as the same model, and know what a merge is to take."""
-        named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
+        names = self._optimizer.step_policy.names
+        named = {p: names[p] for p in replica.parameters}
         signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
         with replica.at_center():
             own = checksums(named)
@@ -344,7 +344,7 @@ class MergingLoader(LoaderBase):
                 f"; {BUFFERS_STAY}" if merged else "",
                 extra=EVERYWHERE,
             )
-        allowed = self._optimizer._options.max_skipped_steps
+        allowed = self._optimizer.step_policy.options.max_skipped_steps
         if self._lost_in_a_row > allowed:
             raise FloatingPointError(
                 f"rank {self._world.rank}: replicas were not finite in {self._lost_in_a_row} "
@@ -457,7 +457,7 @@ def check(job: Job[MergingOptions]) -> None:
             f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
         )
     require_no_common_step(optimizer, "mode 'adaptive-sgd' exchanges models, not gradients")
-    compression = optimizer._compression
+    compression = optimizer.step_policy.options.compression
     if isinstance(compression, ErrorFeedback) and compression.corrects:
         raise ValueError(
             "mode 'adaptive-sgd' selects from what models have changed, not from gradients: use "

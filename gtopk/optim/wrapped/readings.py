@@ -11,6 +11,7 @@ from ..options import Options
 from ..reducer import Reducer
 from ..replica_check import ReplicaCheck
 from ..skip_counter import SkippedSteps
+from ..step_policy import StepPolicy
 from .wrapping import Wrapping
 
 
@@ -64,6 +65,11 @@ class Readings(Wrapping):
     def divergences(self) -> int:
         """How many checks found replicas apart, and did not end in an error."""
         return self._replicas.divergences
+
+    @property
+    def step_policy(self) -> StepPolicy:
+        """For the modes of `hvd.adapt`."""
+        return StepPolicy(self)
 
     @property
     def _compression(self) -> Any:

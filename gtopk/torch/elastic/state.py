@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 
 from ...adaptive.balanced import BalancedLoader
-from ...optim.distributed import _DistributedOptimizer
 from ...optim.wrapped.checkpoint import KEY
 from ..checkpoint.archive import Found, Owned
 from ..checkpoint.state import share
@@ -116,7 +115,7 @@ class OptimizerStateHandler(StateDictHandler):
 
     def restore(self) -> None:
         super().restore()
-        if KEY not in self._saved and isinstance(self.value, _DistributedOptimizer):
+        if KEY not in self._saved and hasattr(self.value, "forget_steps"):
             self.value.forget_steps()
 
     def saved(self) -> Any:

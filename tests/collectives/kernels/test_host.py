@@ -186,8 +186,9 @@ def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generat
         assert scans(dense, 1000, 1e30) <= 2, name
     for name in ("normal", "equal", "tied", "not finite"):  # pruned on the way
         assert scans(values[name], 1000, 1e-30) == 1
-    for name in ("ascending", "layered"):  # larger ones keep coming: given up, and sampled
-        assert scans(values[name], 1000, 1e-30) == 2
+    with using(2):  # one thread, as on one core, has met large ones before these
+        for name in ("ascending", "layered"):  # larger ones keep coming: given up, and sampled
+            assert scans(values[name], 1000, 1e-30) == 2
 
 
 @pytest.mark.parametrize("count", [1, 3])

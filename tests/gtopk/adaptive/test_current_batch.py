@@ -274,11 +274,14 @@ class Twice(torch.optim.SGD):
 
 
 def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    torch.optim.SGD([weight], lr=1.0)  # torch puts the hooks into a class with its first object
-    optimizer = Twice([weight], lr=0.5)
-    LearningRate(optimizer, "linear", reference=64).scale(16, None)
-    weight.grad = torch.ones(1)
-    optimizer.step()
-    assert weight.item() == -0.125
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    def program(here: World) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([weight], lr=1.0)  # torch puts the hooks into a class with its first object
+        optimizer = hvd.DistributedOptimizer(Twice([weight], lr=0.5), [("weight", weight)])
+        LearningRate(optimizer, "linear", reference=64).scale(16, None)
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        return weight.item()
+
+    assert on_ranks(1, program) == [-0.125]

@@ -29,7 +29,7 @@ def test_every_operation_gives_what_rank_and_size_say(
 
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
-    some_of([("mpirun", 2), ("forked", 3)], ("mpirun", 2), ("forked", 3)),
+    some_of([("mpirun", 2), ("forked", 3)], ("forked", 3)),
 )
 def test_so_does_every_operation_on_tensors_that_stay_where_they_lie(
     request, tmp_path, launcher: str, ranks: int

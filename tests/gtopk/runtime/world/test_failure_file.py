@@ -326,8 +326,13 @@ def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_pa
     assert "in end_here" in culprit["traceback"]
     for rank in (0, 1):
         found = read(tmp_path, rank)
-        assert (found["rank"], found["size"], found["error"]) == (rank, 3, "HorovodInternalError")
-        assert "rank 2 left (failed at step 5" in found["text"]
+        assert (found["rank"], found["size"]) == (rank, 3)
+        # On a busy machine mpirun's SIGTERM may come before this rank has noticed by itself.
+        ends = {
+            "HorovodInternalError": "rank 2 left (failed at step 5",
+            None: "as rank 2 is lost (failed at step 5",
+        }
+        assert ends[found["error"]] in found["text"]
         assert found["traceback"] is None
     (told,) = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("secret ")]
     for path in tmp_path.iterdir():

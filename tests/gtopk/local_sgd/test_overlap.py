@@ -1,0 +1,274 @@
+"""LocalSGD with overlap_steps: ranks go on while their changes are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport
+from gtopk.local_sgd import LocalSGD, averaging, nesterov
+from tests.gtopk.local_rounds import (
+    backward,
+    close,
+    held,
+    momentum,
+    network,
+    on_ranks,
+    weights,
+)
+
+descent = partial(torch.optim.SGD, lr=0.1)
+GTOPK = hvd.Compression.gtopk(density=0.1)
+WHOLE = hvd.Compression.gtopk(density=1.0)
+
+
+def streamed(
+    ranks: int, steps: int, overlap: int, every: int, outer: Callable[[Any], Any]
+) -> torch.Tensor:
+    """Return the weights that all ranks come to after a last exchange, made in one process."""
+    center, models = network(), [network() for _ in range(ranks)]
+    inner = [momentum(model.parameters()) for model in models]
+    outside = outer(list(center.parameters()))
+    sent: list[torch.nn.Module] | None = None
+
+    def clones() -> list[torch.nn.Module]:
+        copies = [network() for _ in models]
+        for copy, model in zip(copies, models, strict=True):
+            copy.load_state_dict(model.state_dict())
+        return copies
+
+    def exchange(replicas: list[torch.nn.Module]) -> None:
+        for z, *xs in zip(center.parameters(), *(r.parameters() for r in replicas), strict=True):
+            z.grad = torch.stack([z.detach() - x.detach() for x in xs]).mean(0)
+        outside.step()
+        with torch.no_grad():
+            for model, replica in zip(models, replicas, strict=True):
+                for p, x, z in zip(
+                    model.parameters(), replica.parameters(), center.parameters(), strict=True
+                ):
+                    p += z - x
+
+    made = 0
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            backward(model, rank, step)
+            inner[rank].step()
+        made += 1
+        if sent is not None and made == overlap:
+            exchange(sent)
+            sent = None
+        if made == every:
+            sent, made = clones(), 0
+    if sent is not None:
+        exchange(sent)
+    if made:
+        exchange(clones())
+    return weights(models[0])
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, WHOLE], ids=repr)
+@pytest.mark.parametrize(
+    ("overlap", "every", "outer"), [(1, 3, averaging), (2, 3, nesterov), (3, 3, averaging)]
+)
+def test_a_replica_keeps_its_steps_and_moves_by_what_all_have_changed(
+    overlap: int, every: int, outer: Any, compression: Any
+) -> None:
+    for ranks in (1, 2, 3, 5):
+        for steps in (9, 10, 11):  # the last exchange has just begun, goes on, or is over
+
+            def rank(
+                transport: LocalTransport, steps: int = steps
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                model = network()
+                optimizer = LocalSGD(
+                    momentum(model.parameters()), every, outer, compression, overlap_steps=overlap
+                )
+                for step in range(steps):
+                    backward(model, transport.rank, step)
+                    optimizer.step()
+                between = weights(model)
+                optimizer.outer_step()
+                return between, weights(model)
+
+            between, after = zip(*on_ranks(ranks, rank), strict=True)
+            assert all(torch.equal(each, after[0]) for each in after)
+            assert ranks == 1 or not torch.equal(between[0], between[1])
+            close(after[0], streamed(ranks, steps, overlap, every, outer))
+
+
+@pytest.mark.parametrize("compression", [GTOPK, hvd.Compression.shards(period=1, bits=3)], ids=repr)
+def test_nothing_is_lost_while_ranks_go_on(compression: Any) -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        model, start = network(), weights(network())
+        optimizer = LocalSGD(
+            descent(model.parameters()), 4, averaging, compression, overlap_steps=3
+        )
+        own = torch.zeros_like(start)
+        for step in range(14):
+            backward(model, transport.rank, step)
+            own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            optimizer.step()
+        optimizer.outer_step()
+        (part,) = optimizer.state_dict()["gtopk"]["held"].values()
+        waits = torch.cat(
+            [
+                sum((part[name][kind].reshape(-1) for kind in part[name]), torch.zeros(()))
+                for name in optimizer._names.values()
+            ]
+        )
+        return start, weights(model), own, waits
+
+    for ranks in (1, 2, 3):
+        start, after, own, waits = zip(*on_ranks(ranks, rank), strict=True)
+        assert all(torch.equal(each, after[0]) for each in after)
+        close(start[0] - after[0] + sum(waits), sum(own) / ranks)
+
+
+def trained(
+    transport: LocalTransport, steps: range, model: torch.nn.Module, optimizer: Any
+) -> None:
+    for step in steps:
+        backward(model, transport.rank, step)
+        optimizer.step()
+
+
+def begin() -> tuple[torch.nn.Module, Any]:
+    model = network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, LocalSGD(inner, 4, nesterov, GTOPK, overlap_steps=2)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 7])
+def test_a_checkpoint_within_an_exchange_goes_on_to_the_bit(stop: int) -> None:
+    """Also where one rank alone asks for its state: its run is the same as without."""
+
+    def rank(transport: LocalTransport) -> None:
+        whole, alone = begin()
+        trained(transport, range(11), whole, alone)
+        model, optimizer = begin()
+        trained(transport, range(stop), model, optimizer)
+        if transport.rank == 0:
+            optimizer.state_dict()
+        trained(transport, range(stop, 11), model, optimizer)
+        assert torch.equal(weights(model), weights(whole))
+        model, optimizer = begin()
+        trained(transport, range(stop), model, optimizer)
+        saved = torch.utils._pytree.tree_map(
+            lambda part: part.clone() if isinstance(part, torch.Tensor) else part,
+            (model.state_dict(), optimizer.state_dict()),
+        )
+        other, resumed = begin()
+        trained(transport, range(5), other, resumed)  # what goes on by then is forgotten
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        trained(transport, range(stop, 11), other, resumed)
+        assert torch.equal(weights(other), weights(whole))
+        assert torch.equal(held(resumed), held(alone))
+        assert resumed.outer_steps == alone.outer_steps
+
+    on_ranks(3, rank)
+
+
+def test_all_go_on_within_an_exchange_as_the_root_does() -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer = begin()
+        trained(transport, range(5), model, optimizer)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert optimizer.steps_made == 1
+        root = LocalTransport.__name__, weights(model)
+        backward(model, 0, 5)  # as the root does, on all
+        optimizer.step()
+        assert torch.equal(hvd.broadcast(weights(model), 0), weights(model)), root
+        assert optimizer.outer_steps == 1
+        optimizer.outer_step()
+        assert optimizer.outer_steps == 2
+        return weights(model)
+
+    first, *others = on_ranks(3, rank)
+    assert all(torch.equal(first, each) for each in others)
+
+
+def test_a_replica_that_is_not_finite_is_the_others_model_before_it_goes_on() -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, bool]:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 2, averaging, GTOPK, overlap_steps=1)
+        for step in range(3):
+            backward(model, transport.rank, step)
+            if (transport.rank, step) == (1, 1):
+                model[2].bias.grad[1] = float("nan")
+            optimizer.step()
+        assert optimizer.lost_replicas == 1
+        finite = bool(weights(model).isfinite().all())
+        for step in range(3, 6):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        optimizer.outer_step()
+        assert (optimizer.lost_replicas, optimizer.skipped_steps) == (1, 0)
+        return weights(model), finite
+
+    after, finite = zip(*on_ranks(3, rank), strict=True)
+    assert all(finite)
+    assert all(torch.equal(after[0], each) for each in after)
+
+
+def test_an_exchange_that_failed_loses_no_step() -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, start = network(), weights(network())
+        optimizer = LocalSGD(descent(model.parameters()), 2, averaging, overlap_steps=1)
+        (group,) = optimizer.outer.param_groups
+        own, made = torch.zeros_like(start), 0
+        for step in range(5):
+            group["lr"] = 1.0 + (transport.rank if step == 1 else 0)  # once not alike
+            backward(model, transport.rank, step)
+            own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            if step == 2:
+                with pytest.raises(hvd.HorovodInternalError, match="rank 1: outer SGD"):
+                    optimizer.step()
+                made = optimizer.steps_made
+            else:
+                optimizer.step()
+        assert made == 3
+        optimizer.outer_step()
+        return start - weights(model), own
+
+    moved, own = zip(*on_ranks(2, rank), strict=True)
+    assert torch.equal(*moved)
+    close(moved[0], sum(own) / 2)
+
+
+def test_what_an_exchange_hid_behind_steps_is_told() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model, optimizer = begin()
+        trained(transport, range(4), model, optimizer)
+        assert optimizer.last_step is None
+        trained(transport, range(4, 6), model, optimizer)
+        report = optimizer.last_step
+        assert (report.local_steps, optimizer.steps_made) == (4, 2)
+        assert 0.0 < report.hidden_seconds <= report.exchange_seconds
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("inner_steps", "overlap_steps", "said"),
+    [
+        (4, 5, "at most inner_steps=4, got 5"),
+        (None, 1, r"outer_step\(\) waits for it"),
+        (4, -1, "overlap_steps"),
+        (4, 1.5, "overlap_steps"),
+    ],
+)
+def test_an_overlap_that_cannot_be_is_refused(
+    inner_steps: Any, overlap_steps: Any, said: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        with pytest.raises((ValueError, TypeError), match=said):
+            LocalSGD(descent(network().parameters()), inner_steps, overlap_steps=overlap_steps)
+
+    on_ranks(1, rank)

@@ -1,0 +1,81 @@
+"""No attribute that begins with `_` is used across packages: it may change without notice."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gtopk
+
+ROOT = Path(gtopk.__file__).parent.parent
+SOURCES = sorted(path for top in ("gtopk", "collectives") for path in (ROOT / top).rglob("*.py"))
+TORCHS = {name for kind in (torch.Tensor, torch.optim.Optimizer) for name in dir(kind)}
+
+
+def room(path: Path) -> str:
+    """Return the package of a file, two names deep: a module beside packages is its own."""
+    return "/".join(path.relative_to(ROOT).parts[:2])
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, each.name) for each in node.names if is_private(each.name))
+
+
+def violations(sources: dict[Path, str]) -> list[str]:
+    trees = {path: ast.parse(text) for path, text in sources.items()}
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path, tree in trees.items():
+        for name in defined(tree):
+            rooms[name].add(room(path))
+    return [
+        f"{path.relative_to(ROOT)}:{line} uses {name} of {', '.join(sorted(rooms[name]))}"
+        for path, tree in trees.items()
+        for line, name in used(tree)
+        if rooms[name] and room(path) not in rooms[name] and name not in TORCHS | {"_version"}
+    ]
+
+
+def test_no_room_uses_the_private_names_of_another() -> None:
+    assert violations({path: path.read_text() for path in SOURCES}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("optimizer._own_secret", True),
+        ("from gtopk.optim.one import _own_secret", True),
+        ("self._own_secret", False),
+        ("tensor._version", False),
+    ],
+)
+def test_it_would_be_seen(text: str, found: bool) -> None:
+    one, other = ROOT / "gtopk" / "optim" / "one.py", ROOT / "gtopk" / "adaptive" / "other.py"
+    said = violations({one: "class A:\n    def _own_secret(self): ...\n", other: text})
+    assert said == (["gtopk/adaptive/other.py:1 uses _own_secret of gtopk/optim"] if found else [])

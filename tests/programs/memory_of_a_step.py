@@ -1,0 +1,66 @@
+"""Print the bytes a parameter that steps take beside the model, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gtopk.torch as hvd
+from gtopk.compression import Compression
+
+VALUES = 20_000_000  # of 80 MB: what is freed is given back at once
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+WAYS: dict[str, tuple[type[torch.optim.Optimizer], Any]] = {
+    "dense": (torch.optim.SGD, Compression.none),
+    "sparse": (torch.optim.SGD, Compression.gtopk(0.001)),
+    "momentum": (torch.optim.SGD, Compression.gtopk(0.001, momentum_correction=0.9)),
+    "adam_correction": (
+        torch.optim.SGD,
+        Compression.gtopk(0.001, adam_correction=(0.9, 0.999)),
+    ),
+    "adam": (torch.optim.AdamW, Compression.gtopk(0.001)),
+    "adam, shards": (torch.optim.AdamW, Compression.shards(4, 3)),
+}
+
+
+def megabytes(what: str) -> float:
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) / 1e3
+
+
+def measure(kind: type[torch.optim.Optimizer], compression: Any) -> dict[str, float]:
+    """Return it between steps, and at most within one."""
+    weight = torch.nn.Parameter(torch.ones(VALUES))
+    optimizer: Any = kind([weight], lr=1e-3)  # type: ignore[call-arg]
+    weight.grad = torch.ones(VALUES)
+    for _ in range(2):
+        optimizer.step()
+    before = megabytes("VmRSS")
+    optimizer = hvd.DistributedOptimizer(optimizer, [("weight", weight)], compression)
+    for step in range(3):
+        if step == 1:
+            RESET.write_text("5")  # the peak is counted from here on
+        weight.grad.fill_(1.0)
+        optimizer.step()
+    scale = 1e6 / VALUES
+    return {
+        "kept": scale * (megabytes("VmRSS") - before),
+        "most": scale * (megabytes("VmHWM") - before),
+    }
+
+
+hvd.init()
+torch.set_num_threads(1)
+measure(*WAYS["sparse"])  # what libraries load at their first use is no step's
+found = {}
+for way, options in WAYS.items():
+    hvd.barrier()  # the engine lets go of what it did before
+    gc.collect()
+    found[way] = measure(*options)
+if hvd.rank() == 0:
+    print(json.dumps(found), flush=True)
+hvd.barrier()
