@@ -16,7 +16,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ..exchange.buckets.parameters import ParameterNames, with_gradients
+from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.buckets.placeholders import lacks_gradient, place, take_away
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
@@ -124,7 +124,12 @@ class Reducer:
 
         An empty one takes part in nothing: there is nothing of it to exchange.
         """
-        return [p for p in with_gradients(self._param_groups) if p.numel()]
+        return [
+            p
+            for group in self._param_groups
+            for p in group["params"]
+            if (p.requires_grad or not lacks_gradient(p)) and p.numel()
+        ]
 
     def trains(self) -> bool:
         """Tell whether there are such parameters; no more of them is looked at than it takes."""
