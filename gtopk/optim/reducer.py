@@ -210,7 +210,7 @@ class Reducer:
         bucket_exchanges = self.planned.bucket_exchanges
         if self.peers.size > 1:
             self.hooks.watch(trained)
-            self.hooks.await_buckets([each.parameters for each in bucket_exchanges])
+        self.hooks.await_buckets([each.parameters for each in bucket_exchanges])
         self.overlap.warn_of_a_single_bucket(len(bucket_exchanges), self.peers)
         self.expected.measure(bucket_exchanges, self.peers)
 
