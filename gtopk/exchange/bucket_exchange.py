@@ -112,8 +112,6 @@ class BucketExchange:
         """Take the gradients as they are now."""
         self.bucket.take(weight, scale)
         self._read_options()
-        self._taken = [p.grad for p in self.parameters]
-        self._versions = _versions_of(self._taken)
 
     def weigh(self, weight: float, share: float) -> None:
         """Multiply what was taken with another weight; share: of all samples, this rank's."""
@@ -133,11 +131,13 @@ class BucketExchange:
 
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
+        self._taken = [p.grad for p in self.parameters]
+        self._versions = _versions_of(self._taken)
         self._marks_whole = settings.CHECK_GRADIENTS.read()
         self._mark = self.bucket.mark(self._marks_whole)
 
     def is_as_taken(self) -> bool:
-        """Tell whether nobody has changed a gradient since `take`, and `watch`.
+        """Tell whether nobody has changed a gradient since `watch`.
 
         Changes in place are counted by torch. Those by `.data`, by NumPy and by a GradScaler are
         not, and show in the gradients' values, on the host only, as far as `Bucket.mark` looks.

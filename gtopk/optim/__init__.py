@@ -4,9 +4,9 @@ distributed.py      DistributedOptimizer; adasum.py: the same for op=Adasum
 options.py          its arguments, checked; momentum.py: momentum that would count twice
 reduced_twice.py    refuses gradients that DDP, or another optimizer, has already reduced
 wrapped/            the optimizer that a script made, its Adam moments, and its state
-hooks.py            backward hooks: which gradients are complete
+hooks.py            backward hooks: which gradients and buckets are complete
 bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py
-overlap.py          exchanges complete buckets while backward goes on; refuses those of DDP
+overlap.py          whether buckets are exchanged while backward goes on
 reducer.py          runs a whole step over all buckets
 step_transaction.py all buckets of a step count, or none does
 peers.py            the ranks of a step; join_shadow.py: takes the place of one that has joined

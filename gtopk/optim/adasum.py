@@ -128,7 +128,9 @@ class _AdasumOptimizer(Wrapping):
         require_trained(self._parameter_names)
         self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
-            self._hooks.watch(self._trained())
+            trained = self._trained()
+            self._hooks.watch(trained)
+            self._hooks.await_buckets([trained])
             place(self._parameter_names)
         self._enter(self._world)
         self._begun = time.perf_counter()  # this step, when the last one ended

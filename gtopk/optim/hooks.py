@@ -1,47 +1,63 @@
-"""Hooks: what backward tells of each parameter, as it tells it."""
+"""Hooks: what backward tells of each parameter, as it tells it.
+
+Torch itself appends each parameter to a list, once its gradient has come. A call of Python code
+costs more, a few microseconds; only where it is needed does one count what is in the list:
+
+    buckets   a b c d | e f g | h i       in the order in which gradients are complete
+    counts    ^     ^       ^     ^       the first tells when backward began, the others what is
+                                          complete
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 class BackwardHooks:
-    """Counts the backward passes of each parameter, and says when its gradient is complete.
+    """Counts the backward passes of each parameter, and says when a bucket is complete.
 
-    limit:   how many passes add up to a gradient; one more is an error.
-    order:   the parameters in the order in which their gradients were complete last time.
-    began:   when the first gradient was complete, by time.perf_counter: in a step's last pass.
-    seconds: from then to the last gradient of that pass.
-    Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
-    Backward calls it for each parameter, so all it looks up is by `id`: a tensor's hash is a call
-    of Python code.
+    limit: how many passes add up to a gradient; one more is an error: in the pass itself, or where
+           no gradient that counts follows, when somebody looks.
+    began: when the first gradient was complete, by time.perf_counter: in a step's last pass; 0:
+           nobody has counted yet.
+    Parameters outlive this, which holds on weakly to whom it tells. All is looked up by `id`: a
+    tensor's hash is a call of Python code.
     """
 
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
         limit: int = 1,
-        on_complete: Callable[[torch.nn.Parameter], None] | None = None,
+        on_complete: Callable[[int], None] | None = None,
     ) -> None:
-        """on_complete: a method, called with each parameter whose gradient is complete."""
+        """on_complete: a method, called with the place of each awaited bucket that is complete."""
         self.set_limit(limit)
-        self.order: list[torch.nn.Parameter] = []
-        self.began = self.seconds = 0.0
+        self.began = self._ended = 0.0
         self._names = names
         # In two: a WeakMethod is Python code at each call.
         method = cast(MethodType | None, on_complete)
         self._hear: Any = None if method is None else method.__func__
         self._listener = None if method is None else weakref.ref(method.__self__)
-        self._passes: dict[int, int] = {}
-        self._hooked: set[torch.nn.Parameter] = set()
-        self._has_begun = False
+        self._heard: list[torch.nn.Parameter] = []  # since `forget`
+        self._counted = 0  # of these
+        self._passes: Counter[int] = Counter()
+        self._order: list[torch.nn.Parameter] = []
+        self._complete: set[int] = set()
+        self._watched: list[torch.nn.Parameter] = []
+        self._members: list[frozenset[int]] = []  # of the awaited buckets
+        self._untold: list[int] = []  # places of those that are not complete yet
+        self._recording: list[RemovableHandle] = []
+        self._counting: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
         # Gradients on the host and on a GPU come from threads of their own.
         self._lock = threading.Lock()
 
@@ -53,49 +69,112 @@ class BackwardHooks:
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Listen to these from now on; to those already watched once only."""
-        known = weakref.ref(self)
+        known = set(map(id, self._watched))
+        asked = {id(p): p for p in parameters if p.requires_grad}
+        news = [parameter for key, parameter in asked.items() if key not in known]
+        self._watched += news
+        append = self._heard.append
+        self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
+        if not self._members:
+            self._count_at(news)
 
-        def hook(parameter: torch.nn.Parameter) -> None:
-            if (hooks := known()) is not None:
-                hooks._count(parameter)
+    def await_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        """Tell of these once all of their gradients are complete; call `watch` before.
 
-        for parameter in parameters:
-            if parameter not in self._hooked and parameter.requires_grad:
-                self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(hook)
+        Each bucket's parameters in the order in which they are complete; one that is complete in
+        another order is told of when the next one is. None: count at every gradient.
+        """
+        self._members = [frozenset(map(id, parameters)) for parameters in buckets]
+        self._untold = [*range(len(buckets))]
+        _remove(self._counting)
+        known = set(map(id, self._watched))
+        trained = [[p for p in each if p.requires_grad and id(p) in known] for each in buckets]
+        filled = [each for each in trained if each]
+        ends = [filled[0][0], *(each[-1] for each in filled)] if filled else []
+        self._count_at({id(p): p for p in ends}.values() if buckets else self._watched)
+
+    @property
+    def order(self) -> list[torch.nn.Parameter]:
+        """Return the parameters in the order in which their gradients were complete."""
+        self._count()
+        return self._order
+
+    @property
+    def seconds(self) -> float:
+        """Return what it took from `began` to the last gradient of that pass that counts."""
+        return self._ended - self.began
 
     @property
     def has_counted(self) -> bool:
         """Tell whether there was a backward pass since `forget`, of a parameter that is watched."""
-        return bool(self._passes)
+        return bool(self._heard)
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
-        return self.limit - self._passes.get(id(parameter), 0)
+        self._count()
+        return self.limit - self._passes[id(parameter)]
 
     def forget(self) -> None:
         """Count anew: what was computed belongs to no step any more."""
+        self._heard.clear()
+        self._counted = 0
         self._passes.clear()
-        self.order = []
-        self._has_begun = False
+        self._order = []
+        self.began = self._ended = 0.0
+        self._complete.clear()
+        self._untold = [*range(len(self._members))]
 
-    def _count(self, parameter: torch.nn.Parameter) -> None:
+    def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        known = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            if (hooks := known()) is not None:
+                hooks._reach()
+
+        self._counting += [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def _reach(self) -> None:
+        """Count, and tell of the buckets that are complete by now."""
         with self._lock:
             now = time.perf_counter()
-            passes = self._passes[id(parameter)] = self._passes.get(id(parameter), 0) + 1
-            # Passes before the last have forwards and data loading between them.
-            if passes == self.limit and not self._has_begun:
-                self._has_begun, self.began = True, now
-            if self._has_begun:
-                self.seconds = now - self.began
-            if passes > self.limit:
+            self._count()
+            if self._order:
+                self.began, self._ended = self.began or now, now
+            if self._listener is None or (listener := self._listener()) is None:
+                return
+            told = [place for place in self._untold if self._members[place] <= self._complete]
+            for place in told:
+                self._untold.remove(place)
+                self._hear(listener, place)
+
+    def _count(self) -> None:
+        """Count what was heard since the last time."""
+        news = self._heard[self._counted :]
+        if not news:
+            return
+        self._counted += len(news)
+        ids = [*map(id, news)]
+        passes = self._passes
+        passes.update(ids)
+        complete = {i: p for i, p in zip(ids, news, strict=True) if passes[i] == self.limit}
+        self._order += complete.values()
+        self._complete |= complete.keys()
+        for parameter, each in zip(news, ids, strict=True):
+            if passes[each] > self.limit:
                 raise AssertionError(
-                    f"the gradient of '{self._names[parameter]}' was computed {passes} times "
+                    f"the gradient of '{self._names[parameter]}' was computed {passes[each]} times "
                     "before a call to step(); increase backward_passes_per_step to accumulate "
                     "gradients locally, or drop them by optimizer.zero_grad(): that of a model, or "
                     "of another optimizer, is not noticed"
                 )
-            if passes == self.limit:
-                self.order.append(parameter)
-                if self._listener is not None and (listener := self._listener()) is not None:
-                    self._hear(listener, parameter)
+
+
+def _remove(*hooks: list[RemovableHandle]) -> None:
+    for each in hooks:
+        for handle in each:
+            handle.remove()
+        each.clear()

@@ -6,20 +6,16 @@ The last one never is: when it is complete, backward has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-
-import torch
 
 from ..exchange.automatic import hides_behind_backward
 from ..runtime.logs import EVERYWHERE
 from .peers import Peers
-from .step_transaction import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
 
 class Overlap:
-    """Which buckets of a step are complete.
+    """Whether buckets are exchanged before backward has ended.
 
     is_on: as long as all of a step's gradients are known to count as backward has left them.
     """
@@ -27,30 +23,6 @@ class Overlap:
     def __init__(self, is_on: bool, compression: object) -> None:
         self.is_on = is_on
         self._hides = hides_behind_backward(compression)
-        self._bucket_exchanges: Sequence[AnyBucketExchange] = ()
-        self._bucket_of: dict[int, int] = {}  # by the parameter's id
-        self._members: list[frozenset[int]] = []  # ids of parameters, by bucket
-        self._awaited: list[set[int]] = []
-
-    def await_all(self, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:
-        """Begin a step: no gradient is complete."""
-        if bucket_exchanges is not self._bucket_exchanges:
-            self._bucket_exchanges = bucket_exchanges
-            self._members = [frozenset(map(id, each.parameters)) for each in bucket_exchanges]
-            self._bucket_of = {
-                member: index for index, members in enumerate(self._members) for member in members
-            }
-        self._awaited = [set(members) for members in self._members]
-
-    def completes(self, parameter: torch.nn.Parameter) -> int | None:
-        """Note that a gradient is complete; return the bucket that may be exchanged now, if any."""
-        if not self.is_on or (index := self._bucket_of.get(id(parameter))) is None:
-            return None
-        if index == len(self._awaited) - 1:
-            return None  # that one ends the step: `synchronize` submits it
-        awaited = self._awaited[index]
-        awaited.discard(id(parameter))
-        return None if awaited else index
 
     def stop(self, peers: Peers) -> None:
         """Exchange buckets after backward from now on, as gradients change after it, or weights."""
@@ -69,9 +41,9 @@ class Overlap:
             extra=EVERYWHERE,
         )
 
-    def warn_of_a_single_bucket(self, peers: Peers) -> None:
+    def warn_of_a_single_bucket(self, buckets: int, peers: Peers) -> None:
         """Warn where that was to hide behind backward."""
-        if self._hides and self.is_on and len(self._awaited) == 1 and peers.size > 1:
+        if self._hides and self.is_on and buckets == 1 and peers.size > 1:
             _log.warning(
                 "rank %d: %s are exchanged in one bucket, when backward has ended, and "
                 "hide_behind_backward=True hides nothing; make several by a smaller bucket_bytes=, "

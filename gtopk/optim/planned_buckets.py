@@ -57,12 +57,8 @@ class PlannedBuckets:
 
     def takes(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Tell whether the buckets these are in take their gradients as they are."""
-        return not any(
-            (gradient := parameter.grad) is not None
-            and gradient.is_sparse
-            and parameter not in self._sparse
-            for parameter in parameters
-        )
+        sparse = [p for p in parameters if (g := p.grad) is not None and g.is_sparse]
+        return self._sparse.issuperset(sparse)
 
     def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
         """Tell whether this rank needs another plan, to exchange these parameters' gradients."""

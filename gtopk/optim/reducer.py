@@ -16,7 +16,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ..exchange.buckets.parameters import ParameterNames, with_gradients
+from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.buckets.placeholders import lacks_gradient, place, take_away
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
@@ -103,7 +103,7 @@ class Reducer:
         if transaction is not None:
             transaction.drop()
         self.planned.dissolve()
-        self.overlap.await_all(self.planned.bucket_exchanges)
+        self.hooks.await_buckets([])
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
@@ -124,7 +124,12 @@ class Reducer:
 
         An empty one takes part in nothing: there is nothing of it to exchange.
         """
-        return [p for p in with_gradients(self._param_groups) if p.numel()]
+        return [
+            p
+            for group in self._param_groups
+            for p in group["params"]
+            if (p.requires_grad or not lacks_gradient(p)) and p.numel()
+        ]
 
     def trains(self) -> bool:
         """Tell whether there are such parameters; no more of them is looked at than it takes."""
@@ -140,20 +145,20 @@ class Reducer:
         take_away(self.names)
         self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
 
-    def _complete(self, parameter: torch.nn.Parameter) -> None:
-        """Exchange the bucket whose last gradient this is, while backward goes on."""
-        # Cheapest first: this is called for each parameter.
-        if (index := self.overlap.completes(parameter)) is None:
-            return
+    def _complete(self, index: int) -> None:
+        """Exchange a bucket whose last gradient has come, while backward goes on."""
+        if not self.overlap.is_on or index == len(self.planned.bucket_exchanges) - 1:
+            return  # the last one ends the step: `reduce` submits it
         if self.samples.count == 0:
             return  # what weighs nothing is overwritten; not before it is sure that it does
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        parameters = self.planned.bucket_exchanges[index].parameters
+        if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
             return  # nothing is computed yet: a CUDA graph will do that, without a hook
         if not self._is_here():
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
-        if not self.planned.takes(self.planned.bucket_exchanges[index].parameters):
+        if not self.planned.takes(parameters):
             return  # one has turned sparse: `reduce` plans anew
         if self._transaction is None:
             self._transaction = self._open()
@@ -170,12 +175,14 @@ class Reducer:
         then what they were.
         """
         self._settle_applied()
-        if self.hooks.order:
-            self.progress.backward_seconds = self.hooks.seconds
-            self.progress.backward_began = self.hooks.began
+        try:
+            if self.hooks.began:
+                self.progress.backward_seconds = self.hooks.seconds
+                self.progress.backward_began = self.hooks.began
+            order = self.hooks.order
+        finally:
+            self.hooks.forget()  # also where this fails: the next step counts
         transaction, self._transaction = self._transaction, None
-        order = self.hooks.order
-        self.hooks.forget()  # also where this fails: the next step counts
         if transaction is not None and transaction.samples != self.samples:  # said after backward
             transaction.invalidate()
         if not self.planned.bucket_exchanges:
@@ -200,11 +207,12 @@ class Reducer:
             refuse_ddp(trained)
         note_stepper(self, trained)
         self.planned.plan(trained, order, self.peers)
-        self.overlap.await_all(self.planned.bucket_exchanges)
+        bucket_exchanges = self.planned.bucket_exchanges
         if self.peers.size > 1:
             self.hooks.watch(trained)
-        self.overlap.warn_of_a_single_bucket(self.peers)
-        self.expected.measure(self.planned.bucket_exchanges, self.peers)
+        self.hooks.await_buckets([each.parameters for each in bucket_exchanges])
+        self.overlap.warn_of_a_single_bucket(len(bucket_exchanges), self.peers)
+        self.expected.measure(bucket_exchanges, self.peers)
 
     def _finish(self, transaction: StepTransaction) -> None:
         here = self.peers.world
@@ -223,8 +231,6 @@ class Reducer:
                 )
             transaction.drop()
             raise
-        finally:
-            self.overlap.await_all(self.planned.bucket_exchanges)
         here.note_preempted(transaction.preempted)
         self._tell_of_lacking(transaction.lacking)
 
@@ -342,7 +348,6 @@ class Reducer:
             self._roll_back()
         self.commit()
         self.hooks.forget()
-        self.overlap.await_all(self.planned.bucket_exchanges)
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` forgets complete gradients that are not finite here."""

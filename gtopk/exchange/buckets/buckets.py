@@ -112,9 +112,12 @@ class Bucket:
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = are_lacking(own)
         if gradients is None:
-            for place, gradient in enumerate(own):
-                if gradient is None:
-                    continue
+            others = [
+                (place, gradient)
+                for place, gradient in enumerate(own)
+                if gradient is not None and (gradient.is_sparse or 0 in gradient.stride())
+            ]
+            for place, gradient in others:
                 if gradient.is_sparse:
                     self.parameters[place].grad = own[place] = gradient.to_dense()
                 elif is_expanded(gradient):  # the update has to be written there

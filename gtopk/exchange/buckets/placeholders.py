@@ -18,6 +18,8 @@ from typing import Final
 import torch
 
 _MARK: Final = "_gtopk_placeholder"
+# Those that may be untouched, by id: where there are none, nobody has to look for them.
+_placed: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
 
 def place(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -45,7 +47,7 @@ def _may_be_of_a_graph(gradient: torch.Tensor) -> bool:
 def lacks_gradient(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter has no gradient, or an untouched placeholder."""
     gradient = parameter.grad
-    return gradient is None or getattr(gradient, _MARK, None) == gradient._version
+    return gradient is None or _is_untouched(gradient)
 
 
 def are_lacking(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
@@ -53,15 +55,24 @@ def are_lacking(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
 
     In one loop: a step asks of every parameter.
     """
-    return [
-        gradient is None
-        or ((mark := getattr(gradient, _MARK, None)) is not None and mark == gradient._version)
-        for gradient in gradients
-    ]
+    if not _placed:
+        return [gradient is None for gradient in gradients]
+    return [gradient is None or _is_untouched(gradient) for gradient in gradients]
+
+
+def _is_untouched(gradient: torch.Tensor) -> bool:
+    if (mark := getattr(gradient, _MARK, None)) is None:
+        return False
+    if mark != gradient._version:
+        _placed.pop(id(gradient), None)
+        return False
+    return True
 
 
 def take_away(parameters: Iterable[torch.Tensor]) -> None:
     """Leave those that have a placeholder without a gradient: an optimizer passes over them."""
+    if not _placed:
+        return
     asked = list(parameters)
     for parameter in itertools.compress(asked, are_lacking([each.grad for each in asked])):
         parameter.grad = None
@@ -69,6 +80,8 @@ def take_away(parameters: Iterable[torch.Tensor]) -> None:
 
 def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return those that are untouched."""
+    if not _placed:
+        return []
     found = [parameter.grad for parameter in parameters]
     lacking = itertools.compress(found, are_lacking(found))
     return [placeholder for placeholder in lacking if placeholder is not None]
@@ -82,6 +95,7 @@ def renew(placeholders: Iterable[torch.Tensor]) -> None:
 
 def _mark(placeholder: torch.Tensor) -> None:
     setattr(placeholder, _MARK, placeholder._version)
+    _placed[id(placeholder)] = placeholder
 
 
 def _make_way_for_sparse(parameter: torch.nn.Parameter) -> None:

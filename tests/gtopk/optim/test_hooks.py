@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,29 +44,86 @@ def test_a_step_takes_one_pass_at_least(limit):
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[torch.nn.Parameter] = []
+        self.heard: list[int] = []
 
-    def hear(self, parameter: torch.nn.Parameter) -> None:
-        self.heard.append(parameter)
+    def hear(self, place: int) -> None:
+        self.heard.append(place)
 
 
 def test_a_gradient_is_complete_when_its_last_pass_is_done():
     first, last, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in "abc")
     frozen.requires_grad_(False)
-    listener = Listener()
-    hooks = BackwardHooks(dict.fromkeys([first, last, frozen], ""), 2, listener.hear)
+    hooks = BackwardHooks(dict.fromkeys([first, last, frozen], ""), 2)
     for _ in range(2):
         hooks.watch([first, last, frozen])  # once is enough
     ((first.tanh() * last).sum() + frozen.sum()).backward()
-    assert listener.heard == []
+    assert hooks.order == []
     assert hooks.passes_left(first) == 1
     (first.tanh() * last).sum().backward()
-    assert {id(p) for p in listener.heard} == {id(first), id(last)}
-    assert hooks.order == listener.heard
+    assert {id(p) for p in hooks.order} == {id(first), id(last)}
     assert hooks.seconds > 0
     hooks.forget()
     assert hooks.order == []
     assert hooks.passes_left(first) == 2
+
+
+def awaited(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list[Any]]:
+    """Return hooks that tell of buckets of so many parameters, and all of these."""
+    buckets = [[torch.nn.Parameter(torch.ones(2)) for _ in range(size)] for size in sizes]
+    parameters = [parameter for bucket in buckets for parameter in bucket]
+    hooks = BackwardHooks({p: f"p{at}" for at, p in enumerate(parameters)}, passes, listener.hear)
+    hooks.watch(parameters)
+    hooks.await_buckets(buckets)
+    return hooks, parameters
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_bucket_is_told_of_once_its_last_gradient_is_complete(passes):
+    listener = Listener()
+    hooks, parameters = awaited(listener, 3, 1, 2, passes=passes)
+    for _ in range(2):
+        for left in reversed(range(passes)):
+            for at, parameter in enumerate(parameters):
+                before = [*listener.heard]
+                parameter.sum().backward()
+                news = {2: [0], 3: [1], 5: [2]}.get(at, []) if not left else []
+                assert listener.heard == before + news
+        assert [id(p) for p in hooks.order] == [*map(id, parameters)]
+        assert all(hooks.passes_left(parameter) == 0 for parameter in parameters)
+        hooks.forget()
+        listener.heard.clear()
+
+
+def test_a_bucket_that_is_complete_in_another_order_is_told_of_with_the_next():
+    listener = Listener()
+    _, (first, last, other) = awaited(listener, 2, 1)
+    last.sum().backward()
+    first.sum().backward()
+    assert listener.heard in ([], [0])
+    other.sum().backward()
+    assert listener.heard == [0, 1]
+
+
+def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_when_somebody_looks():
+    hooks, parameters = awaited(Listener(), 3)
+    for _ in range(2):
+        parameters[1].sum().backward()
+    with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
+        _ = hooks.order
+    hooks.forget()
+    for _ in range(2):
+        parameters[1].sum().backward()
+    with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
+        parameters[2].sum().backward()
+
+
+def test_who_is_gone_leaves_no_list_that_grows():
+    hooks, parameters = awaited(Listener(), 3)
+    heard = weakref.ref(hooks)
+    del hooks
+    gc.collect()
+    assert heard() is None
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 @pytest.mark.parametrize("passes", [1, 4])
