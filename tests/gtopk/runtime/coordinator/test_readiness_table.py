@@ -222,7 +222,7 @@ def drawn(
         if rank not in plainly.joined and rank not in plainly.leaving:
             one = one._replace(joins=draw.random() < 0.1)
             one = one._replace(leaves=f"left {rank}" if draw.random() < 0.02 else None)
-            stuck = [*plainly.waiting, None]
+            stuck = [*plainly.waiting, *plainly.waiting, draw.choice("abcde"), None]
             one = one._replace(stuck=draw.choice(stuck) if draw.random() < 0.7 else None)
         if draw.random() < 0.05:
             one = one._replace(expired={(name := draw.choice("abcde")): f"{name} expired"})
@@ -269,5 +269,5 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
                 plainly.events["left"] += 1
                 break
         events += plainly.events
-    assert all(events[what] > 50 for what in ("ready", "refused", "a tangle", "left")), events
-    assert all(events[what] > 50 for what in ("expired", "all joined")), events
+    assert all(events[what] > 20 for what in ("ready", "refused", "a tangle", "left")), events
+    assert all(events[what] > 20 for what in ("expired", "all joined")), events
