@@ -330,10 +330,8 @@ class Residual:
     def remember(self) -> None:
         """Let `restore` bring back what is here now; the first call makes room for it."""
         self._beside = self._beside or [one.like() for one in self._memory]
+        self.forget()
         self._remembered = self.holds_nothing, self._drained_steps, self.astray
-        self._swapped.clear()
-        if self._steps is not None:
-            self._steps.forget()
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; without such a thing, stay."""

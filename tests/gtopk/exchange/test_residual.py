@@ -167,6 +167,17 @@ def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(en
     assert not held.holds_nothing
 
 
+def test_what_was_remembered_last_is_restored() -> None:
+    held = Residual(6, np.dtype(np.float32))
+    for _ in range(2):
+        held.remember()
+        before = plain(held)
+        held.add_dense(torch.ones(6))
+    held.restore()
+    assert plain(held) == before
+    assert not held.holds_nothing
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) -> None:
     held = Residual(6, np.dtype(np.float32), momentum)
