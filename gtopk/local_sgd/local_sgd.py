@@ -381,6 +381,7 @@ class _LocalSGD(Wrapping):
                 "load it with the version of gtopk that saved it"
             )
         super().load_state_dict(state_dict, *args, **kwargs)
+        self._lost.end_row()
         self._center, self.steps_made, self._are_alike = [], 0, False
         if own is not None:
             self.outer.load_state_dict(own["outer"])

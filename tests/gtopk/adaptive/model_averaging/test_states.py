@@ -80,9 +80,14 @@ def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_
         run, new = (Run(mega_batch=60, replay=EVENLY[2]) for _ in range(2))
         run.epoch()
         state = run.loader.state_dict()
-        with pytest.raises(RuntimeError, match=r"ranks \[0\] called loader.drain\(\)"):
+
+        def go_on() -> None:
             for _ in run.loader:
-                run.loader.drain() if here.rank == 0 else None
+                if here.rank == 0:
+                    run.loader.drain()
+
+        with pytest.raises(RuntimeError, match=r"ranks \[0\] called loader.drain\(\)"):
+            go_on()
         for each in (run, new):
             each.loader.load_state_dict(state)
             assert not each.loader.drain_wanted
