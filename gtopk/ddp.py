@@ -488,6 +488,7 @@ class GTopKState:
             "the model has no parameter of that name; give it the names that it was saved with",
         )
         self._break_off()
+        self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()
         self._bucket_exchanges.put_residuals(found)

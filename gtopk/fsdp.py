@@ -454,9 +454,8 @@ class ReplicaState:
                 f"the state is of {state.get('shards')} shards, but here the model has "
                 f"{self._place.shards}: the number of shards must be what it was"
             )
-        share = share_of(state, self._rank, self._ranks)
         residuals: dict[str, ResidualState] = {}
-        for key, parts in share.items():
+        for key, parts in share_of(state, self._rank, self._ranks).items():
             number, _, name = key.partition("/")
             if int(number) != self._place.shard:
                 raise ValueError(
@@ -471,6 +470,7 @@ class ReplicaState:
                 rows = unit.padded[name].shape
                 require_shape(name, residuals.get(name, {}), shard.shape, rows)
         self._break_off()
+        self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()
         for unit in self._bucket_exchanges:

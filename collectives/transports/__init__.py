@@ -31,6 +31,7 @@ def open_transport(
 ) -> Transport:
     """Return this process's transport, one of TRANSPORTS; "local" is a world of one.
 
+    Call its `leave` before the process ends: a peer that waits learns why, and gloo's threads end.
     timeout_seconds: the longest a rank waits for a peer; start_timeout_seconds: for all to arrive
     (the starts of MPI and Horovod know no limit).
     bootstrap: a transport of the same ranks, which "nccl" and "staged" need: it carries all but

@@ -67,7 +67,13 @@ _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class TorchDistributedTransport(Carrier):
-    """The ranks that meet at a store of torch.distributed."""
+    """The ranks that meet at a store of torch.distributed.
+
+    Leave it before the process ends, as a world does. A thread that still sleeps in gloo wakes
+    when its peer goes. Where Python is ending by then, CPython before 3.14 answers its wish for
+    the interpreter by unwinding it, which a destructor of torch's turns into std::terminate: the
+    process ends with SIGABRT.
+    """
 
     name = "torch.distributed"
     counts_allreduce = False

@@ -88,6 +88,7 @@ class LoaderBase(ABC):
                 f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
                 "loader with the mode it was saved with"
             )
+        self.drain_wanted = False
         self._load(state)
 
     def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:

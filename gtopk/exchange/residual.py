@@ -147,9 +147,8 @@ class Residual:
         self.astray = True
         # What was remembered besides memory: holds_nothing, steps that drained, astray.
         self._remembered: tuple[bool, int, bool] | None = None
-        self._aside: list[tuple[int, slice, torch.Tensor]] = []  # of which memory, where, what
-        self._places_aside: list[int] = []
-        self._astray_aside = False
+        # Of which memory, where, what; None: no parameter is set aside, on any rank.
+        self._aside: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # on a GPU
         self._steps: AdamSteps | None = None
 
@@ -331,10 +330,8 @@ class Residual:
     def remember(self) -> None:
         """Let `restore` bring back what is here now; the first call makes room for it."""
         self._beside = self._beside or [one.like() for one in self._memory]
+        self.forget()
         self._remembered = self.holds_nothing, self._drained_steps, self.astray
-        self._swapped.clear()
-        if self._steps is not None:
-            self._steps.forget()
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; without such a thing, stay."""
@@ -345,8 +342,7 @@ class Residual:
         if self._steps is not None:
             self._steps.undo()
         self.holds_nothing, self._drained_steps, self.astray = self._remembered
-        self._aside.clear()
-        self._places_aside = []
+        self._aside = None
         self.forget()
 
     def forget(self) -> None:
@@ -361,11 +357,10 @@ class Residual:
 
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
-        self._astray_aside = self.astray and bool(parts)
-        self._places_aside = [*parts]
+        self._aside = []
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         for number, name in enumerate(self._names):
-            if not parts or (number == 0 and self.holds_nothing):
+            if number == 0 and self.holds_nothing:
                 continue
             tensor = self._writable(number).tensor
             for place, part in parts.items():
@@ -380,24 +375,29 @@ class Residual:
 
     def bring_back(self) -> None:
         """Have again what was set aside, once the update is applied."""
+        if self._aside is None:
+            return
+        assert self._remembered is not None
+        places = []
         for number, where, values in self._aside:
             here = self._writable(number).tensor[where]
-            if self._names[number] in (AGE, ROWS):
+            name = self._names[number]
+            if name in (AGE, ROWS):
                 here.copy_(values)  # the step counts for others
             else:
                 here.add_(values)  # beside what may have returned from the reduction
+            if name == AGE:
+                places.append(where.start)
             self.holds_nothing &= number != 0
-        if self._steps is not None and self._places_aside:
-            self._steps.leave(self._places_aside)
-        self.astray |= self._astray_aside  # it was not there to be brought home
-        self._aside.clear()
-        self._places_aside = []
-        self._astray_aside = False
+        if self._steps is not None:
+            self._steps.leave(places)
+        self.astray |= self._remembered[2]  # it was not there to be brought home
+        self._aside = None
 
     @property
     def has_aside(self) -> bool:
         """Tell whether any value that is not zero is set aside; waits for a GPU."""
-        return any(number == 0 and bool(values.any()) for number, _, values in self._aside)
+        return any(number == 0 and bool(values.any()) for number, _, values in self._aside or ())
 
     def _swap(self, number: int) -> None:
         memory, beside = self._memory, self._beside

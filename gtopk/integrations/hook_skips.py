@@ -53,6 +53,10 @@ class HookSkips:
         else:
             self._skipped.note(rank, step, where)
 
+    def end_row(self) -> None:
+        """Have none in a row, as a state is loaded."""
+        self._skipped.end_row()
+
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients, once, where the last pass does not count.
 

@@ -389,6 +389,7 @@ class _LocalSGD(Wrapping):
         with contextlib.suppress(HorovodInternalError):
             self._receive()  # what goes on must end, and is forgotten
         super().load_state_dict(state_dict, *args, **kwargs)
+        self._lost.end_row()
         self._center, self._before, self.steps_made, self._are_alike = [], None, 0, False
         if own is not None:
             self.outer.load_state_dict(own["outer"])

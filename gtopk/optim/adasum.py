@@ -342,6 +342,7 @@ class _AdasumOptimizer(Wrapping):
         Gradients in its residual are lost, and warned of: nothing adds up here.
         """
         self._forget()
+        self._skipped.end_row()
         super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
         if lost := sorted({name for part in parts for name in unsent(part)}):

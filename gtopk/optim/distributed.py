@@ -376,6 +376,7 @@ class _DistributedOptimizer(Readings):
         if not self._makes_adam_steps:
             require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
+        self._skipped.end_row()
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()

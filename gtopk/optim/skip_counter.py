@@ -25,7 +25,7 @@ class SkipCounter:
         self.count = 0
 
     def end_row(self) -> None:
-        """Note a good one."""
+        """Note a good one, or that a state was loaded, which those in the row do not follow."""
         self._in_a_row = 0
 
     def _lengthen(self, said: Callable[[int], str]) -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..errors import HorovodInternalError
 from ..exchange.buckets.buckets import is_expanded
@@ -23,7 +22,7 @@ from ..runtime.object_codec import decode, encode, holds_pickle, pickle_allowed
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .mpi_ops import allgather, broadcast_, rank, synchronize
 from .mpi_ops.broadcasting import begin_broadcast, begin_refused, check_root
-from .mpi_ops.tensors import check
+from .mpi_ops.tensors import check, unfit
 
 __all__ = [
     "allgather_object",
@@ -96,7 +95,7 @@ def _begin_in_place(
     One that cannot travel is an error of the operation: on all ranks, with its name. Other ranks
     may be able to send theirs, and would wait.
     """
-    if why := _unfit(tensor):
+    if why := unfit(tensor):
         return tensor, tensor, begin_refused(why, root_rank, name)
     try:
         target, signature = _unexpanded(tensor.detach())
@@ -105,16 +104,6 @@ def _begin_in_place(
     except Exception as error:  # of a subclass of tensors, say
         return tensor, tensor, begin_refused(f"{type(error).__name__}: {error}", root_rank, name)
     return target, dense, begin_broadcast(message, message, root_rank, name, signature=signature)
-
-
-def _unfit(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot travel; "" where it can."""
-    if is_lazy(tensor):
-        return "it has no size yet: have a batch pass through the model's lazy modules first"
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-        return f"it is {'nested' if tensor.is_nested else kind}, and no dense tensor"
-    return "it is on the meta device, where nothing has content" if tensor.is_meta else ""
 
 
 def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:

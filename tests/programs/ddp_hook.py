@@ -346,6 +346,10 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
     ):
         backward(torch.nan)
     assert (state.skipped_steps, state.progress.steps) == (5, 1)
+    state.load_state_dict(state.state_dict(model), model)
+    for _ in range(2):
+        backward(torch.nan)  # those before a state is loaded are in no row with later ones
+    assert state.skipped_steps == 7
     train(model, range(2))
     assert_alike(model)
 

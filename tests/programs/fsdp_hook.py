@@ -199,6 +199,9 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
     with pytest.raises(FloatingPointError, match=rf"2 steps in a row.* at step \d+, .*{why}"):
         backward(torch.inf)
     assert (state.skipped_steps, state.progress.steps) == (3, 1)
+    state.load_state_dict(state.state_dict())
+    backward(torch.inf)  # those before a state is loaded are in no row with later ones
+    assert state.skipped_steps == 4
     model.zero_grad()
     train(model, range(2))
     assert state.progress.steps == 3

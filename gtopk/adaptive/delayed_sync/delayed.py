@@ -332,7 +332,7 @@ class DelayedLoader(LoaderBase):
             # Other ranks may have sent more or less of it, and come later, or never: elastic
             # restores states when ranks have failed.
             self._abandoned, self.rounds = self.rounds, self._open_rounds()
-        self._in_epoch = self._in_pass = self._has_batch = self.drain_wanted = False
+        self._in_epoch = self._in_pass = self._has_batch = False
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])

@@ -346,7 +346,8 @@ class Rounds:
 
 _FINITE: Final = 1  # this rank's sums
 _MISSES: Final = 2  # some of its parameters have no gradient
-_FLAGS: Final = 2  # bits
+_LOOKS: Final = 4  # at its replica: not so where it has loaded a state in this round
+_FLAGS: Final = 3  # bits
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
 
@@ -404,7 +405,7 @@ class RoundWire:
             culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
-                if look is not None:
+                if look is not None and all(flags & _LOOKS for flags in all_flags):
                     self.parted = look(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
@@ -423,10 +424,11 @@ class RoundWire:
         self.samples = samples
         return self._submit(
             "gradients",
-            [self.exchange.signature, f"compares replicas: {look is not None}", *self._signature],
+            [self.exchange.signature, *self._signature],
             work,
             (_FINITE if finite else 0)
             | (_MISSES if missing else 0)
+            | (_LOOKS if look is not None else 0)
             | samples << _FLAGS
             | batches << _FLAGS + _COUNT_BITS,
         )

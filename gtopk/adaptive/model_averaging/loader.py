@@ -440,7 +440,7 @@ class MergingLoader(LoaderBase):
         if self._options.record:
             number = self._stretches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
-        self._finished = None
+        self._finished, self._lost_in_a_row = None, 0
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:
             self._replica.load_state_dict(replica)

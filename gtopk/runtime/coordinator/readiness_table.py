@@ -118,7 +118,7 @@ class ReadinessTable:
         announcement = Announcement(ready, tuple(fresh), all_flags)
         if all_flags:
             self._said.clear()  # they leave out flags that were the same
-        if not all_flags and not fresh:
+        else:
             self._said[first] = ready_names, announcement
         return announcement
 
@@ -153,16 +153,11 @@ class ReadinessTable:
     def take(self, announcements: Sequence[Announcement]) -> Outcome:
         """Note what the ranks say; return what follows."""
         first = announcements[0]
-        if (
-            not self.joined
-            and not self._leaving
-            and all(announcement == first for announcement in announcements)
-        ):
-            # The usual: all became ready for the same, and were waiting for nothing.
-            unusual = first[1:] != _NOTHING[1:] or self._open or any(self._bits)
-            if not unusual:
-                return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
-        return self._take_any(announcements)
+        if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
+            return self._take_any(announcements)
+        # The usual: all became ready for the same cached names. Nobody was ready for one of them
+        # before, so that whatever waits for a rank waits on.
+        return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
     def _take_any(self, announcements: Sequence[Announcement]) -> Outcome:
         for rank, announcement in enumerate(announcements):
@@ -296,7 +291,7 @@ class ReadinessTable:
             if rank not in self.joined and rank not in self._leaving
         }
         names = {name for name in waited.values() if name is not None and self._there(name)}
-        if not names or not all(name in names for name in waited.values()):
+        if not all(name in names for name in waited.values()):
             return []
         text = describe_tangle({self._ranks[rank]: name or "" for rank, name in waited.items()})
         for name in names:
@@ -360,10 +355,9 @@ class ReadinessTable:
         self._bits = [own & ~(1 << number) for own in self._bits]
         self._slots[number] = None
         self._vacant.append(number)
-        if there:
-            self._open[name] = _Open(
-                dict.fromkeys(there, slot.intention), {rank: slot.all_flags[rank] for rank in there}
-            )
+        self._open[name] = _Open(
+            dict.fromkeys(there, slot.intention), {rank: slot.all_flags[rank] for rank in there}
+        )
 
 
 _NOTHING = Announcement()

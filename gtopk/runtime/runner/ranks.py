@@ -15,6 +15,8 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -249,8 +251,8 @@ def run(
     The arguments of elastic jobs are refused: the number of ranks is fixed here.
 
     Raises RankError when a rank fails, with its number and traceback; LaunchError when ranks cannot
-    be started; TypeError for what cannot travel; ValueError for arguments that make no sense. When
-    it returns or raises, every process that it started has ended.
+    be started; TypeError for what cannot travel, or is of a wrong type; ValueError for arguments
+    that make no sense. When it returns or raises, every process that it started has ended.
     """
     given = {name: value for name, value in locals().items() if name in _ELASTIC}
     _refuse_elastic({name: value for name, value in given.items() if value is not None})
@@ -260,9 +262,14 @@ def run(
         raise ValueError("hosts and hostfile exclude each other; pass one of them")
     if not callable(func):
         raise TypeError(f"func must be callable, got {func!r}")
-    ranks = num_proc if np is None else np
-    if ranks < 1:
-        raise ValueError(f"num_proc must be at least 1, got {ranks}")
+    ranks = _whole_number(num_proc if np is None else np)
+    _check_call(args, kwargs)
+    words = {"hosts": hosts, "mpi_args": mpi_args, "network_interface": network_interface}
+    _check_words(**words, network_interfaces=network_interfaces)
+    if start_timeout is not None:
+        _check_seconds(start_timeout)
+    if allow_pickle not in (None, True, False):  # "no" is true
+        raise TypeError(f"allow_pickle must be True, False or None, got {allow_pickle!r}")
     refuse_inside_a_job()
 
     # These import torch or collectives, which `import gtopk` needs not.
@@ -287,7 +294,7 @@ def run(
         ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
     )
     try:
-        seconds = start_timeout or settings.START_TIMEOUT.read()
+        seconds = settings.START_TIMEOUT.read() if start_timeout is None else start_timeout
         variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
         start = start_of(places, variables)
         if verbose:
@@ -296,6 +303,44 @@ def run(
             return collect(server, launcher, ranks, seconds, may_pickle)
     finally:
         server.close()
+
+
+def _whole_number(ranks: object) -> int:
+    try:
+        number = index(ranks)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(ranks, bool):
+        raise TypeError(f"num_proc must be a whole number, got {ranks!r}")
+    if number < 1:
+        raise ValueError(f"num_proc must be at least 1, got {number}")
+    return number
+
+
+def _check_call(args: object, kwargs: object) -> None:
+    """Raise TypeError for what `func(*args, **kwargs)` takes apart, or only fails over there."""
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            f"args must be a list or tuple of arguments, got {args!r:.100}; for a single one write "
+            "args=(it,)"
+        )
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"kwargs must be a dict of arguments by name, got {kwargs!r:.100}")
+
+
+def _check_words(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, got {value!r:.100}")
+
+
+def _check_seconds(timeout: object) -> None:
+    if not isinstance(timeout, Real) or isinstance(timeout, bool):
+        raise TypeError(f"start_timeout must be a number of seconds, got {timeout!r}")
+    if not float(timeout) > 0:
+        raise ValueError(f"start_timeout must be more than 0 seconds, got {timeout}")
 
 
 def _refuse_elastic(given: Mapping[str, Any]) -> None:

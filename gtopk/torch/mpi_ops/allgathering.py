@@ -216,7 +216,7 @@ def sparse_allreduce_async(
     Where ranks have entries at one place, the result has several there: it is not coalesced.
     Raises ValueError for a dense tensor, and for another op than Average and Sum.
     """
-    require_tensor(tensor, "sparse_allreduce_async")
+    require_tensor(tensor, "sparse_allreduce_async", sparse=True)
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
     if tensor.layout != torch.sparse_coo:

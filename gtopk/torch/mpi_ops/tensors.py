@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
 
 from collectives.transports import Transport
 
@@ -86,17 +87,38 @@ def forget_all() -> None:
     _handles.clear()
 
 
-def require_tensor(tensor: object, what: str) -> None:
-    """Raise TypeError for a number, a list or an array, say; what: the operation's name."""
+def require_tensor(tensor: object, what: str, *, sparse: bool = False) -> None:
+    """Raise TypeError for a number, a list or an array, say; what: the operation's name.
+
+    Raises ValueError for a tensor that has no elements of its own in memory; see `unfit`.
+    sparse: whether the operation takes sparse ones.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"{what} needs a torch tensor, got {_kind(tensor)}; torch.as_tensor() makes one of "
             "numbers, lists and arrays"
         )
+    if not sparse:
+        _require_fit(tensor, what)
+
+
+def _require_fit(tensor: torch.Tensor, what: str) -> None:
+    if why := unfit(tensor):
+        raise ValueError(f"Tensor type {tensor.dtype} is not supported by {what}: {why}.")
+
+
+def unfit(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot travel, whatever its dtype; "" where it can."""
+    if is_lazy(tensor):
+        return "it has no size yet: have a batch pass through the model's lazy modules first"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+        return f"it is {'nested' if tensor.is_nested else kind}, and no dense tensor"
+    return "it is on the meta device, where nothing has content" if tensor.is_meta else ""
 
 
 def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """Return the tensors as a list; raise TypeError where they are anything else."""
+    """Return the tensors as a list; raise as `require_tensor` where they are anything else."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"{what} needs a list of torch tensors, got {_kind(tensors)}")
     listed = list(tensors)
@@ -105,6 +127,7 @@ def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Te
             raise TypeError(
                 f"{what} needs a list of torch tensors, but number {number} is {_kind(tensor)}"
             )
+        _require_fit(tensor, what)
     return listed
 
 
@@ -116,10 +139,9 @@ def _kind(value: object) -> str:
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; raise ValueError for a layout or dtype that collectives do not take."""
+    """Return the tensor; raise ValueError for a dtype that collectives do not take."""
     is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not is_dense or tensor.is_quantized or tensor.dtype.is_complex or is_float8:
+    if tensor.dtype.is_complex or is_float8:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     return tensor
 
@@ -248,7 +270,7 @@ def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
             return touched(output)
         written = reduced
     elif lies_as_array(output) and reduced.ctypes.data == output.data_ptr():
-        return output
+        return touched(output)
     elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():
         written = memory.pinned  # torch knows when that copy has ended
     else:

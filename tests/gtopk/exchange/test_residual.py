@@ -134,6 +134,87 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     assert not held.holds_nothing
 
 
+def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() -> None:
+    held = Residual(6, np.dtype(np.float32))
+    held.remember()
+    held.add_dense(torch.ones(6))
+    held.astray = False  # as an exchange does that has brought all home
+    held.restore()
+    assert held.holds_nothing
+    assert held.astray
+
+
+def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> None:
+    held = Residual(6, np.dtype(np.float32))
+    held.add_dense(torch.ones(6))
+    for number in range(6):
+        held.remember()
+        held.take_out(0.25)
+        held.forget() if number % 2 else held.restore()
+    assert held.add_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
+
+
+@pytest.mark.parametrize("end", ["restore", "forget"])
+def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(end: str) -> None:
+    held = Residual(6, np.dtype(np.float32))
+    held.remember()
+    held.add_dense(torch.ones(6))
+    getattr(held, end)()
+    held.add_dense(torch.ones(6))
+    after = plain(held)
+    held.restore()
+    assert plain(held) == after
+    assert not held.holds_nothing
+
+
+def test_what_was_remembered_last_is_restored() -> None:
+    held = Residual(6, np.dtype(np.float32))
+    for _ in range(2):
+        held.remember()
+        before = plain(held)
+        held.add_dense(torch.ones(6))
+    held.restore()
+    assert plain(held) == before
+    assert not held.holds_nothing
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) -> None:
+    held = Residual(6, np.dtype(np.float32), momentum)
+    for array in held.arrays():
+        array[:] = range(1, 7)
+    held.holds_nothing = False
+    before = plain(held)
+    held.remember()
+    held.set_aside({0: slice(0, 4)})
+    assert held.has_aside
+    held.restore()
+    assert plain(held) == before
+    held.remember()  # a step in which every parameter has a gradient
+    held.astray = False
+    held.bring_back()
+    held.forget()
+    assert plain(held) == before
+    assert not held.astray
+    assert not held.has_aside
+
+
+def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
+    """And some of it may be another rank's, where all else has been brought home."""
+    held = Residual(6, np.dtype(np.float32))
+    held.add_dense(torch.arange(1.0, 7.0))
+    held.remember()
+    held.set_aside({1: slice(4, 6)})
+    assert held.values.tolist() == [1, 2, 3, 4, 0, 0]
+    held.clear()
+    held.astray = False
+    held.bring_back()
+    held.forget()
+    assert held.values.tolist() == [0, 0, 0, 0, 5, 6]
+    assert not held.holds_nothing
+    assert held.astray
+
+
 @pytest.mark.gpu
 def test_a_dense_step_on_a_gpu_keeps_subnormal_numbers() -> None:
     pytest.importorskip("cupy", reason="no cupy here")

@@ -159,6 +159,10 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
         assert torch.equal(weights(model), seen[1])
         assert torch.equal(held(optimizer), seen[3])
         assert (optimizer.lost_replicas, optimizer.skipped_steps) == (4, 1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        model[0].weight.grad.fill_(float("inf"))
+        optimizer.step()  # those before the state are in no row with this one
+        assert (optimizer.lost_replicas, optimizer.skipped_steps) == (7, 2)
         return seen
 
     with caplog.at_level(logging.WARNING, "gtopk"):

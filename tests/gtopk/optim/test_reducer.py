@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.expected_step import ExpectedStep
 from gtopk.optim.reduced_twice import refuse_ddp
 from gtopk.optim.step_transaction import StepTransaction
+from gtopk.reduce_ops import Adasum, Average
 from gtopk.runtime.world import world
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
@@ -344,6 +346,27 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step
 
     one, other = threads(2, program)
     assert one == other
+
+
+@pytest.mark.parametrize("op", [Average, Adasum])
+def test_steps_that_were_skipped_before_a_state_is_loaded_are_in_no_row_with_later_ones(
+    threads, op
+):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        with world.entered(transport):
+            inner = torch.optim.SGD([parameter], lr=1.0)
+            optimizer = DistributedOptimizer(inner, [("p", parameter)], op=op, max_skipped_steps=1)
+            state = optimizer.state_dict()
+            for _ in range(2):
+                for n in range(2):
+                    parameter.grad = torch.full((2,), torch.nan)
+                    with pytest.raises(FloatingPointError) if n else nullcontext():
+                        optimizer.step()
+                optimizer.load_state_dict(state)
+            assert optimizer.skipped_steps == 4
+
+    threads(2, program)
 
 
 @pytest.mark.parametrize("where", ["0.weight", "3.weight"])

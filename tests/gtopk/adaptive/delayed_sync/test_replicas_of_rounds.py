@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -81,3 +82,35 @@ def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]
 
     for said in on_ranks(2, program):
         assert f"{next(iter(unlike))}={next(iter(unlike.values()))!r}" in said
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_state_may_be_loaded_in_a_round_with_which_it_is_time_to_look(every: int) -> None:
+    """Where one rank has sent its part of that round, and the other has not."""
+    has_loaded = threading.Event()
+
+    def program(here: World) -> Any:
+        parts = loader, model, optimizer = opened(here, 160, check_every=every)
+        states: list[Any] = []
+        run(*parts, 2, states)
+        weight = model.weight.detach().clone()
+        loader.rounds._wire = loader._wire  # from here on ranks need not keep together
+        for number, (_, x) in enumerate(loader):
+            model(x).mean().backward()
+            optimizer.step()
+            if here.rank == 1 or number == 1:
+                break
+            loader.rounds._ready.wait()
+        assert (loader.rounds._reducing is None) == (here.rank == 1)
+        if here.rank == 1:
+            assert has_loaded.wait(30)  # before this rank comes
+        loader.load_state_dict(states[0])
+        has_loaded.set()
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        run(*prompt(parts))
+        part(here, model)
+        with pytest.raises(hvd.HorovodInternalError, match="the replicas are no longer the same"):
+            run(*parts)
+
+    on_ranks(2, program)

@@ -71,6 +71,32 @@ def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next(
     on_ranks(2, program)
 
 
+def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_begins_with() -> (
+    None
+):
+    """Nobody drains any more, and none is handed a batch of no weight for it."""
+
+    def program(here: World) -> None:
+        run, new = (Run(mega_batch=60, replay=EVENLY[2]) for _ in range(2))
+        run.epoch()
+        state = run.loader.state_dict()
+
+        def go_on() -> None:
+            for _ in run.loader:
+                if here.rank == 0:
+                    run.loader.drain()
+
+        with pytest.raises(RuntimeError, match=r"ranks \[0\] called loader.drain\(\)"):
+            go_on()
+        for each in (run, new):
+            each.loader.load_state_dict(state)
+            assert not each.loader.drain_wanted
+        assert run.epoch() == new.epoch()
+        assert torch.equal(run.weight, new.weight)
+
+    on_ranks(2, program)
+
+
 def test_a_loader_goes_back_to_before_its_first_epoch() -> None:
     def program(here: World) -> None:
         run = Run(hvd.Compression.gtopk(density=0.4), mega_batch=50, replay=EVENLY[2])

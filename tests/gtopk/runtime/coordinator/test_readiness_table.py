@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+from collectives.errors import MismatchError, PeerError
 from gtopk.runtime.coordinator.operation import Announcement, Intention, ReadyName
 from gtopk.runtime.coordinator.readiness_table import ReadinessTable
 
@@ -116,3 +121,153 @@ def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
     stuck = [Announcement(stuck="a"), Announcement(stuck="b")]
     assert table.take([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
     assert [name for name, _ in table.take(stuck).refused] == ["a", "b"]
+
+
+OTHER = Intention(("y",), None, ())
+Refused = dict[str, type[Exception]]
+REDUCED = Intention(("z",), b"how", ())  # a rank that has joined takes part in it
+
+
+class Plainly:
+    """The same without slots, bits and what is remembered: {name: {rank: (intention, flags)}}."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = [*ranks]
+        self.waiting: dict[str, dict[int, tuple[Intention, int]]] = {}
+        self.joined: set[int] = set()
+        self.leaving: dict[int, str] = {}
+        self.events: Counter[str] = Counter()
+
+    def may_be_ready(self, rank: int, name: str) -> bool:
+        here = self.waiting.get(name, {})
+        return rank not in here and rank not in self.joined and rank not in self.leaving
+
+    def take(
+        self, said: list[list[ReadyName]], more: list[Announcement]
+    ) -> tuple[dict[str, tuple[Intention, list[int]]], Refused, int | None, str | None]:
+        everyone = set(range(len(self.ranks)))
+        for rank, names in enumerate(said):
+            for name, intention, flags in names:
+                self.waiting.setdefault(name, {})[rank] = intention, flags
+        joining = [rank for rank in everyone if more[rank].joins]
+        self.joined |= set(joining)
+        self.leaving |= {r: more[r].leaves or "" for r in everyone if more[r].leaves is not None}
+        ready: dict[str, tuple[Intention, list[int]]] = {}
+        refused: Refused = {}
+        for name, here in [*self.waiting.items()]:
+            if not everyone - self.joined <= here.keys():
+                continue
+            del self.waiting[name]
+            lacking, intentions = everyone - here.keys(), {one for one, _ in here.values()}
+            if len(intentions) > 1 or (lacking and intentions != {REDUCED}):
+                refused[name] = MismatchError
+                continue
+            flags = [here[rank][1] if rank in here else 0 for rank in everyone]
+            ready[name] = intentions.pop(), flags
+        names = [name for one in more for name in one.expired if name in self.waiting]
+        expired = f"{names[0]} expired" if names else None
+        for rank in self.leaving:
+            refused |= self.drop([n for n, h in self.waiting.items() if rank not in h], PeerError)
+        if not any(said) and not any(one.is_news for one in more):
+            stuck = [more[rank].stuck for rank in everyone - self.joined - self.leaving.keys()]
+            names = [name for name in set(stuck) if name in self.waiting]
+            if names and len(names) == len(set(stuck)):
+                refused |= self.drop(names, MismatchError)
+                self.events["a tangle"] += 1
+        joined = None
+        if self.joined == everyone:
+            joined = self.ranks[max(joining)]
+            self.joined.clear()
+        events = {"ready": ready, "refused": refused, "expired": expired, "all joined": joining}
+        self.events.update(what for what, found in events.items() if found)
+        return ready, refused, joined, expired
+
+    def drop(self, names: list[str], error: type[Exception]) -> Refused:
+        for name in names:
+            del self.waiting[name]
+        return dict.fromkeys(names, error)
+
+    def waits(self, rank: int) -> bool:
+        return rank in self.joined or any(rank in here for here in self.waiting.values())
+
+    def is_waited_for(self, rank: int) -> bool:
+        return rank not in self.joined and any(rank not in h for h in self.waiting.values())
+
+    def gone(self) -> tuple[int, str] | None:
+        gone = [r for r in self.leaving if not any(r in here for here in self.waiting.values())]
+        return (self.ranks[gone[0]], self.leaving[gone[0]]) if gone else None
+
+
+def drawn(
+    draw: random.Random, plainly: Plainly, size: int
+) -> tuple[list[list[ReadyName]], list[Announcement]]:
+    """What the ranks say in a cycle: more often than not all the same, of few names."""
+    more = [Announcement() for _ in range(size)]
+    if draw.random() < 0.5:
+        names = [n for n in "abcde" if draw.random() < 0.4]
+        names = [n for n in names if all(plainly.may_be_ready(r, n) for r in range(size))]
+        flags, intention = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
+        return [[ReadyName(n, intention, flags) for n in names] for _ in range(size)], more
+    intention = draw.choice((PLAIN, REDUCED, REDUCED))
+    said = [
+        [
+            ReadyName(n, OTHER if draw.random() < 0.05 else intention, draw.choice((0, 0, 1, 2)))
+            for n in draw.sample("abcde", 5)
+            if draw.random() < draw.choice((0.0, 0.3)) and plainly.may_be_ready(rank, n)
+        ]
+        for rank in range(size)
+    ]
+    for rank in range(size):
+        one = more[rank]
+        if rank not in plainly.joined and rank not in plainly.leaving:
+            one = one._replace(joins=draw.random() < 0.1)
+            one = one._replace(leaves=f"left {rank}" if draw.random() < 0.02 else None)
+            stuck = [*plainly.waiting, *plainly.waiting, draw.choice("abcde"), None]
+            one = one._replace(stuck=draw.choice(stuck) if draw.random() < 0.7 else None)
+        if draw.random() < 0.05:
+            one = one._replace(expired={(name := draw.choice("abcde")): f"{name} expired"})
+        more[rank] = one
+    return said, more
+
+
+def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alike():
+    """Whatever the ranks say in whatever order, and however few slots there are."""
+    events: Counter[str] = Counter()
+    for seed in range(150):
+        draw = random.Random(seed)
+        ranks = range(4, 4 + draw.choice((2, 3, 3, 4)))
+        size, capacity = len(ranks), draw.choice((1, 2, 3, 9))
+        tables = [ReadinessTable(ranks, capacity) for _ in ranks]
+        plainly = Plainly(ranks)
+        for _ in range(25):
+            said, more = drawn(draw, plainly, size)
+            announcements = []
+            for rank, (table, names, one) in enumerate(zip(tables, said, more, strict=True)):
+                ready, fresh, flags, *_ = table.announcement_of(names, rank)
+                one = one._replace(ready=ready, fresh=fresh, all_flags=flags)
+                assert sorted(table.names_in(one)) == sorted(name for name, *_ in names)
+                announcements.append(one)
+            outcomes = [table.take(announcements) for table in tables]
+            assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
+            expected = plainly.take(said, more)
+            ready, refused, joined, left, expired, news = outcomes[0]
+            assert (
+                {name: (intention, all_flags) for name, intention, all_flags in ready},
+                {name: type(error) for name, error in refused},
+                joined,
+                expired,
+            ) == expected, (seed, announcements)
+            assert len(ready) + len(refused) == len(expected[0]) + len(expected[1])
+            assert news == any(one.is_news for one in announcements)
+            assert left == plainly.gone()
+            for rank in range(size):
+                assert tables[rank].waits(rank) == plainly.waits(rank)
+                assert tables[0].is_waited_for(rank) == plainly.is_waited_for(rank)
+            assert tables[0].absent() == [ranks[r] for r in range(size) if r not in plainly.joined]
+            assert tables[0].slots <= capacity
+            if left is not None:
+                plainly.events["left"] += 1
+                break
+        events += plainly.events
+    assert all(events[what] > 20 for what in ("ready", "refused", "a tangle", "left")), events
+    assert all(events[what] > 20 for what in ("expired", "all joined")), events

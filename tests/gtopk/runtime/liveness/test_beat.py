@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,3 +53,28 @@ def test_a_long_text_is_cut(text):
     said = Beat.decode(datagram, SECRET)
     assert said is not None
     assert text.startswith(said.text.rstrip("�"))
+
+
+def signed(content: bytes) -> bytes:
+    return content + hmac.digest(SECRET, content, "sha256")
+
+
+WHOLE = Beat(1, 2, State.LOST, 3, 0.5, "gone").encode(SECRET)[:-32]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        WHOLE[:8],
+        WHOLE[: -len("gone") - 1],  # one byte less than a head
+        WHOLE[:-1],  # less text than it says
+        WHOLE + b"!",
+        b"X" + WHOLE[1:],  # another magic
+        WHOLE[:16] + bytes([5]) + WHOLE[17:],  # no state
+        WHOLE[:20] + (601).to_bytes(4, "little") + WHOLE[24:40] + bytes(601),  # too long
+    ],
+)
+def test_what_the_secret_has_signed_and_is_none_is_none_either(content):
+    assert Beat.decode(signed(WHOLE), SECRET) is not None
+    assert Beat.decode(signed(content), SECRET) is None

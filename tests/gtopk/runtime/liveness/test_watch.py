@@ -178,9 +178,9 @@ def test_copies_and_nonsense_change_nothing():
     watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
     left = Beat(1, 1, State.ALIVE, 7)
     hear_all(watch, [left, left._replace(state=State.ENDED), Beat(1, 1, State.ENDED, 6)])
-    hear_all(
-        watch, [Beat(9, 9, State.ENDED, 8), Beat(1, 9, State.LOST, 8), Beat(0, 1, State.LOST, 9)]
-    )
+    strangers = [Beat(9, 9, State.ENDED, 8), Beat(3, 1, State.LOST, 8), Beat(9, 1, State.LOST, 8)]
+    hear_all(watch, [*strangers, Beat(1, 3, State.LOST, 8), Beat(1, 9, State.LOST, 8)])
+    watch.hear(Beat(0, 1, State.LOST, 9), 50.0)  # its own
     assert watch.lost == {}
 
 
@@ -193,3 +193,70 @@ def test_who_was_lost_first_is_known_whatever_came_first():
     assert watch.lost_before(52.0) == 2
     assert watch.lost_before(50.7) == 2
     assert watch.lost_before(50.6) is None
+
+
+def look_on(watch: Watch, begin: float, seconds: float) -> float:
+    for number in range(round(seconds / PAUSE)):
+        watch.look(begin + (number + 1) * PAUSE, False)
+    return begin + seconds
+
+
+@pytest.mark.parametrize(
+    ("state", "befell"), [(State.ALIVE, "silent for 4.5 s: "), (State.STOPPED, "stopped for 4.5 s")]
+)
+def test_a_companion_that_was_kept_from_looking_counts_anew_and_what_it_never_heard_not_at_all(
+    state, befell
+):
+    watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, state, 1), 50.0)
+    watch.look(50.0, False)
+    late = 50.0 + 3 * TIMEOUT
+    watch.look(late, False)
+    late = look_on(watch, late, TIMEOUT)
+    assert watch.lost == {}
+    look_on(watch, late, PAUSE)
+    assert watch.lost.keys() == {1}
+    assert watch.lost[1].startswith(befell)
+
+
+@pytest.mark.parametrize("last", [State.LEFT, State.ENDED])
+def test_nobody_is_warned_of_the_silence_of_who_left_or_is_lost(last):
+    watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.hear(Beat(1, 1, last, 2), 50.0)
+    look_on(watch, 50.0, 3 * TIMEOUT)
+    assert watch.news == []
+
+
+def test_of_two_ranks_none_blames_its_own_network_and_warns_once():
+    watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    look_on(watch, look_on(watch, 50.0, TIMEOUT), PAUSE)
+    assert len(watch.news) == 1
+    assert watch.lost == {1: "silent for 4.5 s: its host or its network is down"}
+
+
+def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
+    watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
+    late = look_on(watch, 50.0, WARNING)
+    assert watch.news == []
+    look_on(watch, late, PAUSE)
+    assert len(watch.news) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "said", "lost_at"),
+    [
+        ("host0", 49.5, 49.25),  # on this host's clock: it waited until this companion had time
+        ("host0", 46.5, 46.25),
+        ("host0", 45.5, 50.75),  # farther off than a companion is late: another clock
+        ("host0", 51.5, 50.75),
+        ("host1", 49.5, 50.75),
+    ],
+)
+@pytest.mark.parametrize("state", [State.ENDED, State.LOST])
+def test_when_a_rank_was_lost_is_told_by_the_clock_of_its_host(host, said, lost_at, state):
+    own, other = peers(2)
+    watch = Watch(0, [own, other._replace(host=host)], TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, state, round(said * 1e9), 0.25, "killed"), 51.0)
+    assert watch.lost_at == {1: lost_at}

@@ -144,10 +144,38 @@ def test_the_arguments_are_horovods() -> None:
         ({"hosts": "a:b:c"}, "hosts must look like 'one:4,two:2', got 'a:b:c'"),
         ({"hosts": "localhost:2", "np": 3}, "3 ranks need as many slots"),
         ({"use_gloo": True, "mpi_args": "-v"}, "mpi_args='-v' is for mpirun"),
+        ({"start_timeout": 0}, "start_timeout must be more than 0 seconds, got 0"),
+        ({"start_timeout": float("nan")}, "start_timeout must be more than 0 seconds, got nan"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
+        gtopk.run(os.getpid, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"np": "2"}, "num_proc must be a whole number, got '2'"),
+        ({"np": 1.0}, "num_proc must be a whole number, got 1.0"),
+        ({"np": True}, "num_proc must be a whole number, got True"),
+        ({"num_proc": None}, "num_proc must be a whole number, got None"),
+        ({"args": "abc"}, r"args must be a list or tuple of arguments, got 'abc'.*args=\(it,\)"),
+        ({"args": {"a": 1}}, "args must be a list or tuple of arguments, got {'a': 1}"),
+        ({"args": None}, "args must be a list or tuple of arguments, got None"),
+        ({"kwargs": [("a", 1)]}, "kwargs must be a dict of arguments by name"),
+        ({"kwargs": {1: 2}}, "kwargs must be a dict of arguments by name, got {1: 2}"),
+        ({"start_timeout": "10"}, "start_timeout must be a number of seconds, got '10'"),
+        ({"hosts": ["one:1"]}, r"hosts must be a string, got \['one:1'\]"),
+        ({"mpi_args": ["-v"]}, "mpi_args must be a string"),
+        ({"network_interfaces": ["lo"]}, "network_interfaces must be a string"),
+        ({"allow_pickle": "no"}, "allow_pickle must be True, False or None, got 'no'"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_before_anything_starts(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(TypeError, match=text):
         gtopk.run(os.getpid, **arguments)
 
 

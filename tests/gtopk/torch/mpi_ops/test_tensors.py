@@ -142,3 +142,68 @@ def test_a_group_is_a_list_of_tensors(ranks, name):
         assert len(outputs) == 2
 
     ranks(2, program)
+
+
+TAKES_DENSE = [name for name in TAKES_A_TENSOR if not name.startswith("sparse")]
+UNFIT = {
+    "is of layout torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "is of layout torch.sparse_csr": lambda: torch.eye(2).to_sparse_csr(),
+    "is quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "is nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+    "is on the meta device": lambda: torch.ones(2, device="meta"),
+    "has no size yet": torch.nn.UninitializedParameter,
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*quanti"
+)
+@pytest.mark.parametrize("why", UNFIT)
+@pytest.mark.parametrize("name", [*TAKES_DENSE, *TAKES_TENSORS])
+def test_a_tensor_without_elements_of_its_own_in_memory_is_refused_in_words(ranks, name, why):
+    tensor = UNFIT[why]()
+    arguments = [[tensor]] if name in TAKES_TENSORS else [tensor, *TAKES_A_TENSOR[name]]
+
+    def program(rank):
+        with pytest.raises(
+            ValueError, match=rf"^Tensor type .* is not supported by {name}: it {why}"
+        ):
+            getattr(hvd, name)(*arguments)
+        hvd.barrier()
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_so_is_one_that_is_to_be_compressed(ranks, compression):
+    def program(rank):
+        with pytest.raises(ValueError, match="it has no size yet"):
+            hvd.allreduce(torch.nn.UninitializedParameter(), compression=compression)
+
+    ranks(2, program)
+
+
+IN_PLACE = {
+    "allreduce_": lambda t: hvd.allreduce_(t, op=hvd.Sum),
+    "allreduce_async_": lambda t: hvd.synchronize(hvd.allreduce_async_(t, op=hvd.Max)),
+    "Adasum": lambda t: hvd.allreduce_(t, op=hvd.Adasum),
+    "grouped_allreduce_": lambda t: hvd.grouped_allreduce_([t], op=hvd.Sum),
+    "broadcast_": lambda t: hvd.broadcast_(t, 1),
+    "broadcast_parameters": lambda t: hvd.broadcast_parameters({"t": t}, 1),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_autograd_knows_of_what_was_overwritten(ranks, name, dtype):
+    """Else a gradient is computed, without a word, from other values than its loss."""
+
+    def program(rank):
+        weight = torch.ones(3, dtype=dtype, requires_grad=True)
+        factor = torch.full((3,), 1.0 + rank, dtype=dtype)
+        loss = (weight * factor).sum()
+        IN_PLACE[name](factor)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    ranks(2, program)
