@@ -14,7 +14,6 @@ import torch
 
 from ..compression import Compressing, Compression
 from ..exchange.buckets.parameters import name_parameters, require_trained
-from ..exchange.residual_state import state_before
 from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
@@ -37,7 +36,7 @@ from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
 from .reducer import Reducer
 from .replica_check import ReplicaCheck
-from .samples import Samples, agreed_norm
+from .samples import Samples, shorten
 from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
@@ -196,12 +195,7 @@ class _DistributedOptimizer(Readings):
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
-            culprits = zip(self._reducer.peers.ranks, transaction.culprits, strict=False)
-            where = "; ".join(
-                f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-                for rank, names in culprits
-                if names
-            )
+            where = transaction.culprits_text(self._reducer.peers.ranks)
             self._skipped.note(self._world.rank, self._world.step, where)
         else:
             self._skipped.end_row()
@@ -215,12 +209,8 @@ class _DistributedOptimizer(Readings):
         if allowed is None or self._makes_adam_steps:  # it was shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        norm = agreed_norm(gradients) / scale
+        norm = shorten(gradients, allowed, scale)
         self._clipping.compare(norm, min(norm, allowed))
-        if norm > allowed:
-            torch._foreach_mul_(
-                [g._values() if g.is_sparse else g for g in gradients], allowed / norm
-            )
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -347,17 +337,8 @@ class _DistributedOptimizer(Readings):
         return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
 
     def _state(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, without a step that nobody has taken yet."""
         whole = super().state_dict()
-        before = state_before(self._reducer.planned.bucket_exchanges)
-        state = whole["state"]
-        numbers = enumerate(p for group in self.param_groups for p in group["params"])
-        ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
-            number: {**state.pop(number), **before.get(parameter, {})}
-            for number, parameter in numbers
-            if number in state
-        }
-        whole["state"] = {**ordered, **state}
+        optimizer_checkpoint.undo_step(whole, self, self._reducer)
         return whole
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
