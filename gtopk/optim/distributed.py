@@ -163,6 +163,7 @@ class _DistributedOptimizer(Readings):
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
                 self._agreed = AgreedSteps(self._reducer.trained())
+                self._shared.adam_steps = self._agreed
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -324,6 +325,7 @@ class _DistributedOptimizer(Readings):
             )
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
+        self._shared.adam_steps = None
         self._reducer.drop()
         self._current_batch.drop()
         super().zero_grad(*args, **kwargs)
@@ -357,6 +359,7 @@ class _DistributedOptimizer(Readings):
         if not self._makes_adam_steps:
             require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
+        self._shared.adam_steps = None
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()
