@@ -24,6 +24,7 @@ from collectives.cost_model.schedules import FORMATS
 from collectives.wire.indices import USUAL_INDICES
 from collectives.wire.values import VALUE_CODES
 
+from ..errors import page
 from ..planning.comparison import (
     LABELS,
     SHARDS,
@@ -41,7 +42,6 @@ from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, numb
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
-_ACCURACY = "docs/tuning.md"
 # Measured beside model, gradients and optimizer: 8 million parameters, 2 ranks, CPU, Open MPI.
 _MEMORY = (
     "Memory on each rank beside the model: about 16 bytes a parameter (24 with "
@@ -196,7 +196,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
     less = "" if hides else " Training gains less: give --backward-ms for your model."
     return (
         f"{found} At this latency it pays {where}.{less} "
-        f"Density {density} may cost accuracy: {_ACCURACY}."
+        f"Density {density} may cost accuracy: {page('Tuning')}."
     )
 
 

@@ -27,6 +27,7 @@ import torch
 from collectives.cores import usable_cores
 
 from .. import __version__, settings
+from ..errors import page
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
@@ -452,7 +453,7 @@ class LossWatch:
             f"the loss has risen: its mean over {WINDOW} steps was {lowest.mean:.4g} at step "
             f"{lowest.step}, and is {now.mean:.4g} at step {step}. Compression makes the first "
             "steps of a training fragile: begin with a lower learning rate, or ramp it up more "
-            "slowly (gtopk.ramp), and compare with a dense run (docs/tuning.md)"
+            f"slowly (gtopk.ramp), and compare with a dense run ({page('Tuning')})"
         )
 
 
