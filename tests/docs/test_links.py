@@ -125,5 +125,6 @@ def test_messages_send_to_pages_and_to_no_file_that_an_installed_package_lacks()
         for page in PAGES
         for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert sent and set(sent) <= headings
+    assert sent
+    assert set(sent) <= headings
     assert files == []
