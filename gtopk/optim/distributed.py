@@ -38,9 +38,8 @@ from .reducer import Reducer
 from .replica_check import ReplicaCheck
 from .samples import Samples, shorten
 from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
+from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
-from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
-from .wrapped.adam_step import step as step_with_adam
 from .wrapped.local_residual import LocalResidual
 from .wrapped.readings import Readings
 from .wrapped.wrapping import wrap
@@ -78,9 +77,10 @@ class _DistributedOptimizer(Readings):
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
-        self._agreed: AgreedSteps | None = None
+        self._agreed: adam_step.AgreedSteps | None = None
         self._clipping = ClippingWatch(options.compression)
         self._shared = SharedParameters(self._parameter_names)
+        self._in_place = adam_step.StepsInPlace(self._parameter_names)
         self.last_step: StepReport | None = None
 
     @property
@@ -162,8 +162,8 @@ class _DistributedOptimizer(Readings):
         else:
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
-                self._agreed = AgreedSteps(self._reducer.trained())
-                self._shared.adam_steps = self._agreed
+                self._agreed = adam_step.AgreedSteps(self._reducer.trained())
+                self._in_place.note(self._agreed)
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -279,7 +279,7 @@ class _DistributedOptimizer(Readings):
             agreed, self._agreed = self._agreed, None
 
             # By the step itself: hooks of the optimizer, which come before it, may clip, too.
-            self._take_agreed_step(partial(step_with_adam, agreed=agreed))
+            self._take_agreed_step(partial(adam_step.step, agreed=agreed))
         else:
             super()._step_wrapped()
 
@@ -325,7 +325,7 @@ class _DistributedOptimizer(Readings):
             )
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
-        self._shared.adam_steps = None
+        self._in_place.steps = None
         self._reducer.drop()
         self._current_batch.drop()
         super().zero_grad(*args, **kwargs)
@@ -357,15 +357,15 @@ class _DistributedOptimizer(Readings):
         A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
         """
         if not self._makes_adam_steps:
-            require_plain(state_dict["state"].values(), self._world.rank)
+            adam_step.require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
-        self._shared.adam_steps = None
+        self._in_place.steps = None
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)
         if self._options.adam is not None:
-            keep_precision(self._wrapped, state_dict)
+            adam_step.keep_precision(self._wrapped, state_dict)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
             if self._local is not None:
@@ -482,7 +482,7 @@ def DistributedOptimizer(
         check_every=check_every,
         on_divergence=on_divergence,
         max_skipped_steps=max_skipped_steps,
-        **options_of_adam(optimizer, compression, adam_steps, local_residual, op),
+        **adam_step.options_of_adam(optimizer, compression, adam_steps, local_residual, op),
     )
     if op == Adasum:
         if process_set is not global_process_set:

@@ -1,4 +1,4 @@
-"""Gradients that DDP or another optimizer takes, too: refused by name."""
+"""Gradients that would be exchanged twice, by DDP or by another optimizer, too: refused by name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import gc
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
-
-from .wrapped.adam_step import AgreedSteps
-from .wrapped.wrapping import Wrapping
 
 
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -42,21 +38,13 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 class SharedParameters:
-    """Of one optimizer: the others that step some of its parameters, too.
-
-    adam_steps: AdamW's agreed steps, while they are in the gradients' place; None: there are none.
-    """
+    """Of one optimizer: the others that step some of its parameters, too."""
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        global _looks
-        self.adam_steps: AgreedSteps | None = None
         self._names = names
         self._others: WeakSet[SharedParameters] = WeakSet()
         self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
         with _adding:
-            if not _looks:
-                register_optimizer_step_pre_hook(_refuse_plain)
-                _looks = True
             for other in _living:
                 if any(parameter in other._names for parameter in names):
                     self._others.add(other)
@@ -84,13 +72,6 @@ class SharedParameters:
                     "pass of its own for each"
                 )
 
-    def name_of_step(self, parameter: torch.nn.Parameter) -> str | None:
-        """Return the name of a parameter whose gradient is an agreed step of AdamW; else None."""
-        steps = self.adam_steps
-        if steps is None or not steps.is_in(parameter) or steps.is_changed(parameter):
-            return None
-        return self._names[parameter]
-
     def _has_agreed(self, parameter: torch.nn.Parameter) -> bool:
         """Tell whether nobody has written a gradient since this one noted it."""
         if parameter.grad is None or parameter not in self._agreed:
@@ -99,23 +80,5 @@ class SharedParameters:
         return gradient() is parameter.grad and version == parameter.grad._version
 
 
-def _refuse_plain(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Raise ValueError where a plain optimizer is about to take AdamW's agreed steps."""
-    if isinstance(optimizer, Wrapping):
-        return
-    with _adding:
-        stepping = [each for each in _living if each.adam_steps is not None]
-    for shared in stepping:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if (name := shared.name_of_step(parameter)) is not None:
-                raise ValueError(
-                    f"a plain {type(optimizer).__name__} steps parameter '{name}' by what is no "
-                    "gradient, but an agreed step of AdamW: a DistributedOptimizer steps this "
-                    "parameter, too. Give each parameter to one optimizer, and step the one that "
-                    "DistributedOptimizer returned; adam_steps='after' leaves agreed gradients"
-                )
-
-
-_looks = False  # whether torch's optimizers say when they step
 _adding: Final = threading.Lock()  # ranks may be threads
 _living: Final[WeakSet[SharedParameters]] = WeakSet()
