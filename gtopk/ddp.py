@@ -23,10 +23,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
@@ -35,7 +33,7 @@ from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_buck
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_names import under_known_names, unmatched
-from .exchange.residual_state import ResidualState, fits, mean_square_ratio
+from .exchange.residual_state import ResidualState, mean_square_ratio
 from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
@@ -43,8 +41,10 @@ from .integrations.ddp_passes import (
     named_parameters,
     process_set_of,
     refuse_sparse,
+    residuals_by_parameter,
     write_what_ddp_does_not,
 )
+from .integrations.frameworks import Stateful
 from .integrations.hook_skips import HookSkips
 from .integrations.hook_steps import HookSteps
 from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
@@ -54,11 +54,10 @@ from .optim.peers import Peers
 from .optim.samples import LocalClip
 from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam, plain
-from .optim.wrapped.checkpoint import FORMAT, share_of
+from .optim.wrapped.checkpoint import FORMAT, gather_held, share_of
 from .optim.wrapped.wrapping import Wrapping
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
-from .runtime.object_codec import decode, encode
 from .runtime.world import world
 from .telemetry.step_report import StepReport
 
@@ -169,9 +168,8 @@ class GTopKState:
             stepped=None if self._adam is None else optimizer,
         )
         self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
-        self._unmatched: dict[
-            str, ResidualState
-        ] = {}  # of names that no parameter has; saved again
+        # Of names that no parameter has; saved again.
+        self._unmatched: dict[str, ResidualState] = {}
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
@@ -429,14 +427,9 @@ class GTopKState:
         load it: no residual is lost.
         """
         state = self.state_dict(model)
-        mine = encode(state["held"][self._rank])
 
         def work(transport: Transport, all_flags: list[int]) -> None:
-            if transport.rank:
-                transport.send(np.frombuffer(mine, np.uint8), 0)()
-                return
-            for source in range(1, transport.size):
-                state["held"][source] = decode(transport.receive(source).tobytes())
+            gather_held(state, self._rank, 0, transport)
 
         self._engine.submit(f"{self._name}.state", [], work).wait()
         return state
@@ -472,15 +465,7 @@ class GTopKState:
         known = {name for name, _ in named}
         residuals = share_of(state, self._rank, len(self._members.ranks))
         residuals = under_known_names(residuals, known)
-        found: dict[torch.Tensor, ResidualState] = {}
-        for name, parameter in named:
-            found[parameter] = residuals.get(name, {})
-            for what, tensor in found[parameter].items():
-                if not fits(what, tensor, parameter.shape):
-                    raise ValueError(
-                        f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
-                        f"parameter has {list(parameter.shape)}"
-                    )
+        found = residuals_by_parameter(residuals, named)
         self._unmatched = unmatched(
             residuals,
             known,
@@ -496,43 +481,12 @@ class GTopKState:
         if self._adam is not None:
             self._adam.loaded()
 
-    def stateful(self, model: torch.nn.Module) -> "_Stateful":
+    def stateful(self, model: torch.nn.Module) -> Stateful:
         """Return what a framework's checkpoint can take: `state_dict()`, `load_state_dict(state)`.
 
         The former is `gather_state(model)`: all ranks call it, and the file is the first one's.
         """
-        return _Stateful(self, model)
-
-
-class _Stateful:
-    """A state beside the model that it is of."""
-
-    def __init__(self, state: GTopKState, model: torch.nn.Module) -> None:
-        self._state, self._model = state, model
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state.gather_state(self._model)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state.load_state_dict(state, self._model)
-
-
-def register(
-    model: DistributedDataParallel,
-    optimizers: Sequence[Any],
-    density: float,
-    *,
-    scaler: Any,
-    **options: Any,
-) -> GTopKState:
-    """Register the hook for optimizers as a framework has wrapped them; one is the state's own."""
-    own = [*map(plain, optimizers)]
-    given = {"optimizer": own[0] if len(own) == 1 else None, **options}
-    state = GTopKState(density, scaler=scaler, **given)
-    model.register_comm_hook(state, gtopk_hook)
-    for each in own if len(own) > 1 else []:
-        each.register_step_pre_hook(state.drop_skipped)
-    return state
+        return Stateful(self, model)
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -18,6 +18,12 @@ TypeError, as everywhere in Python: `check_count` and the like raise them.
 
 from collections.abc import Iterable
 from numbers import Real
+from typing import Literal
+
+
+def page(title: Literal["Tuning", "Clipping"]) -> str:
+    """Return where a page of the docs is, or a part of one: an installed package has no files."""
+    return f"'{title}' in gtopk's docs"
 
 
 class HorovodInternalError(RuntimeError):

@@ -75,6 +75,12 @@ def span_of(array: Any) -> Span:
     )
 
 
+def require_message(array: Any) -> None:
+    """Raise ValueError for an array that is no message, uint8 [m]."""
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError(f"a message must be uint8 [m], got {array.dtype} {list(array.shape)}")
+
+
 def require_place(array: Any, own: int | None, rank: int) -> None:
     """Raise ValueError for an array that is not on a rank's own GPU, or not in one piece.
 

@@ -40,6 +40,7 @@ from .gpu import (
     current_device,
     is_of_gpu,
     is_tensor,
+    require_message,
     require_place,
     span_of,
 )
@@ -457,10 +458,7 @@ class NcclTransport(StagedTransport):
         return self._collectives
 
     def _checked(self, message: Array) -> Array:
-        if message.dtype != np.uint8 or message.ndim != 1:
-            raise ValueError(
-                f"a message must be uint8 [m], got {message.dtype} {list(message.shape)}"
-            )
+        require_message(message)
         self._check_place(message)
         return message
 

@@ -31,6 +31,7 @@ latency, or two of long messages, however many pieces it has.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -132,6 +133,40 @@ def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> N
         wanted = _pieces(array, bounds, source, blocks)
         for here, come in _shifted(endpoint, held, to, source, wanted):
             here[...] = come
+
+
+def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
+    """Return every rank's message, in rank order: each rank packs all that it holds as one."""
+    held = [message]  # of ranks endpoint.rank, endpoint.rank + 1, ...
+    distance = 1
+    while distance < endpoint.size:
+        wanted = min(distance, endpoint.size - distance)
+        sent = endpoint.send(_pack(held[:wanted]), (endpoint.rank - distance) % endpoint.size)
+        source = (endpoint.rank + distance) % endpoint.size
+        held += _unpack(endpoint.receive(source), wanted, endpoint.ranks[source])
+        sent()
+        distance *= 2
+    return [held[(rank - endpoint.rank) % endpoint.size] for rank in range(endpoint.size)]
+
+
+def _pack(messages: list[Array]) -> Array:
+    """Return the messages as one: their count, their sizes, their bytes."""
+    head = struct.pack(f"<q{len(messages)}q", len(messages), *(m.size for m in messages))
+    return np.concatenate([np.frombuffer(head, np.uint8), *messages])
+
+
+def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
+    """Return the `count` messages in what a rank packed; raise MessageError if it is not that."""
+    head = struct.Struct(f"<{1 + count}q")
+    if packed.size >= head.size:
+        packed_count, *sizes = head.unpack_from(packed.data)
+        if packed_count == count and min(sizes) >= 0 and head.size + sum(sizes) == packed.size:
+            ends = itertools.accumulate(sizes, initial=head.size)
+            return [packed[a:b] for a, b in itertools.pairwise(ends)]
+    raise MessageError(
+        f"the message from rank {sender} is malformed: its {packed.size} bytes are not "
+        f"{count} messages of an allgather"
+    )
 
 
 def _distances(size: int) -> list[int]:

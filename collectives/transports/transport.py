@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -367,16 +366,7 @@ class Transport(Endpoint):
         Bruck et al. 1997: ceil(log2 P) rounds; in round j a rank sends all it holds (at most 2^j
         messages) to the rank 2^j below it. Each rank sends P-1 messages' worth of bytes.
         """
-        held = [message]  # of ranks self.rank, self.rank + 1, ...
-        distance = 1
-        while distance < self.size:
-            wanted = min(distance, self.size - distance)
-            sent = self.send(_pack(held[:wanted]), (self.rank - distance) % self.size)
-            source = (self.rank + distance) % self.size
-            held += _unpack(self.receive(source), wanted, self.ranks[source])
-            sent()
-            distance *= 2
-        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
+        return reductions.allgather(self, message)
 
     def broadcast(self, message: Array | None, root: int) -> Array:
         """Return the root's message (uint8); the others' argument is not looked at.
@@ -485,23 +475,3 @@ def _as_object(message: Array, sender: int) -> Any:
         return json.loads(message.tobytes())
     except (ValueError, RecursionError) as error:
         raise MessageError(f"the object from rank {sender} is malformed: {error}") from error
-
-
-def _pack(messages: list[Array]) -> Array:
-    """Return the messages as one: their count, their sizes, their bytes."""
-    head = struct.pack(f"<q{len(messages)}q", len(messages), *(m.size for m in messages))
-    return np.concatenate([np.frombuffer(head, np.uint8), *messages])
-
-
-def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
-    """Return the `count` messages in what a rank packed; raise MessageError if it is not that."""
-    head = struct.Struct(f"<{1 + count}q")
-    if packed.size >= head.size:
-        packed_count, *sizes = head.unpack_from(packed.data)
-        if packed_count == count and min(sizes) >= 0 and head.size + sum(sizes) == packed.size:
-            ends = itertools.accumulate(sizes, initial=head.size)
-            return [packed[a:b] for a, b in itertools.pairwise(ends)]
-    raise MessageError(
-        f"the message from rank {sender} is malformed: its {packed.size} bytes are not "
-        f"{count} messages of an allgather"
-    )

@@ -24,6 +24,7 @@ from collectives.cost_model.schedules import FORMATS
 from collectives.wire.indices import USUAL_INDICES
 from collectives.wire.values import VALUE_CODES
 
+from ..errors import page
 from ..planning.comparison import (
     LABELS,
     SHARDS,
@@ -41,7 +42,6 @@ from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, numb
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
-_ACCURACY = "docs/tuning.md"
 # Bytes a parameter beside model, gradients and the plain optimizer's state, of float32 on CPUs:
 # residual, what a step can be undone by, and a bucket's gradients side by side where they must be.
 # A test measures them again.
@@ -208,7 +208,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
     less = "" if hides else " Training gains less: give --backward-ms for your model."
     return (
         f"{found} At this latency it pays {where}.{less} "
-        f"Density {density} may cost accuracy: {_ACCURACY}."
+        f"Density {density} may cost accuracy: {page('Tuning')}."
     )
 
 

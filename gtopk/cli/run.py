@@ -149,10 +149,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
-            return launcher.wait()
+            code = launcher.wait()
+            if code and "torch.distributed.run" not in start.command:  # it tells of each rank
+                print(f"gtopk run: {_said_of(code)}", file=sys.stderr)
+            return code
         except _TerminationRequested as request:
             _let_save(launcher, start.command)
             return int(request.args[0])
+
+
+def _said_of(code: int) -> str:
+    """Return what an exit code of mpirun's or srun's tells of the ranks, which do not know it."""
+    try:
+        by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"
+    except ValueError:
+        by = ""
+    who = "a rank" if code > 0 else "the launcher"
+    return f"{who} ended with exit code {code}{by}"
 
 
 @contextmanager

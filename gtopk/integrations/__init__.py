@@ -4,6 +4,7 @@ one_step.py           all buckets of a step count, or none does
 ddp_passes.py         what DDP hands to a hook in a backward pass
 bucket_exchanges.py   an exchange for each bucket, kept when PyTorch rebuilds its buckets
 adam.py               Adam's steps, which the hook makes in the optimizer's place
+frameworks.py         a state for optimizers that a framework wrapped, and for its checkpoints
 hook_skips.py         backward passes that do not count
 optimizer_checks.py   checks of an optimizer at its first step
 hook_steps.py         the times and bytes of a step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from ..exchange.residual_names import plain_name
+from ..exchange.residual_state import ResidualState, fits
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .bucket_exchanges import as_shaped, split
@@ -54,6 +55,22 @@ def after_ddp(call: Callable[[], None]) -> None:
     # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
     queue = Variable._execution_engine.queue_callback
     queue(partial(queue, call))
+
+
+def residuals_by_parameter(
+    residuals: Mapping[str, ResidualState], named: Sequence[tuple[str, torch.Tensor]]
+) -> dict[torch.Tensor, ResidualState]:
+    """Return what each parameter has; raise ValueError for tensors of other shapes than theirs."""
+    found: dict[torch.Tensor, ResidualState] = {}
+    for name, parameter in named:
+        found[parameter] = residuals.get(name, {})
+        for what, tensor in found[parameter].items():
+            if not fits(what, tensor, parameter.shape):
+                raise ValueError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(parameter.shape)}"
+                )
+    return found
 
 
 def process_set_of(group: ProcessGroup | None) -> ProcessSet:

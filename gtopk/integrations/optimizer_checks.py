@@ -51,6 +51,13 @@ def _watch(skips: HookSkips, look: Callable[[torch.optim.Optimizer, HookSkips], 
         _watched = (*living, _Watch(weakref.ref(skips), look))
 
 
+def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
+    """Tell whether an optimizer's step calls another's: torchtitan's OptimizersContainer does."""
+    values = vars(optimizer).values()
+    lists = (each for value in values if isinstance(value, list | tuple) for each in value)
+    return any(each is inner for each in (*values, *lists))
+
+
 def look_at_optimizers(
     skips: HookSkips,
     compression: ErrorFeedback,
@@ -80,6 +87,8 @@ def look_at_optimizers(
         theirs = (p for group in optimizer.param_groups for p in group["params"])
         if any(p in parameters for p in theirs):
             if stepped is not None and optimizer is not of_hook():
+                if _holds(optimizer, of_hook()):
+                    return
                 raise ValueError(
                     f"rank {rank}: the hook was given an optimizer whose steps it makes, and "
                     f"another {type(optimizer).__name__} steps its model: give the hook this one, "

@@ -14,7 +14,6 @@ import torch
 
 from ..compression import Compressing, Compression
 from ..exchange.buckets.parameters import name_parameters, require_trained
-from ..exchange.residual_state import state_before
 from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
@@ -36,12 +35,11 @@ from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
 from .reducer import Reducer
 from .replica_check import ReplicaCheck
-from .samples import Samples, agreed_norm
+from .samples import Samples, shorten
 from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
 from .step_policy import StepListener
+from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
-from .wrapped.adam_step import AgreedSteps, keep_precision, options_of_adam, require_plain
-from .wrapped.adam_step import step as step_with_adam
 from .wrapped.local_residual import LocalResidual
 from .wrapped.readings import Readings
 from .wrapped.wrapping import wrap
@@ -79,9 +77,10 @@ class _DistributedOptimizer(Readings):
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
-        self._agreed: AgreedSteps | None = None
+        self._agreed: adam_step.AgreedSteps | None = None
         self._clipping = ClippingWatch(options.compression)
         self._shared = SharedParameters(self._parameter_names)
+        self._in_place = adam_step.StepsInPlace(self._parameter_names)
         self.last_step: StepReport | None = None
 
     @property
@@ -163,7 +162,8 @@ class _DistributedOptimizer(Readings):
         else:
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
-                self._agreed = AgreedSteps(self._reducer.trained())
+                self._agreed = adam_step.AgreedSteps(self._reducer.trained())
+                self._in_place.note(self._agreed)
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -196,12 +196,7 @@ class _DistributedOptimizer(Readings):
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
-            culprits = zip(self._reducer.peers.ranks, transaction.culprits, strict=False)
-            where = "; ".join(
-                f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-                for rank, names in culprits
-                if names
-            )
+            where = transaction.culprits_text(self._reducer.peers.ranks)
             self._skipped.note(self._world.rank, self._world.step, where)
         else:
             self._skipped.end_row()
@@ -215,12 +210,8 @@ class _DistributedOptimizer(Readings):
         if allowed is None or self._makes_adam_steps:  # it was shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        norm = agreed_norm(gradients) / scale
+        norm = shorten(gradients, allowed, scale)
         self._clipping.compare(norm, min(norm, allowed))
-        if norm > allowed:
-            torch._foreach_mul_(
-                [g._values() if g.is_sparse else g for g in gradients], allowed / norm
-            )
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -288,7 +279,7 @@ class _DistributedOptimizer(Readings):
             agreed, self._agreed = self._agreed, None
 
             # By the step itself: hooks of the optimizer, which come before it, may clip, too.
-            self._take_agreed_step(partial(step_with_adam, agreed=agreed))
+            self._take_agreed_step(partial(adam_step.step, agreed=agreed))
         else:
             super()._step_wrapped()
 
@@ -334,6 +325,7 @@ class _DistributedOptimizer(Readings):
             )
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
+        self._in_place.steps = None
         self._reducer.drop()
         self._listener.drop()
         super().zero_grad(*args, **kwargs)
@@ -347,17 +339,8 @@ class _DistributedOptimizer(Readings):
         return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
 
     def _state(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, without a step that nobody has taken yet."""
         whole = super().state_dict()
-        before = state_before(self._reducer.planned.bucket_exchanges)
-        state = whole["state"]
-        numbers = enumerate(p for group in self.param_groups for p in group["params"])
-        ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
-            number: {**state.pop(number), **before.get(parameter, {})}
-            for number, parameter in numbers
-            if number in state
-        }
-        whole["state"] = {**ordered, **state}
+        optimizer_checkpoint.undo_step(whole, self, self._reducer)
         return whole
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
@@ -374,15 +357,16 @@ class _DistributedOptimizer(Readings):
         A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
         """
         if not self._makes_adam_steps:
-            require_plain(state_dict["state"].values(), self._world.rank)
+            adam_step.require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
         self._skipped.end_row()
+        self._in_place.steps = None
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)
         if self._options.adam is not None:
-            keep_precision(self._wrapped, state_dict)
+            adam_step.keep_precision(self._wrapped, state_dict)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
             if self._local is not None:
@@ -499,7 +483,7 @@ def DistributedOptimizer(
         check_every=check_every,
         on_divergence=on_divergence,
         max_skipped_steps=max_skipped_steps,
-        **options_of_adam(optimizer, compression, adam_steps, local_residual, op),
+        **adam_step.options_of_adam(optimizer, compression, adam_steps, local_residual, op),
     )
     if op == Adasum:
         if process_set is not global_process_set:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from ..compression import ErrorFeedback, SparseCompression
+from ..errors import page
 from ..runtime.logs import EVERYWHERE
 from .grad_scaler import is_unscaled, loss_scale
 from .samples import norm_of
@@ -88,9 +89,10 @@ def _warn_of_second_moments(
     if way:
         _log.warning(
             "%s after compression loses accuracy: it divides by the size of past updates, which "
-            "are zero in most entries. Have its steps made before: %s (docs/tuning.md)",
+            "are zero in most entries. Have its steps made before: %s (%s)",
             type(optimizer).__name__,
             way,
+            page("Tuning"),
         )
         return
     times = ""
@@ -101,10 +103,11 @@ def _warn_of_second_moments(
         "%s after compression loses accuracy: it divides by the size of past updates, which are "
         "zero in most entries. Either raise the lr%s, or replace it by SGD(momentum=0, same "
         "weight_decay, up to 3 times the lr) and pass adam_correction=(%s) to the compression "
-        "(docs/tuning.md)",
+        "(%s)",
         type(optimizer).__name__,
         times,
         ", ".join(f"{float(beta):g}" for beta in betas),
+        page("Tuning"),
     )
 
 
@@ -125,10 +128,11 @@ def _tell_of_momentum(optimizer: torch.optim.Optimizer, compression: ErrorFeedba
     momentum = float(plain[0]["momentum"])
     _log.info(
         "SGD's momentum of %g is applied after compression, which usually costs accuracy: set "
-        "momentum_correction=%g in the compression, and in SGD momentum=0%s (docs/tuning.md)",
+        "momentum_correction=%g in the compression, and in SGD momentum=0%s (%s)",
         momentum,
         momentum,
         more_weight_decay(momentum, plain),
+        page("Tuning"),
     )
 
 
@@ -200,11 +204,12 @@ class ClippingWatch:
         _log.warning(
             "gradients are clipped to %.2g of their norm, and are no gradients by then: "
             "%s=%s has made steps of them, which are far longer, so that the model hardly learns. "
-            "%s (docs/change-your-script.md#clipping)",
+            "%s (%s)",
             applied / agreed,
             name,
             getattr(self._compression, name),
             _INSTEAD_OF_ADAM if adam else _INSTEAD,
+            page("Clipping"),
             extra=EVERYWHERE,
         )
         self._compression = None  # said once

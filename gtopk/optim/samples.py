@@ -179,6 +179,17 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     return norm(torch.float64) if found == math.inf else found
 
 
+def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> float:
+    """Shorten what is the same on all ranks to this norm, in place; return what it was.
+
+    scale: of the loss, by which gradients are longer than either norm.
+    """
+    norm = agreed_norm(gradients) / scale
+    if norm > allowed:
+        torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], allowed / norm)
+    return norm
+
+
 def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
     """Return the norm of what is the same on all ranks: it is then, to the bit, the same on each.
 

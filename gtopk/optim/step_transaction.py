@@ -395,6 +395,14 @@ class StepTransaction:
             culprits = transport.gather_object(mine)
             self.culprits = culprits if any(culprits) else []
 
+    def culprits_text(self, ranks: Sequence[int]) -> str:
+        """Return whose gradients are not finite, up to three parameters of each of these ranks."""
+        return "; ".join(
+            f"rank {rank}: {', '.join(map(repr, names[:3]))}"
+            for rank, names in zip(ranks, self.culprits, strict=False)
+            if names
+        )
+
     def _look_at_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:

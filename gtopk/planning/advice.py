@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from collectives.cost import BreakEven, Link, break_even
 from collectives.cost_model import Calibration, Candidate, Prediction, Rates, predict
@@ -27,7 +27,7 @@ from ..exchange.exchange import (
 )
 from ..exchange.node_exchange import NodeExchange
 from ..runtime.world.state import World
-from ..telemetry.step_report import Sized
+from ..telemetry.step_report import SAME, Sized
 from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text
 from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
 
@@ -117,7 +117,6 @@ def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bo
 
 
 _log = logging.getLogger("gtopk")
-_CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
 class Advice(NamedTuple):
@@ -198,14 +197,14 @@ def _in_short(
     candidate = runs.candidate if _is_compressed(runs) else found.candidate
     seconds = runs.seconds if _is_compressed(runs) else found.seconds
     name = f"{LABELS[candidate.algorithm]} at {_amount(candidate)}"
-    if seconds * _CLOSE < dense:
+    if seconds * SAME < dense:
         verb = "saves" if compressed else "would save"
         return (
             f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
             f"{seconds_text(dense)} a {per} (estimate)"
         )
     times = f"{takes}, {name} {seconds_text(seconds)}"
-    if dense * _CLOSE < seconds:
+    if dense * SAME < seconds:
         return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
     return f"compression makes no difference here: {times}"
 
@@ -236,10 +235,10 @@ def _verdict(
     seconds = runs.seconds if _is_compressed(runs) else found.seconds
     if _is_compressed(runs) and runs.candidate != found.candidate:
         said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
-    if seconds * _CLOSE < dense.seconds:
+    if seconds * SAME < dense.seconds:
         verdict = "saves" if compressed else "would save"
         return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
-    if dense.seconds * _CLOSE < seconds:
+    if dense.seconds * SAME < seconds:
         return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
     return f"{said}: it makes no difference here"
 

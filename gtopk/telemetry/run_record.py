@@ -27,6 +27,7 @@ import torch
 from collectives.cores import usable_cores
 
 from .. import __version__, settings
+from ..errors import page
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
@@ -101,6 +102,8 @@ class LineFile:
 
 
 _written: Final[set[Path]] = set()
+# Of these one goes on in the next world, where rank 0 is the same rank.
+_GOING_ON: Final = {TENSORBOARD.name: Scalars, WANDB.name: Wandb, MLFLOW.name: MLflow}
 
 
 @dataclass
@@ -179,10 +182,11 @@ class _WorldRecords:
         settings = settings_of(world)
         _tell_of_earlier_run(world, settings)
         records = _records_of(world)
-        open_still, records.open_still = records.open_still, []
+        open_still = [*records.open_still]
+        records.open_still.clear()  # the list is that of the world before
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
-            kind = {WANDB.name: Wandb, MLFLOW.name: MLflow}.get(variable)
+            kind = _GOING_ON.get(variable)
             goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
             if goes_on and world.rank == 0:  # else another rank has a run of its own by now
                 sinks += goes_on[:1]
@@ -194,10 +198,7 @@ class _WorldRecords:
                     "rank %d trains without what %s asks for: %s", world.rank, variable, error
                 )
         for sink in (each for each in open_still if each not in sinks):
-            try:
-                sink.close()
-            except Exception as error:
-                _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
+            _close(sink)
         _record(world, sinks)
 
     def open_set(self, world: World, number: int) -> None:
@@ -220,6 +221,19 @@ class _WorldRecords:
             records.balance = Balance()  # it is said once
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
+        while records.open_still:  # the world after, in which they were to go on, never stood
+            end = {"what": "end", "seconds": 0.0, "step": world.step}
+            _close(records.open_still.pop(), [{**end, "how": how, "in_order": in_order}])
+
+
+def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
+    """Close a sink outside a recorder, after these lines; what goes wrong is said."""
+    try:
+        if lines:
+            sink.take(lines)
+        sink.close()
+    except Exception as error:  # of whatever kind theirs raise
+        _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
 
 
 def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]:
@@ -452,7 +466,7 @@ class LossWatch:
             f"the loss has risen: its mean over {WINDOW} steps was {lowest.mean:.4g} at step "
             f"{lowest.step}, and is {now.mean:.4g} at step {step}. Compression makes the first "
             "steps of a training fragile: begin with a lower learning rate, or ramp it up more "
-            "slowly (gtopk.ramp), and compare with a dense run (docs/tuning.md)"
+            f"slowly (gtopk.ramp), and compare with a dense run ({page('Tuning')})"
         )
 
 

@@ -250,10 +250,27 @@ def _quoted(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+class _Sent:
+    """Adds up what a rank has sent in all worlds of a run: each world's lines begin at 0."""
+
+    def __init__(self) -> None:
+        self._before = self._here = 0
+
+    def scalars(self, line: Line) -> Iterator[tuple[str, float]]:
+        """Yield what `scalars_of` does, with the bytes of the worlds before."""
+        if line["what"] == "begin":
+            self._before, self._here = self._before + self._here, 0
+        if line["what"] == "step":
+            self._here = line["bytes_so_far"]
+            line = {**line, "bytes_so_far": self._before + self._here}
+        yield from scalars_of(line)
+
+
 class Scalars:
     """Writes lines as TensorBoard's scalars; raises ImportError where it is not installed."""
 
     name = "TensorBoard's record"
+    goes_on = True  # in the next world, after elastic's recovery
 
     def __init__(self, folder: str) -> None:
         try:
@@ -263,10 +280,11 @@ class Scalars:
                 f"TensorBoard's scalars need tensorboard ({error}): pip install tensorboard"
             ) from error
         self._writer = SummaryWriter(folder)
+        self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            for name, value in scalars_of(line):
+            for name, value in self._sent.scalars(line):
                 self._writer.add_scalar(name, value, line["step"])
         self._writer.flush()
 
@@ -330,13 +348,14 @@ class Wandb:
         self._is_ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
         self._has_failed = False
+        self._sent = _Sent()
         for names in ("gtopk/*", "gtopk seconds/*"):
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
         self._has_failed |= _tell_of_failure(lines)
         for line in lines:
-            if values := dict(scalars_of(line)):
+            if values := dict(self._sent.scalars(line)):
                 self._run.log({**values, "gtopk/step": line["step"]})
 
     def close(self) -> None:
@@ -371,6 +390,7 @@ class MLflow:
             active = self._client.create_run(of)
         self._run = active.info.run_id
         self._has_failed = False
+        self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
         self._has_failed |= _tell_of_failure(lines)
@@ -378,7 +398,7 @@ class MLflow:
         metrics = [
             self._metric(_metric_name(name), value, now, line["step"])
             for line in lines
-            for name, value in scalars_of(line)
+            for name, value in self._sent.scalars(line)
         ]
         for begin in range(0, len(metrics), 1000):  # it takes no more at once
             self._client.log_batch(self._run, metrics[begin : begin + 1000])

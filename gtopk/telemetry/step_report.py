@@ -135,6 +135,8 @@ class Balance:
     steps: int = 0
     seconds: float = 0.0
     exchange_seconds: float = 0.0
+    expected_steps: int = 0  # of which it is known what the exchange was to take
+    expected_seconds: float = 0.0
     dense_seconds: float = 0.0
     selected: int = 0
     elements: int = 0
@@ -152,6 +154,9 @@ class Balance:
         self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
         self.exchange_seconds += count * step.exchange_seconds
         self.dense_seconds += count * step.dense_seconds
+        if step.predicted_seconds is not None:  # None while the density warms up
+            self.expected_steps += count
+            self.expected_seconds += count * step.predicted_seconds
         self.selected += step.selected
         self.elements += step.elements
         self.coded_entries += step.coded_entries
@@ -169,6 +174,14 @@ class Balance:
         run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense"
         if abs(saved) < _CLOSE * self.seconds:
             result = f"compression neither saved nor cost time in {seconds_text(self.seconds)}"
+        elif self._is_unlike_expected(saved):
+            expected = self.expected_seconds / self.expected_steps
+            result = (
+                "whether compression saved time is open: an exchange took "
+                f"{seconds_text(self.exchange_seconds / self.steps)} and was expected to take "
+                f"{seconds_text(expected)}, and a dense one "
+                f"{seconds_text(self.dense_seconds / self.steps)}; time a dense run"
+            )
         elif saved > 0:
             result = f"compression saved up to {seconds_text(saved)} of {run}"
         else:
@@ -183,8 +196,20 @@ class Balance:
             f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
         )
 
+    def _is_unlike_expected(self, saved: float) -> bool:
+        """Tell whether the line at the start had the other one faster, by the same estimate.
+
+        What was so wrong of the exchanges that were run tells nothing of those that were not.
+        """
+        if not self.expected_steps:
+            return False
+        expected = self.expected_seconds / self.expected_steps
+        dense = self.dense_seconds / self.steps
+        return dense * SAME < expected if saved > 0 else expected * SAME < dense
+
 
 _CLOSE: Final = 0.01  # of a run: less is not told from nothing
+SAME: Final = 1.1  # exchanges whose times are apart by less are expected to take the same
 
 
 class Sized(Protocol):

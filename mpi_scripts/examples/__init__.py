@@ -5,6 +5,7 @@
     finetune.py     Hugging Face's Trainer, LoRA or all weights        gtopk.transformers
     trainer.py      Lightning's Trainer                                gtopk.lightning
     fabric.py       Lightning Fabric: the loop is yours                gtopk.lightning
+    titan.py        torchtitan's trainer, HSDP, AdamW                  gtopk.fsdp
     two_sites.py    local steps, a rare exchange between sites         gtopk.LocalSGD
 
 From the root of a clone, after `pip install ".[demo]"` for scikit-learn's digits:

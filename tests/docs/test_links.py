@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -86,3 +87,44 @@ def test_every_file_that_is_named_is_there() -> None:
 def test_a_file_that_is_not_there_is_noticed() -> None:
     text = "`gtopk/nowhere.py`, tests/gtopk/test_a.py:12, test_b.py and x/gtopk/c.py"
     assert files(text) == {"gtopk/nowhere.py", "tests/gtopk/test_a.py", "test_b.py"}
+
+
+def sent_to(path: Path) -> tuple[list[str], list[str]]:
+    """Return the pages that a module's messages send to, and files of docs that they name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    titles = [
+        ast.literal_eval(node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "page"
+        if isinstance(node.args[0], ast.Constant)  # the report's and the demo's make a page
+    ]
+    texts = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and id(node) not in docstrings
+    )
+    return titles, [text for text in texts if isinstance(text, str) and "docs/" in text]
+
+
+def test_messages_send_to_pages_and_to_no_file_that_an_installed_package_lacks() -> None:
+    sent, files = [], []
+    for package in ("gtopk", "collectives"):
+        for path in (ROOT / package).rglob("*.py"):
+            titles, named = sent_to(path)
+            sent += titles
+            files += named
+    headings = {
+        heading
+        for page in PAGES
+        for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert sent
+    assert set(sent) <= headings
+    assert files == []

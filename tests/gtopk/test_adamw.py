@@ -409,6 +409,37 @@ def test_of_two_optimizers_of_one_model_the_replicas_stay_equal(threads):
     np.testing.assert_array_equal(*threads(2, program))
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_plain_optimizer_does_not_take_its_agreed_steps_for_gradients(threads, own):
+    """own: the one that was given to DistributedOptimizer; else another beside it."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            model = network()
+            plain = torch.optim.AdamW(model.parameters(), lr=0.05)
+            distributed = DistributedOptimizer(
+                plain, model.named_parameters(), Compression.gtopk(0.5)
+            )
+            beside = plain if own else torch.optim.SGD([model[2].bias], lr=0.1)
+            said = r"plain (AdamW|SGD) steps parameter '(0.weight|2.bias)'"
+            for step in range(2):
+                distributed.zero_grad(set_to_none=step == 0)
+                value(model, transport.rank, step).backward()
+                distributed.synchronize()
+                with pytest.raises(ValueError, match=said):
+                    beside.step()
+                with distributed.skip_synchronize():
+                    distributed.step()
+                with pytest.raises(ValueError, match=said):
+                    beside.step()
+            distributed.zero_grad()
+            value(model, transport.rank, 2).backward()  # gradients again, as a GAN's other loss has
+            if not own:
+                beside.step()
+
+    threads(2, program)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_plain_adamws_state_that_is_loaded_after_steps_is_gone_on_from(steps):
     """Also one without a step, as of a run that begins anew."""

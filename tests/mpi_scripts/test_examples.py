@@ -28,16 +28,31 @@ def test_an_example_learns_and_so_does_its_dense_twin(torchrun: Any, package: st
         assert job.stdout.count(f"{name} is learned") == 2
 
 
+@pytest.mark.timeout(900)
+def test_torchtitans_replicas_exchange_by_gtopk(torchrun: Any, tmp_path: Path) -> None:
+    """Needs more than it asks for: pip install torchtitan==0.3.0 triton, beside its own fsspec."""
+    if find_spec("torchtitan") is None or find_spec("triton") is None:
+        pytest.skip("torchtitan, or triton, is not installed")
+    job = torchrun(4, "titan_train.py", str(tmp_path), timeout=600)
+    assert job.returncode == 0, job.stdout + job.stderr
+    for said in ("all entries make the dense gradient", "it resumes to the bit", "passes add up"):
+        assert job.stdout.count(said) == 4, job.stdout + job.stderr
+
+
 def test_every_example_is_run_and_told_of() -> None:
-    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "titan"}
     assert names == {name for each in TOGETHER.values() for name in each}
+    names.add("titan")
     listed = (EXAMPLES / "__init__.py").read_text(encoding="utf-8")
     for name in names:
         assert f"    {name}.py " in listed
         assert (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").count("\n") < 100
 
 
-@pytest.mark.parametrize(("name", "package"), [("finetune", "peft"), ("trainer", "lightning")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("finetune", "peft"), ("trainer", "lightning"), ("titan", "torchtitan")],
+)
 def test_without_its_package_an_example_ends_with_a_line(name: str, package: str) -> None:
     hidden = f"import sys; sys.modules[{package!r}] = None; import mpi_scripts.examples.{name}"
     done = subprocess.run(

@@ -32,7 +32,7 @@ from collectives.transports import Transport
 
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_names import translate, under_known_names
-from ...exchange.residual_state import ResidualState, norm_of, unsent
+from ...exchange.residual_state import ResidualState, norm_of, state_before, unsent
 from ...runtime.object_codec import decode, encode
 from ..reducer import Reducer
 
@@ -64,6 +64,19 @@ class Holder(Protocol):
     ) -> None: ...
 
 
+def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+    """Have a state_dict() of this optimizer without a step that nobody has taken yet."""
+    before = state_before(reducer.planned.bucket_exchanges)
+    state = whole["state"]
+    numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
+        number: {**state.pop(number), **before.get(parameter, {})}
+        for number, parameter in numbers
+        if number in state
+    }
+    whole["state"] = {**ordered, **state}
+
+
 def save(holder: Holder) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     residuals, bucket_exchanges = holder.take_state_out()
@@ -88,17 +101,22 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
     rank, place = peers.rank, peers.ranks.index(root)
 
     def work(transport: Transport, all_flags: list[int]) -> dict[str, Any] | None:
-        if rank != place:
-            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
-            return None
-        for source in range(transport.size):
-            if source != place:
-                own["held"][source] = decode(transport.receive(source).tobytes())
-        own["held"] = dict(sorted(own["held"].items()))
-        return own
+        gather_held(own, rank, place, transport)
+        return own if rank == place else None
 
     gathered: dict[str, Any] | None = peers.run("state", [f"root={root}"], work)
     return gathered
+
+
+def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport) -> None:
+    """Add all ranks' residuals to the part of the one at this place; all of them call it."""
+    if rank != place:
+        transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
+        return
+    for source in range(transport.size):
+        if source != place:
+            own["held"][source] = decode(transport.receive(source).tobytes())
+    own["held"] = dict(sorted(own["held"].items()))
 
 
 def load(holder: Holder, part: Mapping[str, Any]) -> None:

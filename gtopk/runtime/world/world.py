@@ -237,7 +237,11 @@ def rejoin() -> None:
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
-    _init(_communicator, here)
+    try:
+        _init(_communicator, here)
+    except BaseException as error:
+        here.note_end(f"could not begin anew: {describe(error)}", in_order=False)
+        raise
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice

@@ -294,3 +294,17 @@ def test_a_link_is_not_emulated_between_hosts(
     words = ["--hosts", "elsewhere.invalid:2", "--launcher", "mpirun", "--link", "1gbit", script]
     assert main(words) == 2
     assert "'elsewhere.invalid' is another one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (["sh", "-c", "exit 7"], "gtopk run: a rank ended with exit code 7\n"),
+        (["sh", "-c", "kill -9 $$"], "exit code 137 (SIGKILL)\n"),
+    ],
+)
+def test_a_ranks_exit_code_is_told_by_the_command_that_knows_it(
+    capsys, program: list[str], said: str
+) -> None:
+    assert main(["--launcher", "mpirun", "-n", "2", *program])
+    assert said in capsys.readouterr().err

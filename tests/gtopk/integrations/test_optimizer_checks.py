@@ -55,3 +55,26 @@ def test_each_living_hook_looks_and_no_dead_one():
         stepped(other).step()
     del second
     stepped(other).step()
+
+
+def test_a_container_may_call_the_step_of_the_hooks_optimizer():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = stepped(parameter)
+
+    class Container(torch.optim.Optimizer):
+        """One step for several optimizers, as torchtitan's."""
+
+        def __init__(self) -> None:
+            self.optimizers = [optimizer]
+            super().__init__([parameter], {})
+
+        def step(self, closure: None = None) -> None:
+            for each in self.optimizers:
+                each.step()
+
+    hook = looked_at(parameter, optimizer)
+    Container().step()
+    assert torch.equal(parameter, torch.full((3,), -0.1))
+    with pytest.raises(ValueError, match="another SGD steps its model"):
+        stepped(parameter).step()
+    del hook

@@ -79,3 +79,17 @@ def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
     balance.note(report())
     balance.note(report(dense_seconds=1.0, skipped=True))
     assert balance.verdict() == ""
+
+
+@pytest.mark.parametrize(("predicted_seconds", "dense_seconds"), [(0.0001, 0.001), (0.03, 0.01)])
+def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
+    predicted_seconds: float, dense_seconds: float
+) -> None:
+    """Both go by one estimate of dense: where that of what ran was wrong, nobody knows."""
+    balance = Balance()
+    balance.note(report(dense_seconds=dense_seconds, predicted_seconds=None))
+    for step in range(1, 100):
+        balance.note(report(step, dense_seconds=dense_seconds, predicted_seconds=predicted_seconds))
+    said = balance.verdict()
+    assert said.startswith("whether compression saved time is open: an exchange took 3")
+    assert "time a dense run (dense by estimate); used gtopk" in said

@@ -186,6 +186,84 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
     assert len([row for row in wandb.rows if "loss" in row]) == 2 - rank
 
 
+def test_bytes_sent_go_on_in_the_next_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("GTOPK_WANDB", "p")
+    monkeypatch.setenv("GTOPK_MLFLOW", "e")
+    monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
+    worlds: Any = [Ranked(0), Ranked(0)]
+    observer = run_record._WorldRecords()
+    for here, before in zip(worlds, (None, worlds[0]), strict=True):
+        observer.join(here, before)
+        observer.start(here)
+        recorder = run_record.recorder_of(here)
+        assert recorder is not None
+        for step in range(2):
+            recorder.note_step(report(step))
+        observer.pause(here)
+    observer.end(worlds[1], "the program ended", True)
+    name = "gtopk/sent bytes so far"
+    each = report(0).sent_bytes
+    assert [row[name] for row in wandb.rows if name in row] == [each * n for n in (1, 2, 3, 4)]
+    told = [value for metric, value, *_ in client.metrics if metric == name]
+    assert told == [each * n for n in (1, 2, 3, 4)]
+
+
+def test_where_the_next_world_never_stands_runs_have_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("GTOPK_WANDB", "p")
+    monkeypatch.setenv("GTOPK_MLFLOW", "e")
+    monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
+    first, second = (Ranked(0) for _ in range(2))
+    observer: Any = run_record._WorldRecords()
+    observer.join(first, None)
+    observer.start(first)
+    observer.pause(first)
+    observer.join(second, first)  # and its ranks do not meet
+    observer.end(first, "could not begin anew", False)
+    assert (wandb.finished, client.ended) == ([1], ["FAILED"])
+
+
+def test_a_rejoin_that_fails_ends_what_was_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[str, bool]] = []
+
+    class Left:
+        """A world that every rank has left."""
+
+        failures: tuple[str, ...] = ()
+        advice, sets, step = "", {}, 3
+
+        def __init__(self) -> None:
+            self.engine = SimpleNamespace(failure=None)
+            self.transport = SimpleNamespace(timeout_seconds=1.0, lost=list)
+
+        def leave(self, reason: str, seconds: float) -> list[int]:
+            return []
+
+        def pause(self) -> None:
+            pass
+
+        def note_end(self, how: str, in_order: bool) -> None:
+            ends.append((how, in_order))
+
+    def fail(*call: Any) -> None:
+        raise OSError("no route to rank 1")
+
+    module = sys.modules[world.rejoin.__module__]
+    guard = SimpleNamespace(departure_notice=str, remove=lambda: None)
+    monkeypatch.setattr(module, "_process", Left())
+    monkeypatch.setattr(module, "_guard", guard)
+    monkeypatch.setattr(module, "current", lambda: module._process)
+    monkeypatch.setattr(module, "_init", fail)
+    with pytest.raises(OSError, match="no route"):
+        world.rejoin()
+    assert ends == [("could not begin anew: OSError: no route to rank 1", False)]
+
+
 @pytest.mark.parametrize(
     ("name", "metric"),
     [

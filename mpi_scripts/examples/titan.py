@@ -1,0 +1,97 @@
+"""Train Llama 3 by torchtitan, its replicas (HSDP) exchanging gradients by gTop-k.
+
+torchrun --nproc-per-node 4 -m torchtitan.train --module mpi_scripts.examples.titan \
+    --config llama3_8b --parallelism.data_parallel_replicate_degree 2
+
+The dense twin is torchtitan itself: --module llama3.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import gtopk.fsdp
+
+try:
+    from torchtitan import trainer
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.models.llama3 import config_registry
+except ImportError as missing:
+    sys.exit(f"this example needs {missing.name}: pip install torchtitan triton")
+
+
+class Trainer(trainer.Trainer):
+    """torchtitan's, whose parallelism.data_parallel_replicate_degree replicas send little."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(trainer.Trainer.Config):
+        density: float = 0.05
+        """Share of each module's gradient that a rank sends to the other replicas"""
+
+    def __init__(self, config: Config) -> None:
+        parallelize = config.model_spec.parallelize_fn
+
+        def shard(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
+            """Let FSDP know of one replica only: the exchange between them is gtopk's."""
+            whole = how["parallel_dims"]
+            how["parallel_dims"] = copy.copy(whole)
+            how["parallel_dims"].dp_replicate = 1
+            model = parallelize(model, **how)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # torchtitan's loss wants the sum over replicas, of which gtopk has the mean.
+                    module.set_gradient_divide_factor(1 / whole.dp_replicate)
+            return model
+
+        config.model_spec = replace(config.model_spec, parallelize_fn=shard)
+        config.parallelism.spmd_backend = "partial_dtensor"
+        config.training.disable_cuda_graphs = True  # they cannot hold an exchange
+        config.training.max_norm = math.inf  # gradients are AdamW's steps after backward
+        super().__init__(config)
+        if len(self.model_parts) > 1 or len(self.optimizers.optimizers) > 1:
+            raise ValueError("gtopk takes one AdamW for the whole model, and no pipeline")
+        if self.gradient_accumulation_steps > 1 and isinstance(self.loss_fn, ChunkedLossWrapper):
+            raise ValueError(
+                "a chunked loss has FSDP reduce lm_head's gradient in every pass: to accumulate "
+                "gradients, have loss=CrossEntropyLoss.Config(...) in the configuration"
+            )
+        self.replicas = gtopk.fsdp.replicate(
+            self.model_parts[0],
+            self.parallel_dims.get_mesh("dp_replicate"),
+            config.density,
+            optimizer=self.optimizers.optimizers[0],
+        )
+        self._passes = 0
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """Let FSDP add up the passes of a step, and the last one exchange the sum."""
+        self._passes = (self._passes + 1) % self.gradient_accumulation_steps
+        self.model_parts[0].set_requires_all_reduce(self._passes == 0)
+        return super().forward_backward_step(**batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "gtopk": self.replicas.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.replicas.load_state_dict(state_dict["gtopk"])
+
+
+def compressed(config: trainer.Trainer.Config) -> Trainer.Config:
+    """Return a configuration of torchtitan's for this trainer."""
+    return Trainer.Config(**{each.name: getattr(config, each.name) for each in fields(config)})
+
+
+def llama3_8b() -> Trainer.Config:
+    return compressed(config_registry.llama3_8b())
+
+
+def llama3_debugmodel() -> Trainer.Config:
+    return compressed(config_registry.llama3_debugmodel())
