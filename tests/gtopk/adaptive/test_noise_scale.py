@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gtopk.torch as hvd
 from gtopk.adaptive.current_batch import FACTORS, LearningRate, adascale
 from gtopk.adaptive.noise_scale import GradientCopy, Noise, NoiseAverage, estimate
+from gtopk.runtime.world.state import World
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
 def test_the_estimates_are_unbiased_for_unequal_batches(random: np.random.Generator) -> None:
@@ -70,14 +73,17 @@ def test_adascale_of_gradients_that_are_all_zero_leaves_the_rate() -> None:
 
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    rate = LearningRate(optimizer, scaling, reference=64)
-    rate.scale(256, None)
-    parameter.grad = torch.ones(1)
-    optimizer.step()
-    assert parameter.item() == -0.5 * expected
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    def program(here: World) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5))
+        rate = LearningRate(optimizer, scaling, reference=64)
+        rate.scale(256, None)
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        return parameter.item()
+
+    assert on_ranks(1, program) == [-0.5 * expected]
 
 
 def test_a_copy_is_of_one_backward_pass_only() -> None:
