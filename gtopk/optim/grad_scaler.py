@@ -1,7 +1,7 @@
 """GradScaler: what its scale is to gradients that are reduced, and when it may take it away.
 
 Each rank's scaler looks for overflows in what it unscales. In the reduced gradients, which are the
-same on all ranks, all of them see the same; in a rank's own it alone does, and scales part.
+same on all ranks, all of them see the same; in a rank's own it alone does, and the ranks' scales diverge.
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ def require_no_fused_unscaling(optimizer: torch.optim.Optimizer) -> None:
 
 def _unscale_between(why: str) -> str:
     return (
-        f"other ranks cannot see the overflows of this rank's GradScaler, and scales part: {why}. "
-        f"{RECIPE}"
+        f"a GradScaler that unscales before gradients are reduced sees this rank's overflows only, "
+        f"and the ranks' loss scales diverge: {why}. {RECIPE}"
     )
