@@ -113,17 +113,18 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 losses.append(loss.item())
                 if not reports or optimizer.last_step is not reports[-1]:
                     reports.append(optimizer.last_step)
-            if recipe.inner_steps and optimizer.steps_made:  # of a round that is not over
-                optimizer.outer_step()
-                reports.append(optimizer.last_step)
-        exchanges = [each for each in reports if each is not None]
+            exchanges = [each for each in reports if each is not None]
+            a_step = 1.0  # exchanges
+            if recipe.inner_steps:
+                optimizer.outer_step()  # what is left of a round, and of an overlap
+                a_step = optimizer.outer_steps / task.steps
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
             task.accuracy(model) if transport.rank == 0 else 0.0,
             hashlib.blake2b(parameters, digest_size=8).hexdigest(),
-            sum(each.selected for each in exchanges) / task.steps,
-            sum(each.updated for each in exchanges) / task.steps,
-            sum(each.sent_bytes for each in exchanges) / task.steps,
+            a_step * statistics.fmean(each.selected for each in exchanges),
+            a_step * statistics.fmean(each.updated for each in exchanges),
+            a_step * statistics.fmean(each.sent_bytes for each in exchanges),
             losses,
         )
 

@@ -24,7 +24,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -43,15 +42,14 @@ from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
-from .outer_exchange import (
-    LostReplicas,
-    Outcome,
+from .outer_exchange import LostReplicas, Outcome, OuterExchange, Round, report_of
+from .outer_optimizer import (
     Outer,
-    OuterExchange,
     averaging,
+    center_in_place,
     nesterov,
+    options_by_group,
     options_of,
-    report_of,
     state_of,
 )
 
@@ -60,25 +58,6 @@ __all__ = ["LocalSGD", "averaging", "nesterov"]
 _log = logging.getLogger("gtopk")
 _KEY: Final = "local_sgd"
 _FORMAT: Final = 1
-
-
-@dataclass
-class _Round:
-    """A round that is over, and has not moved the replica yet.
-
-    made:    the steps that this rank has made in it.
-    begun:   when it was over, by time.perf_counter; waited: seconds that the program stood still.
-    sent:    the replica then; empty where it does not go on before all changes are here.
-    move:    what the replica is to move by; None: the changes are not here yet.
-    outcome: None: they are not, or were before a checkpoint.
-    """
-
-    made: int
-    begun: float
-    sent: list[torch.Tensor]
-    waited: float = 0.0
-    move: list[torch.Tensor] | None = None
-    outcome: Outcome | None = None
 
 
 class _LocalSGD(Wrapping):
@@ -122,7 +101,8 @@ class _LocalSGD(Wrapping):
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
         self._center: list[torch.Tensor] = []  # z, while a round goes on
-        self._before: _Round | None = None  # the one before, while its exchange goes on
+        self._before: Round | None = None  # the one before, while its exchange goes on
+        self._wasted = 0  # of steps_made: made by a replica that was lost
         self._world = world.current()
         self._exchange = OuterExchange(self._names, compression, process_set, self._world)
         self._are_alike = False  # the ranks' models, as far as is known
@@ -141,18 +121,12 @@ class _LocalSGD(Wrapping):
     def besides(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
 
-    def in_common(self) -> dict[str, Any]:
-        """Return where this rank is in its round, and wait for the exchange of the one before."""
-        return {
-            **(state := self._round_state()),
-            "outer_steps": self.outer_steps + bool(state["move"]),
-            "steps_made": self.steps_made,
-        }
-
     def go_on_from(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
         self._receive()  # this rank's residual goes by it, as the others' do
-        self.outer_steps, self.steps_made = common["outer_steps"], common["steps_made"]
+        if self._before is not None and (outcome := self._before.outcome) is not None:
+            self._world.note_preempted(outcome.preempted)
+        self._lost.end_row()
         self._put_round(common)
         self._are_alike = False
 
@@ -195,12 +169,7 @@ class _LocalSGD(Wrapping):
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
         if not self._center:
-            require_known(
-                self.param_groups,
-                self._names.keys(),
-                "LocalSGD (make another of the plain optimizer) exchanges the parameters that "
-                "required a gradient when it was made",
-            )
+            self._require_known()
             self._center = [p.detach().clone() for p in self._names]
         if not self._are_alike:
             begun = time.perf_counter()
@@ -208,6 +177,14 @@ class _LocalSGD(Wrapping):
             self.outer_steps = self._exchange.meet(self._center, signature, self.outer_steps)
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # of no round: links may be measured
+
+    def _require_known(self) -> None:
+        require_known(
+            self.param_groups,
+            self._names.keys(),
+            "LocalSGD (make another of the plain optimizer) exchanges the parameters that "
+            "required a gradient when it was made",
+        )
 
     def _signature(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
@@ -235,13 +212,19 @@ class _LocalSGD(Wrapping):
         """
         self._begin_round()
         moved = self._before is not None and self._move()
-        begun, made = time.perf_counter(), self.steps_made
-        self._exchange.begin(
-            self._center, [*self._signature(), why], made, self._world.termination_requested
-        )
-        sent = [p.detach().clone() for p in self._names] if overlap else []
-        self._before = _Round(made, begun, sent, time.perf_counter() - begun)
-        self.steps_made = 0
+        self._require_known()
+        before = Round(self.steps_made, self.steps_made - self._wasted)
+        with before.waiting():
+            self._exchange.begin(
+                self._center,
+                [*self._signature(), why],
+                before.made,
+                self._world.termination_requested,
+            )
+            if overlap:
+                before.sent = [p.detach().clone() for p in self._names]
+                before.options = options_by_group(self.outer)
+        self._before, self.steps_made, self._wasted = before, 0, 0
         return False if overlap else self._move() or moved
 
     @torch.no_grad()
@@ -251,34 +234,32 @@ class _LocalSGD(Wrapping):
         Where the rank has gone on, its replica stays as it is: it may receive before others do.
         """
         before = self._before
-        if before is None or before.move is not None:
+        if before is None or before.has_ended:
             return
-        begun = time.perf_counter()
-        replica: list[torch.Tensor] = list(self._names)
-        now = [p.detach().clone() for p in replica] if before.sent else []
-        try:
-            with self._exchange.ended() as outcome:
-                torch._foreach_copy_(replica, self._center)
-                if outcome.moves:
-                    self.outer.step()
-                if before.sent:
-                    torch._foreach_copy_(self._center, replica)
-        except BaseException:
-            self._before, self.steps_made = None, self.steps_made + before.made
-            if now:
-                torch._foreach_copy_(replica, now)
-            raise
-        move: list[torch.Tensor] = []
-        if before.sent:
-            move = [*torch._foreach_sub(self._center, before.sent)]
-            if self._world.rank in outcome.lost:
-                torch._foreach_zero_(move)  # it is the center by now
+        with before.waiting():
+            try:
+                with self._exchange.ended() as outcome:
+                    if not before.sent:
+                        torch._foreach_copy_(list(self._names), self._center)
+                        if outcome.moves:
+                            self.outer.step()
+                    elif outcome.moves:
+                        names, options = self._names, before.options
+                        with center_in_place(names, self._center, self.outer, options):
+                            self.outer.step()
+            except HorovodInternalError as error:
+                before.error = error  # for all ranks to raise it in the same step
+            except BaseException:
+                self._give_back(before)
+                raise
             else:
-                torch._foreach_copy_(replica, now)
-        if self._world.rank in outcome.lost:
-            self.state.clear()
-        before.move, before.outcome = move, outcome
-        before.waited += time.perf_counter() - begun
+                before.outcome, before.is_lost = outcome, self._world.rank in outcome.lost
+
+    def _give_back(self, before: Round) -> None:
+        """Count the steps of a round whose exchange has failed to this one."""
+        self._before = None
+        self.steps_made += before.steps
+        self._wasted += before.steps - before.made
 
     @torch.no_grad()
     def _move(self) -> bool:
@@ -287,17 +268,17 @@ class _LocalSGD(Wrapping):
         The steps that it has made since stay: they are changes of this round.
         """
         self._receive()
-        before, self._before = self._before, None
+        before = self._before
         assert before is not None
-        if before.move:
-            begun = time.perf_counter()
-            if self.steps_made:
-                torch._foreach_add_(list(self._names), before.move)
-            else:  # to the bit, as the others
-                torch._foreach_copy_(list(self._names), self._center)
-            before.waited += time.perf_counter() - begun
-        else:
-            self._center = []
+        if before.error is not None:
+            self._give_back(before)
+            raise before.error
+        self._before = None
+        with before.waiting():
+            self._place(before)
+        if before.is_lost:
+            self.state.clear()
+            self._wasted = self.steps_made
         outcome = before.outcome
         if outcome is None:
             return True
@@ -314,17 +295,27 @@ class _LocalSGD(Wrapping):
             self._lost.end_row()
         return outcome.moves
 
-    def _report(self, before: _Round, outcome: Outcome) -> None:
+    def _place(self, before: Round) -> None:
+        """Let the replica be the center, and the steps that it has made since."""
+        parameters: list[torch.Tensor] = list(self._names)
+        if not before.sent:
+            self._center = []
+        elif before.is_lost or not self.steps_made:
+            torch._foreach_copy_(parameters, self._center)
+        else:
+            for p, z, sent in zip(parameters, self._center, before.sent, strict=True):
+                # To the bit, where nothing was changed: what is frozen is not to seem to move.
+                p.copy_(torch.where(p == sent, z, p + (z - sent)))
+
+    def _report(self, before: Round, outcome: Outcome) -> None:
         """Fill in `last_step`."""
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = report_of(
             outcome,
+            before,
             step=self._world.step - 1,
             compute_seconds=self._ended - began - before.waited,
-            synchronize_seconds=before.waited,
-            hidden_seconds=self._ended - before.begun - before.waited,
             elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
-            local_steps=before.made,
             predicted_seconds=self._exchange.expected.seconds,
             dense_seconds=self._exchange.expected.dense_seconds,
         )
@@ -334,20 +325,34 @@ class _LocalSGD(Wrapping):
             if outcome.moves and is_sampling_due(self._exchange.steps):
                 sample_residual(recorder, [self._exchange])
 
-    def _round_state(self) -> dict[str, Any]:
-        """Return where a round begins, and what the replica is to move by in its course."""
+    def in_common(self) -> dict[str, Any]:
+        """Return where this rank is in its round, and wait for the exchange of the one before."""
         self._receive()
-        before = self._before
-        return {
+        state = {
+            "outer_steps": self.outer_steps,
+            "steps_made": self.steps_made,
+            "wasted": self._wasted,
             "center": [tensor.clone() for tensor in self._center],
-            "move": [] if before is None else [tensor.clone() for tensor in before.move or ()],
+            "sent": [],
+            "is_lost": False,
         }
+        before = self._before
+        if before is not None and before.error is not None:
+            state["steps_made"] = self.steps_made + before.steps
+            state["wasted"] = self._wasted + before.steps - before.made
+        elif before is not None:
+            state["sent"] = [tensor.clone() for tensor in before.sent]
+            state["is_lost"] = before.is_lost
+            is_counted = before.outcome is None or before.outcome.empty
+            state["outer_steps"] = self.outer_steps + (not is_counted)
+        return state
 
     def _put_round(self, state: Mapping[str, Any]) -> None:
-        self._center = self._as_center(state["center"])
-        self._before = None
-        if move := self._as_center(state.get("move", ())):
-            self._before = _Round(0, time.perf_counter(), [], move=move)
+        self.outer_steps, self.steps_made = state["outer_steps"], state["steps_made"]
+        self._wasted = state.get("wasted", 0)
+        self._center, self._before = self._as_center(state["center"]), None
+        if sent := self._as_center(state.get("sent", ())):
+            self._before = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
@@ -356,16 +361,13 @@ class _LocalSGD(Wrapping):
         replica then. Save it on every rank, as `gtopk.save_checkpoint` does. It waits for an
         exchange that goes on.
         """
-        round_state = self._round_state()
-        is_moving = bool(round_state["move"])  # by an outer step that no rank has counted yet
+        round_state = self.in_common()
         return {
             **super().state_dict(),
             optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._exchange),
             _KEY: {
                 "format": _FORMAT,
                 "ranks": len(self._exchange.ranks),
-                "steps_made": self.steps_made,
-                "outer_steps": self.outer_steps + is_moving,
                 **round_state,
                 "outer": self.outer.state_dict(),
             },
@@ -386,11 +388,11 @@ class _LocalSGD(Wrapping):
                 f"the state of LocalSGD must be of format {_FORMAT}, got {own.get('format')!r}; "
                 "load it with the version of gtopk that saved it"
             )
-        with contextlib.suppress(HorovodInternalError):
-            self._receive()  # what goes on must end, and is forgotten
+        self._receive()  # what goes on must end, and is forgotten
         super().load_state_dict(state_dict, *args, **kwargs)
         self._lost.end_row()
-        self._center, self._before, self.steps_made, self._are_alike = [], None, 0, False
+        self._center, self._before, self._are_alike = [], None, False
+        self.steps_made = self._wasted = 0
         if own is not None:
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
@@ -406,7 +408,6 @@ class _LocalSGD(Wrapping):
             return
         if own["ranks"] == len(self._exchange.ranks):
             self._put_round(own)
-            self.steps_made = own["steps_made"]
             return
         torch._foreach_copy_(list(self._names), list(own["center"]))
         _log.warning(

@@ -13,9 +13,10 @@ Lost replicas: those that were not finite when models were exchanged, and became
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from collectives.transports import Transport
 from collectives.wire import NOTHING_CODED
 
+from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
@@ -39,7 +41,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World
-from ..telemetry.step_report import StepReport
+from ..telemetry.step_report import StepReport, outside
 
 _log = logging.getLogger("gtopk")
 
@@ -49,6 +51,9 @@ _FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
 
 
+Bounds = tuple[float, float]  # from, to; by time.perf_counter
+
+
 class Outcome(NamedTuple):
     """What an exchange came to, the same on every rank, but for what it cost.
 
@@ -56,6 +61,7 @@ class Outcome(NamedTuple):
     lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
     frozen:    the parameters that every rank has frozen, and none has changed in the round.
     exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
+    span:      when the engine's thread was at it, by time.perf_counter.
     """
 
     preempted: list[int]
@@ -63,6 +69,7 @@ class Outcome(NamedTuple):
     frozen: set[str]
     exchanged: Exchanged | None
     operation: Operation
+    span: Bounds
 
     @property
     def moves(self) -> bool:
@@ -80,22 +87,60 @@ class Outcome(NamedTuple):
         return self.exchanged is not None and not self.exchanged.finite
 
 
+@dataclass
+class Round:
+    """A round that is over, and has not moved the replica yet.
+
+    steps:   that this rank has made in it; made: those of them that count.
+    sent:    the replica that is exchanged; empty where the rank waits for the changes.
+    options: of the outer optimizer, when the round was over.
+    waits:   when the program stood still for it.
+    is_lost: this rank's replica was not finite.
+    outcome: None: it is not known yet, or came before a checkpoint.
+    error:   why the exchange has failed.
+    """
+
+    steps: int = 0
+    made: int = 0
+    sent: Sequence[torch.Tensor] = ()
+    options: Sequence[Mapping[str, Any]] = ()
+    waits: list[Bounds] = field(default_factory=list)
+    is_lost: bool = False
+    is_loaded: bool = False
+    outcome: Outcome | None = None
+    error: HorovodInternalError | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether its exchange has."""
+        return self.is_loaded or self.outcome is not None or self.error is not None
+
+    @property
+    def waited(self) -> float:
+        return sum(ended - begun for begun, ended in self.waits)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waits.append((begun, time.perf_counter()))
+
+
 def report_of(
     outcome: Outcome,
+    round: Round,
     *,
     step: int,
     compute_seconds: float,
-    synchronize_seconds: float,
-    hidden_seconds: float,
     elements: int,
-    local_steps: int,
     predicted_seconds: float | None,
     dense_seconds: float | None = None,
 ) -> StepReport:
     """Return the report of an outer step.
 
     compute_seconds: of all steps of the round. elements: values of all parameters.
-    hidden_seconds: of the exchange, that went on behind steps.
     predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
         one.
     """
@@ -105,15 +150,15 @@ def report_of(
         step=step,
         algorithm=done.algorithm if done else "",
         compute_seconds=compute_seconds,
-        synchronize_seconds=synchronize_seconds,
+        synchronize_seconds=round.waited,
         select_seconds=done.select_seconds if done else 0.0,
         apply_seconds=0.0,
         agree_seconds=operation.agree_seconds,
         communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
         merge_seconds=done.merge_seconds if done else 0.0,
         code_seconds=coded.seconds,
-        hidden_seconds=min(hidden_seconds, done.seconds) if done else 0.0,
-        working_seconds=done.seconds if done else 0.0,
+        hidden_seconds=outside(outcome.span, round.waits) if done else 0.0,
+        working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
         buckets=1,
         exchange_seconds=done.seconds if done else 0.0,
         predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
@@ -127,7 +172,7 @@ def report_of(
         selected=done.selected if done else 0,
         updated=done.updated if done else 0,
         skipped=not outcome.moves,
-        local_steps=local_steps,
+        local_steps=round.made,
         covers="outer step",
         ranks=operation.ranks,
         dense_seconds=dense_seconds if done else None,
@@ -162,40 +207,6 @@ class LostReplicas(SkipCounter):
         )
 
 
-# What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
-Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return DiLoCo's outer optimizer: rate 0.7, Nesterov momentum 0.9."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return plain descent of rate 1: dense, z' is the mean of the models."""
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def options_of(outer: torch.optim.Optimizer) -> str:
-    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in outer.param_groups
-    ]
-    return f"outer {type(outer).__name__} {groups}"
-
-
-def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
-    """Return what tells the outer optimizer's state from another: all ranks have the same."""
-    state = [value for p in parameters for value in outer.state.get(p, {}).values()]
-    tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
-    others = [value for value in state if isinstance(value, (int, float))]
-    return (
-        f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
-        "(all ranks load, or broadcast_optimizer_state gives them one's)"
-    )
-
-
 class OuterExchange:
     """One rank's part in it, with its residual.
 
@@ -223,6 +234,7 @@ class OuterExchange:
         ] = {}  # of names that no parameter has; saved again
         # The operation, and what the ranks exchange in it, while it goes on.
         self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
+        self._span: Bounds = (0.0, 0.0)
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
@@ -340,7 +352,7 @@ class OuterExchange:
         try:
             with self._gradients_for_a_while():
                 preempted, lost, everywhere, exchanged = operation.wait()
-                outcome = Outcome(preempted, lost, everywhere, exchanged, operation)
+                outcome = Outcome(preempted, lost, everywhere, exchanged, operation, self._span)
                 for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
                     parameter.grad = gradient
                 if outcome.moves:
@@ -384,10 +396,13 @@ class OuterExchange:
         everywhere: set[str] = set()
         if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
+        began = time.perf_counter()
         self._bucket_exchange.remember()
         share = steps[transport.rank] / sum(steps)
         self._bucket_exchange.weigh(share, share)
-        return preempted, lost, everywhere, self._bucket_exchange.reduce(transport)
+        exchanged = self._bucket_exchange.reduce(transport)
+        self._span = began, time.perf_counter()
+        return preempted, lost, everywhere, exchanged
 
     def residual_size(self) -> ResidualSize | None:
         """Return this rank's residual, in sums; None where this way has no residual."""

@@ -1,7 +1,8 @@
 """GradScaler: what its scale is to gradients that are reduced, and when it may take it away.
 
 Each rank's scaler looks for overflows in what it unscales. In the reduced gradients, which are the
-same on all ranks, all of them see the same; in a rank's own it alone does, and the ranks' scales diverge.
+same on all ranks, all of them see the same; in a rank's own it alone does, and the ranks' scales
+diverge.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def report(
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
-        hidden_seconds=sum(_outside(span, waits) for span in transaction.spans),
+        hidden_seconds=sum(outside(span, waits) for span in transaction.spans),
         working_seconds=sum(ended - begun for begun, ended in transaction.spans),
         buckets=len(transaction.bucket_exchanges),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
@@ -302,7 +302,7 @@ def report(
     )
 
 
-def _outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
+def outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of a span in which the program did not wait."""
     begun, ended = span
     waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)

@@ -463,13 +463,13 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
 @pytest.mark.parametrize(
     ("kind", "options", "compression", "told"),
     [
-        ("SGD", {"momentum": 0.9}, Compression.gtopk(0.1), "momentum=0 (docs"),
-        ("SGD", {"momentum": 0.9}, Compression.auto(), "momentum=0 (docs"),
+        ("SGD", {"momentum": 0.9}, Compression.gtopk(0.1), "momentum=0 ('"),
+        ("SGD", {"momentum": 0.9}, Compression.auto(), "momentum=0 ('"),
         (
             "SGD",
             {"momentum": 0.9, "weight_decay": 1e-4},
             Compression.gtopk(0.1),
-            "momentum=0, and 10 times the weight_decay (docs",
+            "momentum=0, and 10 times the weight_decay ('",
         ),
         ("SGD", {"momentum": 0.9}, Compression.fp16, ""),
         ("SGD", {"momentum": 0.9, "nesterov": True}, Compression.gtopk(0.1), ""),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -217,6 +219,147 @@ def test_a_replica_that_is_not_finite_is_the_others_model_before_it_goes_on() ->
     assert all(torch.equal(after[0], each) for each in after)
 
 
+@pytest.mark.parametrize("way", ["all load", "rank 0 loads, and broadcasts"])
+def test_a_rank_whose_replica_was_lost_loads_like_the_others(way: str) -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer = begin()
+        trained(transport, range(2), model, optimizer)
+        saved = torch.utils._pytree.tree_map(
+            lambda part: part.clone() if isinstance(part, torch.Tensor) else part,
+            (model.state_dict(), optimizer.state_dict()),
+        )
+        trained(transport, range(2, 3), model, optimizer)
+        backward(model, transport.rank, 3)
+        if transport.rank == 1:
+            model[2].bias.grad[1] = float("nan")
+        optimizer.step()  # and the exchange goes on
+        if way == "all load" or transport.rank == 0:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        if way != "all load":
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        assert len(optimizer.state) == 4
+        expected = saved[0] if way == "all load" else hvd.broadcast_object(saved[0], 0)
+        assert torch.equal(weights(model), torch.cat([p.reshape(-1) for p in expected.values()]))
+        trained(transport, range(2, 7), model, optimizer)
+        optimizer.outer_step()
+        return weights(model)
+
+    first, *others = on_ranks(3, rank)
+    assert first.isfinite().all()
+    assert all(torch.equal(first, each) for each in others)
+
+
+def test_the_outer_step_is_by_the_options_at_the_end_of_the_round() -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, list[float]]:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 2, averaging, overlap_steps=2)
+        (group,) = optimizer.outer.param_groups
+        for step in range(6):
+            backward(model, transport.rank, step)
+            optimizer.step()
+            group["lr"] *= 0.5
+            if transport.rank == 0:
+                optimizer.state_dict()  # which has the changes before others do
+        optimizer.outer_step()
+        return weights(model), [group["lr"]]
+
+    outcomes = on_ranks(2, rank)
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][1] == outcomes[1][1] == [0.5**6]
+
+
+def test_parameters_that_are_trained_later_are_refused() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        model[0].requires_grad_(False)
+        optimizer = LocalSGD(
+            descent(model.parameters()),
+            2,
+            named_parameters=model.named_parameters(),
+            overlap_steps=1,
+        )
+        trained(transport, range(3), model, optimizer)
+        model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match="now others do, too: number 0"):
+            trained(transport, range(3, 5), model, optimizer)
+
+    on_ranks(2, rank)
+
+
+def test_a_frozen_layer_does_not_move_by_momentum() -> None:
+    """But once: by what was exchanged as it froze."""
+
+    def rank(transport: LocalTransport) -> list[float]:
+        model = network()
+        optimizer = LocalSGD(
+            descent(model.parameters()),
+            4,
+            nesterov,
+            named_parameters=model.named_parameters(),
+            overlap_steps=2,
+        )
+        centers = []
+        for step in range(24):
+            if step == 12:
+                model[0].requires_grad_(False)
+            backward(model, transport.rank, step)
+            optimizer.step()
+            if step % 4 == 1:
+                centers.append(optimizer.state_dict()["local_sgd"]["center"][0])
+        return [float((b - a).norm()) for a, b in pairwise(centers)]
+
+    for moved in on_ranks(2, rank):
+        assert all(each > 0.01 for each in moved[:3])
+        assert moved[3:] == [0.0, 0.0]
+
+
+def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model = network()
+        optimizer = LocalSGD(descent(model.parameters()), 4, averaging, overlap_steps=4)
+        for step in range(8):
+            backward(model, transport.rank, step)
+            if (transport.rank, step) == (1, 3):
+                model[2].bias.grad[1] = float("nan")
+            optimizer.step()
+        before = torch.cat([z.reshape(-1) for z in optimizer._center])
+        own = before - weights(model)  # rank 0's changes; rank 1 has thrown its own away
+        optimizer.outer_step()
+        return before - weights(model), own
+
+    (moved, changed), (same, nothing) = on_ranks(2, rank)
+    assert torch.equal(moved, same)
+    assert not nothing.any()
+    close(moved, changed)
+
+
+def test_a_state_that_is_saved_and_loaded_again_and_again_counts_its_round_once() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model, optimizer = begin()
+        trained(transport, range(5), model, optimizer)
+        for _ in range(3):
+            optimizer.load_state_dict(optimizer.state_dict())
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        assert optimizer.outer_steps == 1
+        optimizer.outer_step()
+        assert optimizer.outer_steps == 2
+
+    on_ranks(2, rank)
+
+
+def test_a_state_may_be_asked_for_between_forward_and_backward() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model, optimizer = begin()
+        trained(transport, range(4), model, optimizer)
+        loss = model(torch.ones(2, 6, dtype=torch.float64)).square().mean()
+        optimizer.state_dict()
+        loss.backward()
+
+    on_ranks(2, rank)
+
+
 def test_an_exchange_that_failed_loses_no_step() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, start = network(), weights(network())
@@ -227,6 +370,9 @@ def test_an_exchange_that_failed_loses_no_step() -> None:
             group["lr"] = 1.0 + (transport.rank if step == 1 else 0)  # once not alike
             backward(model, transport.rank, step)
             own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            if step == 2 and transport.rank == 0:
+                saved = optimizer.state_dict()["local_sgd"]  # waits, and leaves the error to step
+                assert (saved["steps_made"], saved["sent"]) == (2, [])
             if step == 2:
                 with pytest.raises(hvd.HorovodInternalError, match="rank 1: outer SGD"):
                     optimizer.step()
@@ -247,10 +393,14 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
         model, optimizer = begin()
         trained(transport, range(4), model, optimizer)
         assert optimizer.last_step is None
+        while not any(optimizer._exchange._span):  # until the engine's thread is done
+            time.sleep(0.001)
         trained(transport, range(4, 6), model, optimizer)
         report = optimizer.last_step
         assert (report.local_steps, optimizer.steps_made) == (4, 2)
-        assert 0.0 < report.hidden_seconds <= report.exchange_seconds
+        assert 0.0 < report.hidden_seconds <= report.working_seconds
+        optimizer.outer_step()  # which waits
+        assert optimizer.last_step.hidden_seconds == 0.0
 
     on_ranks(2, rank)
 

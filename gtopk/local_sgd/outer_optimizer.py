@@ -1,0 +1,79 @@
+"""The outer optimizer: what makes one, its options, which ranks have alike, and its step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve
+
+from ..optim.replica_check import checksums
+
+# What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer: rate 0.7, Nesterov momentum 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return plain descent of rate 1: dense, z' is the mean of the models."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def options_of(outer: torch.optim.Optimizer) -> str:
+    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
+    return f"outer {type(outer).__name__} {options_by_group(outer)}"
+
+
+def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in outer.param_groups
+    ]
+
+
+def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Return what tells the outer optimizer's state from another: all ranks have the same."""
+    state = [value for p in parameters for value in outer.state.get(p, {}).values()]
+    tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
+    others = [value for value in state if isinstance(value, (int, float))]
+    return (
+        f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
+        "(all ranks load, or broadcast_optimizer_state gives them one's)"
+    )
+
+
+@contextmanager
+def center_in_place(
+    parameters: Iterable[torch.nn.Parameter],
+    center: Sequence[torch.Tensor],
+    outer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+) -> Iterator[None]:
+    """Let the outer optimizer step the center, by these options, while the replica stays.
+
+    By `data`, and unseen by autograd: a backward pass under way may need the replica.
+    """
+    known, groups = list(parameters), outer.param_groups
+    replica = [parameter.data for parameter in known]
+    now = [{name: group[name] for name in of} for group, of in zip(groups, options, strict=True)]
+    try:
+        for parameter, tensor in zip(known, center, strict=True):
+            parameter.data = tensor
+        for group, of in zip(groups, options, strict=True):
+            group.update(of)
+        with ExitStack() as versions:
+            for parameter in known:
+                versions.enter_context(preserve(parameter))
+            yield
+    finally:
+        for parameter, tensor in zip(known, replica, strict=True):
+            parameter.data = tensor
+        for group, of in zip(groups, now, strict=True):
+            group.update(of)
