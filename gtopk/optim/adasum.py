@@ -180,6 +180,7 @@ class _AdasumOptimizer(Wrapping):
         noted = self._are_finite is False and again
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._enter(here)
+        self._hooks.check()
         self._hooks.forget()
         trained = self._trained()
         self._parameter_names.add(self.param_groups)

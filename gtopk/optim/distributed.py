@@ -80,7 +80,6 @@ class _DistributedOptimizer(Readings):
         self._agreed: adam_step.AgreedSteps | None = None
         self._clipping = ClippingWatch(options.compression)
         self._shared = SharedParameters(self._parameter_names)
-        self._in_place = adam_step.StepsInPlace(self._parameter_names)
         self.last_step: StepReport | None = None
 
     @property
@@ -163,7 +162,6 @@ class _DistributedOptimizer(Readings):
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
                 self._agreed = adam_step.AgreedSteps(self._reducer.trained())
-                self._in_place.note(self._agreed)
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -325,7 +323,6 @@ class _DistributedOptimizer(Readings):
             )
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
-        self._in_place.steps = None
         self._reducer.drop()
         self._listener.drop()
         super().zero_grad(*args, **kwargs)
@@ -360,7 +357,6 @@ class _DistributedOptimizer(Readings):
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
         self._skipped.end_row()
-        self._in_place.steps = None
         self._reducer.drop()
         if self._local is not None:
             self._local.restore()

@@ -26,7 +26,7 @@ class BackwardHooks:
     """Counts the backward passes of each parameter, and says when a bucket is complete.
 
     limit: how many passes add up to a gradient; one more is an error: in the pass itself, or where
-           no gradient that counts follows, when somebody looks.
+           no gradient that counts follows, in the `check` before a step.
     began: when the first gradient was complete, by time.perf_counter: in a step's last pass; 0:
            nobody has counted yet.
     Parameters outlive this, which holds on weakly to whom it tells. All is looked up by `id`: a
@@ -40,7 +40,6 @@ class BackwardHooks:
         on_complete: Callable[[int], None] | None = None,
     ) -> None:
         """on_complete: a method, called with the place of each awaited bucket that is complete."""
-        self.set_limit(limit)
         self.began = self._ended = 0.0
         self._names = names
         # In two: a WeakMethod is Python code at each call.
@@ -51,6 +50,7 @@ class BackwardHooks:
         self._counted = 0  # of these
         self._passes: Counter[int] = Counter()
         self._order: list[torch.nn.Parameter] = []
+        self._seen: list[torch.nn.Parameter] = []  # in the step before
         self._complete: set[int] = set()
         self._watched: list[torch.nn.Parameter] = []
         self._members: list[frozenset[int]] = []  # of the awaited buckets
@@ -60,11 +60,14 @@ class BackwardHooks:
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
         # Gradients on the host and on a GPU come from threads of their own.
         self._lock = threading.Lock()
+        self._excess = ""  # the parameter that had a pass too many
+        self.set_limit(limit)
 
     def set_limit(self, passes: int) -> None:
         """Set the limit; raise ValueError where it is none."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self._count()  # by the limit that they were made under
         self.limit = passes
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -89,7 +92,9 @@ class BackwardHooks:
         _remove(self._counting)
         known = set(map(id, self._watched))
         trained = [[p for p in each if p.requires_grad and id(p) in known] for each in buckets]
-        filled = [each for each in trained if each]
+        # At those that had a gradient last time: others tell nothing of when backward was there.
+        seen = set(map(id, self._seen))
+        filled = [[p for p in each if id(p) in seen] or each for each in trained if each]
         ends = [filled[0][0], *(each[-1] for each in filled)] if filled else []
         self._count_at({id(p): p for p in ends}.values() if buckets else self._watched)
 
@@ -116,12 +121,14 @@ class BackwardHooks:
 
     def forget(self) -> None:
         """Count anew: what was computed belongs to no step any more."""
+        self._count()
         self._heard.clear()
         self._counted = 0
         self._passes.clear()
-        self._order = []
+        self._seen, self._order = self._order or self._seen, []
         self.began = self._ended = 0.0
         self._complete.clear()
+        self._excess = ""
         self._untold = [*range(len(self._members))]
 
     def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -141,7 +148,7 @@ class BackwardHooks:
         """Count, and tell of the buckets that are complete by now."""
         with self._lock:
             now = time.perf_counter()
-            self._count()
+            self.check()
             if self._order:
                 self.began, self._ended = self.began or now, now
             if self._listener is None or (listener := self._listener()) is None:
@@ -150,6 +157,16 @@ class BackwardHooks:
             for place in told:
                 self._untold.remove(place)
                 self._hear(listener, place)
+
+    def check(self) -> None:
+        """Count; raise AssertionError, until `forget`, where there was a pass too many."""
+        self._count()
+        if self._excess:
+            raise AssertionError(
+                f"the gradient of {self._excess} before a call to step(); increase "
+                "backward_passes_per_step to accumulate gradients locally, or drop them by "
+                "optimizer.zero_grad(): that of a model, or of another optimizer, is not noticed"
+            )
 
     def _count(self) -> None:
         """Count what was heard since the last time."""
@@ -164,13 +181,8 @@ class BackwardHooks:
         self._order += complete.values()
         self._complete |= complete.keys()
         for parameter, each in zip(news, ids, strict=True):
-            if passes[each] > self.limit:
-                raise AssertionError(
-                    f"the gradient of '{self._names[parameter]}' was computed {passes[each]} times "
-                    "before a call to step(); increase backward_passes_per_step to accumulate "
-                    "gradients locally, or drop them by optimizer.zero_grad(): that of a model, or "
-                    "of another optimizer, is not noticed"
-                )
+            if passes[each] > self.limit and not self._excess:
+                self._excess = f"'{self._names[parameter]}' was computed {passes[each]} times"
 
 
 def _remove(*hooks: list[RemovableHandle]) -> None:

@@ -175,6 +175,7 @@ class Reducer:
         then what they were.
         """
         self._settle_applied()
+        self.hooks.check()
         try:
             if self.hooks.began:
                 self.progress.backward_seconds = self.hooks.seconds

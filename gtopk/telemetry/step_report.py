@@ -137,6 +137,8 @@ class Balance:
     exchange_seconds: float = 0.0
     expected_steps: int = 0  # of which it is known what the exchange was to take
     expected_seconds: float = 0.0
+    then_seconds: float = 0.0  # of the exchanges that were expected to take some
+    then_dense_seconds: float = 0.0
     dense_seconds: float = 0.0
     selected: int = 0
     elements: int = 0
@@ -157,6 +159,8 @@ class Balance:
         if step.predicted_seconds is not None:  # None while the density warms up
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
+            self.then_seconds += count * step.exchange_seconds
+            self.then_dense_seconds += count * step.dense_seconds
         self.selected += step.selected
         self.elements += step.elements
         self.coded_entries += step.coded_entries
@@ -175,12 +179,11 @@ class Balance:
         if abs(saved) < _CLOSE * self.seconds:
             result = f"compression neither saved nor cost time in {seconds_text(self.seconds)}"
         elif self._is_unlike_expected(saved):
-            expected = self.expected_seconds / self.expected_steps
+            times = self.then_seconds, self.expected_seconds, self.then_dense_seconds
+            took, expected, dense = (seconds_text(each / self.expected_steps) for each in times)
             result = (
-                "whether compression saved time is open: an exchange took "
-                f"{seconds_text(self.exchange_seconds / self.steps)} and was expected to take "
-                f"{seconds_text(expected)}, and a dense one "
-                f"{seconds_text(self.dense_seconds / self.steps)}; time a dense run"
+                f"whether compression saved time is open: an exchange took {took} and was expected "
+                f"to take {expected}, and a dense one {dense}; time a dense run"
             )
         elif saved > 0:
             result = f"compression saved up to {seconds_text(saved)} of {run}"
@@ -201,10 +204,9 @@ class Balance:
 
         What was so wrong of the exchanges that were run tells nothing of those that were not.
         """
-        if not self.expected_steps:
+        expected, dense = self.expected_seconds, self.then_dense_seconds
+        if (dense > self.then_seconds) != (saved > 0):  # other steps, a warm-up's, have decided
             return False
-        expected = self.expected_seconds / self.expected_steps
-        dense = self.dense_seconds / self.steps
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
 

@@ -7,13 +7,10 @@ optimizer.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
-from weakref import WeakSet
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from ...compression import ErrorFeedback, Hierarchical
@@ -21,7 +18,6 @@ from ...errors import check_choice
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ...reduce_ops import Adasum
 from .local_residual import on_this_rank, take_centre, versions_of
-from .wrapping import Wrapping
 
 
 def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
@@ -132,57 +128,6 @@ class AgreedSteps:
                 "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
                 "local_clip_norm; adam_steps='after' steps with agreed gradients"
             )
-
-
-class StepsInPlace:
-    """The agreed steps of a DistributedOptimizer, while they are in the gradients' place.
-
-    No plain optimizer may take them for gradients: its step is an error.
-    steps: those; None: gradients are gradients.
-    """
-
-    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        self.steps: AgreedSteps | None = None
-        self._names = names
-
-    def note(self, steps: AgreedSteps) -> None:
-        """Look from now on at every optimizer of the process that is about to step."""
-        global _looks
-        self.steps = steps
-        with _adding:
-            if not _looks:
-                register_optimizer_step_pre_hook(_refuse_plain)
-                _looks = True
-            _in_place.add(self)
-
-    def name_of(self, parameter: torch.nn.Parameter) -> str | None:
-        """Return the name of a parameter whose gradient is an agreed step; else None."""
-        steps = self.steps
-        if steps is None or not steps.is_in(parameter) or steps.is_changed(parameter):
-            return None
-        return self._names[parameter]
-
-
-def _refuse_plain(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Raise ValueError where a plain optimizer is about to take agreed steps."""
-    if isinstance(optimizer, Wrapping):
-        return
-    with _adding:
-        stepping = [each for each in _in_place if each.steps is not None]
-    for each in stepping:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if (name := each.name_of(parameter)) is not None:
-                raise ValueError(
-                    f"a plain {type(optimizer).__name__} steps parameter '{name}' by what is no "
-                    "gradient, but an agreed step of AdamW: a DistributedOptimizer steps this "
-                    "parameter, too. Give each parameter to one optimizer, and step the one that "
-                    "DistributedOptimizer returned; adam_steps='after' leaves agreed gradients"
-                )
-
-
-_looks = False  # whether torch's optimizers say when they step
-_adding: Final = threading.Lock()  # ranks may be threads
-_in_place: Final[WeakSet[StepsInPlace]] = WeakSet()
 
 
 def require_optimizer(optimizer: object) -> None:

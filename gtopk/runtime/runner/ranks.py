@@ -13,8 +13,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from operator import index
 from pathlib import Path
@@ -266,7 +267,7 @@ def run(
     _check_call(args, kwargs)
     words = {"hosts": hosts, "mpi_args": mpi_args, "network_interface": network_interface}
     _check_words(**words, network_interfaces=network_interfaces)
-    if start_timeout is not None:
+    if start_timeout:
         _check_seconds(start_timeout)
     if allow_pickle not in (None, True, False):  # "no" is true
         raise TypeError(f"allow_pickle must be True, False or None, got {allow_pickle!r}")
@@ -294,7 +295,7 @@ def run(
         ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
     )
     try:
-        seconds = settings.START_TIMEOUT.read() if start_timeout is None else start_timeout
+        seconds = start_timeout or settings.START_TIMEOUT.read()  # 0 as None, as Horovod has it
         variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
         start = start_of(places, variables)
         if verbose:
@@ -319,7 +320,7 @@ def _whole_number(ranks: object) -> int:
 
 def _check_call(args: object, kwargs: object) -> None:
     """Raise TypeError for what `func(*args, **kwargs)` takes apart, or only fails over there."""
-    if not isinstance(args, list | tuple):
+    if not isinstance(args, Iterable) or isinstance(args, str | bytes | Mapping):
         raise TypeError(
             f"args must be a list or tuple of arguments, got {args!r:.100}; for a single one write "
             "args=(it,)"
@@ -337,7 +338,7 @@ def _check_words(**given: object) -> None:
 
 
 def _check_seconds(timeout: object) -> None:
-    if not isinstance(timeout, Real) or isinstance(timeout, bool):
+    if not isinstance(timeout, Real | Decimal) or isinstance(timeout, bool):
         raise TypeError(f"start_timeout must be a number of seconds, got {timeout!r}")
     if not float(timeout) > 0:
         raise ValueError(f"start_timeout must be more than 0 seconds, got {timeout}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -104,17 +105,43 @@ def test_a_bucket_that_is_complete_in_another_order_is_told_of_with_the_next():
     assert listener.heard == [0, 1]
 
 
-def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_when_somebody_looks():
+def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_before_the_step():
     hooks, parameters = awaited(Listener(), 3)
     for _ in range(2):
         parameters[1].sum().backward()
-    with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
-        _ = hooks.order
+    assert not hooks.order  # who looks, to drop the gradients say, gets no error
+    for _ in range(2):  # the gradient stays wrong, until it is dropped
+        with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
+            hooks.check()
     hooks.forget()
+    hooks.check()
     for _ in range(2):
         parameters[1].sum().backward()
     with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
         parameters[2].sum().backward()
+
+
+def test_passes_count_by_the_limit_that_they_were_made_under():
+    hooks, parameters = awaited(Listener(), 3)
+    hooks.set_limit(2)
+    for _ in range(2):
+        parameters[1].sum().backward()
+    hooks.set_limit(1)
+    hooks.check()
+    assert hooks.order == [parameters[1]]
+
+
+def test_a_parameter_without_a_gradient_does_not_hide_how_long_backward_takes():
+    hooks, parameters = awaited(Listener(), 3)
+    for parameter in parameters[:2]:
+        parameter.sum().backward()
+    hooks.forget()
+    hooks.await_buckets([parameters])  # the last of which had none
+    parameters[0].sum().backward()
+    time.sleep(0.01)
+    parameters[1].sum().backward()
+    assert hooks.order == parameters[:2]
+    assert hooks.seconds >= 0.01
 
 
 def test_who_is_gone_leaves_no_list_that_grows():

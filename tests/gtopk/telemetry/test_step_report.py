@@ -93,3 +93,11 @@ def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
     said = balance.verdict()
     assert said.startswith("whether compression saved time is open: an exchange took 3")
     assert "time a dense run (dense by estimate); used gtopk" in said
+
+
+def test_a_warm_up_without_expectations_makes_no_verdict_open() -> None:
+    balance = Balance()
+    for predicted, took, count in ((None, 0.52, 95), (0.1, 0.1, 5)):
+        step = report(exchange_seconds=took, dense_seconds=0.2, predicted_seconds=predicted)
+        balance.note(step, count)
+    assert balance.verdict().startswith("compression cost up to 29.9")
