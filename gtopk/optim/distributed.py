@@ -48,9 +48,9 @@ _log = logging.getLogger("gtopk")
 
 
 class _DistributedOptimizer(Readings):
-    """What is mixed into the class of the wrapped optimizer.
+    """Mixin. `wrap` derives a class from (this, the user's): super()._step_wrapped is its step.
 
-    last_step: what the last step cost; None before the first.
+    last_step: the report of the last step; None before the first.
     """
 
     def _distribute(
@@ -72,7 +72,7 @@ class _DistributedOptimizer(Readings):
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
-        self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
+        self._stands_in = False  # the batch is a stand-in where this rank has none: it weighs 0
         self._listener = StepListener()
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
@@ -118,9 +118,9 @@ class _DistributedOptimizer(Readings):
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def _tell_of_compression(self, *, by_mode: bool = False) -> None:
-        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged.
+        """Warn, once and on rank 0, where the compression may cost accuracy.
 
-        by_mode: a mode of `adapt` has the wrapped optimizer step, with what was exchanged.
+        by_mode: a mode of `adapt` steps the wrapped optimizer with the exchanged gradients.
         """
         if self._world.rank == 0 and not self._has_told:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
@@ -132,12 +132,12 @@ class _DistributedOptimizer(Readings):
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
-        When a gradient was not finite on any rank, a dense sum is not in its dtype, or a sparse one
-        in float32, all ranks skip: the residuals stay as they were, the gradients become NaN on
-        every rank, and `step` applies nothing. What a sparse sum has beyond float16 stays
-        in the residual.
+        All ranks skip the step when a gradient is not finite on any of them, or a sum is not: a
+        dense one in the gradients' dtype, a sparse one in float32. Residuals then stay as they
+        were, gradients become NaN on every rank, and `step` applies nothing. What a sparse sum has
+        beyond float16 stays in the residual.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
-        FloatingPointError when more steps in a row were skipped than may be.
+        FloatingPointError when more steps in a row were skipped than max_skipped_steps.
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
@@ -205,7 +205,7 @@ class _DistributedOptimizer(Readings):
         self._shared.note_agreed()
 
     def _clip(self, scale: float) -> None:
-        """Shorten the agreed update, which is as large as the loss was scaled."""
+        """Shorten the agreed update to global_clip_norm; scale: of the loss, which it includes."""
         allowed = self._options.global_clip_norm
         if allowed is None or self._makes_adam_steps:  # it was shortened before
             return
@@ -274,32 +274,32 @@ class _DistributedOptimizer(Readings):
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:
-        """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""
+        """Step as the wrapped optimizer does, or by the agreed AdamW steps where there are some."""
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
 
-            # By the step itself: hooks of the optimizer, which come before it, may clip, too.
+            # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
             self._take_agreed_step(partial(adam_step.step, agreed=agreed))
         else:
             super()._step_wrapped()
 
     def eval(self) -> None:
-        """Let the parameters be the model that is the same on all ranks, until `train`.
+        """Make the parameters the model that is the same on all ranks, until `train`.
 
-        With local_residual they are that between a step and the next forward pass, and in a model
-        in eval mode, by themselves: this is for what else looks at them.
+        With local_residual they are that by themselves between a step and the next forward pass,
+        and in a model in eval mode: call this before code that reads them at other times.
         """
         if self._local is not None:
             self._local.eval()
 
     def train(self) -> None:
-        """Let forward passes see what this rank has not sent yet, as before `eval`."""
+        """Let forward passes in training include this rank's residual again, as before `eval`."""
         if self._local is not None:
             self._local.train()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the parameters be the model that is the same on all ranks, within the context."""
+        """Make the parameters the model that is the same on all ranks, within the context."""
         self.eval()
         try:
             yield
@@ -307,13 +307,13 @@ class _DistributedOptimizer(Readings):
             self.train()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; what was computed towards the next step is forgotten.
+        """Clear the gradients, and forget what was computed towards the next step.
 
-        So is an update that `synchronize` has put there, as of a discriminator's gradients from the
-        generator's loss: each rank has the residual of before. It stays sent where a parameter has
-        changed since, by an optimizer that steps in this one's place, say.
-        Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
-        skips a step on this rank alone, it is a step behind the others from then on.
+        An update that `synchronize` has put there is undone, too (say of a discriminator's
+        gradients from the generator's loss): the residual is as before. It stays sent where a
+        parameter has changed since, as where another optimizer steps in this one's place.
+        Warns of gradients that are not finite and were not exchanged: if a GradScaler has skipped
+        the step on this rank alone, the rank is a step behind the others from then on.
         """
         if not self._synchronized and self._reducer.drops_overflow():
             _log.warning(
@@ -333,7 +333,7 @@ class _DistributedOptimizer(Readings):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" this rank's residual.
 
-        Before the first step there is nothing of the latter.
+        Before the first step there is no "gtopk".
         """
         own = optimizer_checkpoint.save(self._reducer)
         return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
@@ -354,7 +354,7 @@ class _DistributedOptimizer(Readings):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
+        A plain optimizer's state is fine: it leaves the residual. Raises as `require_plain` does.
         """
         if not self._makes_adam_steps:
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
@@ -373,7 +373,7 @@ class _DistributedOptimizer(Readings):
                 self._local.look_for_models()
 
     def forget_steps(self) -> None:
-        """Hold back nothing, as before the first step: a state from then does not say so itself."""
+        """Empty the residual, as before the first step; a state_dict from then cannot do that."""
         self._reducer.put_state_in({}, [], 0)
 
 

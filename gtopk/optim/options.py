@@ -1,4 +1,4 @@
-"""What may be asked of DistributedOptimizer besides what is reduced, checked."""
+"""Options: the arguments of DistributedOptimizer that say how gradients are reduced, checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..runtime.world.process_sets import ProcessSet
 _log = logging.getLogger("gtopk")
 FEW_ENTRIES: Final = 500
 
-# A number of groups, or lists of the parameters that each is made of.
+# A number of groups, or lists of the parameters in each.
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 
@@ -35,7 +35,7 @@ Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 class Options:
     """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means.
 
-    adam: of the AdamW whose steps are made before the selection; None: the optimizer steps itself.
+    adam: groups of the AdamW whose steps are made before the selection; None: it steps itself.
     local_residual: whether forward and backward see what this rank has not sent yet.
     """
 
@@ -157,7 +157,7 @@ class Options:
 
 
 def signature_of(compression: Any) -> str:
-    """Return what must be equal on all ranks of a compression, which was checked, in words."""
+    """Return the options of a checked compression that must be equal on all ranks, in words."""
     if isinstance(compression, ErrorFeedback):
         return compression.signature()
     name = compression.__name__
