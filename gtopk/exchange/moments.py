@@ -7,7 +7,7 @@
 So u is the step that Adam would take by this rank's gradients alone, and the sum over ranks is the
 mean of these, by their shares (Chen et al. 2021, Quantized Adam with Error Feedback; where they
 quantize, entries are selected here). Steps are selected, exchanged and kept in the residual, not
-gradients: entries compete by how far they move a parameter, whatever the scale of its layer's
+gradients. So entries compete by how far they move a parameter, at any scale of its layer's
 gradients, and a step that waited long moves it as far as it would have in time. Adam after a
 selection would divide gathered gradients by their own size: one step in place of many.
 

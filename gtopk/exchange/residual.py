@@ -44,8 +44,8 @@ def share_to_send(held_square: float, gradient_square: float, steps: int) -> flo
         residual   |e|  ..|..|..|..      two gradients long: gone after four steps
         sent            |g|/2 each       beside a gradient of |g|
 
-    In whatever direction s, it lies, the sum is still downhill: <g, g + s> >= |g|^2 / 2. Nothing
-    is lost: what is not sent yet, or 16 bits cannot hold of the sum, stays in the residual.
+    For any direction of this part s the sum still points downhill: <g, g + s> >= |g|^2 / 2. Nothing
+    is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
 
     held_square, gradient_square: squared norms of the residual and of the gradient.
     steps: how many have sent a share already.

@@ -112,9 +112,9 @@ def _warn_of_second_moments(
 
 
 def _tell_of_momentum(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
-    """Where SGD takes its momentum after the selection, log how to take it before.
+    """Log how to take SGD's momentum before the selection, where SGD takes it after.
 
-    Only of plain momentum: `momentum_correction` is neither Nesterov's nor dampened.
+    Only for plain momentum: `momentum_correction` is neither Nesterov's nor dampened.
     """
     if compression.corrects or not isinstance(optimizer, torch.optim.SGD):
         return

@@ -33,10 +33,10 @@ Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means.
+    """Options for reducing an optimizer's gradients; `DistributedOptimizer` documents each.
 
     adam: groups of the AdamW whose steps are made before the selection; None: it steps itself.
-    local_residual: whether forward and backward see what this rank has not sent yet.
+    local_residual: whether forward and backward include this rank's unsent steps.
     """
 
     compression: Any

@@ -35,7 +35,7 @@ class Readings(Wrapping):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before the sum, and multiplied with after it."""
+        """The factor that divides gradients before the sum, and multiplies them after it."""
         return self._options.gradient_predivide_factor
 
     @property

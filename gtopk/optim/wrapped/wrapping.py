@@ -52,9 +52,9 @@ class Wrapping(torch.optim.Optimizer):
         return []
 
     def in_common(self) -> Any:
-        """Return the state, besides groups and state, that all ranks share; None: there is none.
+        """Return what else all ranks share, beyond groups and `state`; None: nothing.
 
-        Its types are those of `runtime.object_codec`: `go_on_from` of another rank may get it.
+        Of types that `runtime.object_codec` encodes: another rank's `go_on_from` may get it.
         """
         return None
 
