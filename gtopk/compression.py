@@ -171,7 +171,7 @@ class SparseCompression(ErrorFeedback):
         super().__post_init__()
 
     def density_at(self, steps: int) -> float:
-        """Return the density after so many steps."""
+        """Return the density of the step after `steps` steps."""
         if steps >= self.warmup_steps or self.warmup_from <= self.density:
             return self.density
         share = steps / self.warmup_steps

@@ -375,7 +375,7 @@ class GTopKState:
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if is_last:  # and so are all before it
+            if is_last:  # all buckets before it are done, too
                 self._steps.arrived()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)

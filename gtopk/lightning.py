@@ -132,7 +132,7 @@ class GTopK(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the residuals of all ranks; Lightning calls it on all of them."""
+        """Add the residuals of all ranks to a checkpoint; Lightning calls this on all ranks."""
         model = trainer.strategy.model
         if self.state is not None and model is not None:
             checkpoint["gtopk"] = self.state.gather_state(model)

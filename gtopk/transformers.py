@@ -45,7 +45,7 @@ from .torch.functions import allgather_object, broadcast_object
 __all__ = ["GTopK"]
 
 _log = logging.getLogger("gtopk")
-_KEY: Final = "gtopk"  # in the state of a Trainer that is saved
+_KEY: Final = "gtopk"  # in the saved TrainerState
 
 
 class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -165,7 +165,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
         Raises ValueError where Trainer would clip steps, and the state cannot clip instead.
         """
-        norm = args.max_grad_norm or self._max_grad_norm  # kept where an error has ended training
+        norm = args.max_grad_norm or self._max_grad_norm  # the latter if an error ended training
         if state.compression.corrects and norm:
             correction = "adam" if state.compression.adam_correction else "momentum"
             raise ValueError(

@@ -74,7 +74,7 @@ class AutomaticExchange:
         self._progress = progress
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, not applied yet
-        self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
+        self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
         self._to_settle = 0
         self._ended = time.perf_counter()  # the last step's reduction
 
@@ -161,7 +161,7 @@ class AutomaticExchange:
         """
         *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
         self._seen.clear()
-        # The slowest rank decides; for the time to hide behind, the one with the least of it.
+        # The slowest rank's seconds count; of the times to hide behind, the least of all ranks.
         *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
         measured, before = Measured(*parts)._replace(room_seconds=-room), selector.chosen
         candidate = agreed(selector.reconsider(measured, -backward), transport)

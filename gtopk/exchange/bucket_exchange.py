@@ -239,7 +239,7 @@ class BucketExchange:
             self.exchange = self.exchange.then
 
     def residual_size(self) -> ResidualSize | None:
-        """Return how large the residual is after the last step; reads all of it."""
+        """Return the size of the residual after the last step; reads all of it."""
         residual = self.exchange.residual
         if residual is None:
             return None

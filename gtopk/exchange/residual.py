@@ -54,7 +54,7 @@ def share_to_send(held_square: float, gradient_square: float, steps: int) -> flo
         return 1.0
     ratio = PART * math.sqrt(gradient_square / held_square)
     if not math.isfinite(ratio):
-        return 0.0  # the step will not count
+        return 0.0  # a norm is not finite: the step will not count
     return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
 
 
@@ -385,15 +385,15 @@ class Residual:
             here = self._writable(number).tensor[where]
             name = self._names[number]
             if name in (AGE, ROWS):
-                here.copy_(values)  # the step counts for others
+                here.copy_(values)  # for these parameters the step did not happen
             else:
-                here.add_(values)  # beside what may have returned from the reduction
+                here.add_(values)  # entries may have returned from the reduction meanwhile
             if name == AGE:
                 places.append(where.start)
             self.holds_nothing &= number != 0
         if self._steps is not None:
             self._steps.leave(places)
-        self.astray |= self._remembered[2]  # it was not there to be brought home
+        self.astray |= self._remembered[2]  # values set aside were not brought home
         self._aside = None
 
     @property

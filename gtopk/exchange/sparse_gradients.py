@@ -98,7 +98,7 @@ class SparseGradientExchange:
         """Do nothing: `take` has noted all that `is_as_taken` needs."""
 
     def is_as_taken(self) -> bool:
-        """Tell whether nobody has changed the gradient since `take`."""
+        """Tell whether the gradient has not changed since `take`, as torch counts changes."""
         gradient, version = self._taken
         now = self._parameter.grad
         return now is gradient and (now is None or now._version == version)
@@ -131,7 +131,7 @@ class SparseGradientExchange:
         begun = time.perf_counter()
         with profiled("select"):
             values = (self._values * self._weight).cpu().contiguous()
-            # A single index may have any stride, and is contiguous all the same.
+            # `contiguous` would keep a single index's odd stride: any stride counts as contiguous.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
             mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
@@ -190,7 +190,7 @@ class SparseGradientExchange:
         return next(iter(said), 1)
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Make the sum the gradient; where no rank has any, it stays None."""
+        """Replace the gradient by the sum; where no rank has a gradient, it stays None."""
         assert self._sum is not None
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
@@ -235,7 +235,7 @@ def _entries(
     if gradient is None:
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
-    # A row that a batch has used many times is sent once.
+    # Coalesced, so that a row which a batch has used many times is sent once.
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     return gradient._indices(), gradient._values().detach()
 

@@ -49,7 +49,7 @@ class BucketExchanges:
         return {*self._homes, *self._residuals}
 
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Tell whether all of them were in a bucket, or in a state that was loaded."""
+        """Tell whether all these parameters were in a bucket, or in a state that was loaded."""
         return all(p in self._homes or p in self._residuals for p in parameters)
 
     def bucket_exchange_of(

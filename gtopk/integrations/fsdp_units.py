@@ -94,7 +94,7 @@ class Unit:
         group = self._group
         return (
             gradients.dtype == group._orig_dtype
-            and gradients.dtype in (torch.float32, torch.bfloat16)  # it divides others
+            and gradients.dtype in (torch.float32, torch.bfloat16)  # FSDP divides others
             and not getattr(group, "force_sum_reduction_for_comms", False)
             and not any(self._is_read(self._of[name]) for name in self.with_gradient)
         )
@@ -149,7 +149,7 @@ class Unit:
         if not self.is_to_accumulate:
             for name in self.accumulated:
                 if not self._has_gradient(self._of[name]):
-                    # Other passes gave it one, which is to be exchanged with this pass.
+                    # Its gradient of earlier passes is to be exchanged with this pass.
                     whole = self._of[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]

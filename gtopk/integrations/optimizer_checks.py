@@ -99,7 +99,7 @@ def look_at_optimizers(
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(compression, trained)
             if stepped is None:
-                require_one_momentum(optimizer, compression)  # again, where the script goes on
+                require_one_momentum(optimizer, compression)  # in each step, if the script goes on
                 require_plain(optimizer.state.values(), rank)
                 if says:
                     takes = adam_before(optimizer, compression) is not None

@@ -273,7 +273,7 @@ class _LocalSGD(Wrapping):
         if before.sent:
             move = [*torch._foreach_sub(self._center, before.sent)]
             if self._world.rank in outcome.lost:
-                torch._foreach_zero_(move)  # it is the center by now
+                torch._foreach_zero_(move)  # a lost replica was replaced by the center already
             else:
                 torch._foreach_copy_(replica, now)
         if self._world.rank in outcome.lost:
@@ -294,7 +294,7 @@ class _LocalSGD(Wrapping):
             begun = time.perf_counter()
             if self.steps_made:
                 torch._foreach_add_(list(self._names), before.move)
-            else:  # to the bit, as the others
+            else:  # a copy: the same bits as on the other ranks
                 torch._foreach_copy_(list(self._names), self._center)
             before.waited += time.perf_counter() - begun
         else:
@@ -304,7 +304,7 @@ class _LocalSGD(Wrapping):
             return True
         self._world.note_preempted(outcome.preempted)
         if outcome.empty:
-            self._ended += before.waited  # of no round
+            self._ended += before.waited  # no round's time
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
@@ -358,7 +358,7 @@ class _LocalSGD(Wrapping):
         that has begun.
         """
         round_state = self._round_state()
-        is_moving = bool(round_state["move"])  # by an outer step that no rank has counted yet
+        is_moving = bool(round_state["move"])  # its outer step is not counted yet
         return {
             **super().state_dict(),
             optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._exchange),

@@ -284,7 +284,7 @@ class OuterExchange:
             put_in([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
-            residual.astray = True  # where a state was loaded, on any rank
+            residual.astray = True  # any rank may have loaded a state
         self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 

@@ -87,7 +87,7 @@ class Deltas:
         return sum(fused.array.size for fused in self._fused)
 
     def allreduce(self, transport: Transport) -> None:
-        """Combine them over the ranks by Adasum."""
+        """Combine the changes over the ranks by Adasum, in place; a collective."""
         for _, lengths, array in self._fused:
             adasum.allreduce(transport, array, lengths)
 

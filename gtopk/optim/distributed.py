@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the wrapped optimizer, stepping with what all ranks agreed on."""
+"""DistributedOptimizer: the wrapped optimizer steps with gradients that all ranks agreed on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _DistributedOptimizer(Readings):
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler whose scale the gradients have when they are synchronized, or None."""
+        """The GradScaler that has scaled the gradients when they are synchronized, or None."""
         return self._reducer.scaler
 
     @scaler.setter
@@ -207,7 +207,7 @@ class _DistributedOptimizer(Readings):
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update to global_clip_norm; scale: of the loss, which it includes."""
         allowed = self._options.global_clip_norm
-        if allowed is None or self._makes_adam_steps:  # it was shortened before
+        if allowed is None or self._makes_adam_steps:  # Adam's gradients were shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         norm = shorten(gradients, allowed, scale)

@@ -85,7 +85,7 @@ def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_no_fused_unscaling(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError in a scaler's step of a fused optimizer, which reduces as it unscales."""
+    """Raise ValueError in a scaler's step of a fused optimizer, which unscales within `step`."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
 

@@ -60,7 +60,7 @@ class BackwardHooks:
         self._recording: list[RemovableHandle] = []
         self._counting: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
-        # Gradients on the host and on a GPU come from threads of their own.
+        # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
         self._lock = threading.Lock()
 
     def set_limit(self, passes: int) -> None:

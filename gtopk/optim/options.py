@@ -142,7 +142,7 @@ class Options:
         return self.compression if isinstance(self.compression, ErrorFeedback) else None
 
     def signature(self) -> list[str]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the options that must be equal on all ranks, in words."""
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
@@ -165,7 +165,7 @@ def signature_of(compression: Any) -> str:
 
 
 def _check_groups(groups: Groups) -> None:
-    """Raise ValueError for what is neither a number of groups nor disjoint lists."""
+    """Raise ValueError for groups that are neither a number nor disjoint lists of parameters."""
     if groups is None:
         return
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -194,7 +194,7 @@ def warn_of_few_entries(compression: object, elements: int) -> None:
     if not isinstance(compression, SparseCompression | Automatic):
         return
     if isinstance(compression, Shards):
-        return  # each entry has its turn
+        return  # shards send every entry in turn
     density = compression.density
     if density is None:
         return

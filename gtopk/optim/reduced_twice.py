@@ -16,8 +16,9 @@ from torch.utils.weak import TensorWeakRef
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where DDP reduces the gradients of one of these parameters already.
 
-    DDP leaves no mark on a parameter, but keeps all of them in a list, which is found from them. A
-    walk over all objects would hold tuples that other threads are making: CPython raises then.
+    DDP leaves no mark on a parameter, but keeps its parameters in a list, to which the garbage
+    collector leads from a parameter. A walk over all objects would hold tuples that other threads
+    are still filling: CPython raises then.
     """
     ddp = sys.modules.get("torch.nn.parallel.distributed")
     ours = list(parameters)

@@ -310,7 +310,7 @@ class Reducer:
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
-        The others try anew without its gradients; its residual is what it was before.
+        The others try again without its gradients; its residual is as before the step.
         """
         if self._transaction is not None:
             self._transaction.break_off()

@@ -40,7 +40,7 @@ class Samples:
     def __post_init__(self) -> None:
         if self.count is None:
             return
-        count = whole_number("the number of samples", self.count)  # as which it travels
+        count = whole_number("the number of samples", self.count)  # also of NumPy, as an int
         if not 0 <= count <= MOST:
             raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {count:,}")
         object.__setattr__(self, "count", count)

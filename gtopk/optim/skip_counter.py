@@ -42,8 +42,8 @@ class SkipCounter:
 
 
 _log = logging.getLogger("gtopk")
-# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
-# that are finite unscaled are so after 16.
+# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: after 16
+# of them the scale is 1, and gradients that are finite without a scale do not overflow any more.
 MAX_SKIPPED_STEPS: Final = 20
 
 

@@ -235,7 +235,7 @@ class StepTransaction:
 
     @property
     def ready(self) -> float:
-        """Return when all of this rank's gradients were there, on the clock of `spans`."""
+        """Return when all of this rank's gradients were computed, on the clock of `spans`."""
         late = [each.ready_at for each in self.exchanged.values() if each.ready_at is not None]
         return max([self._ready, *late])
 
@@ -410,7 +410,7 @@ class StepTransaction:
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}
-        # A rank that has joined cannot know by its own gradients what all the others lack.
+        # A rank that has joined has no gradients by which to know what all the others lack.
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)

@@ -29,14 +29,14 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as ranks can reduce them, [numel]: its memory, where it can be."""
+    """Return a tensor's elements as ranks can reduce them, [numel]; a view where possible."""
     flat = tensor.detach().resolve_neg().reshape(-1)
     flat = _of_stride_1(flat) if flat.is_contiguous() else flat
     return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a strided tensor's elements, uint8 [numel * itemsize]: its memory, where it can be."""
+    """Return a strided tensor's bytes, uint8 [numel * itemsize]; a view where possible."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _of_stride_1(dense).view(torch.uint8)
 
@@ -164,7 +164,7 @@ def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
 
 @functools.cache
 def _kernels_reach_gpus() -> bool:
-    """Tell whether the kernels can work on GPUs; where they cannot, say so, once."""
+    """Tell whether the kernels can work on GPUs; warn, once, where they cannot."""
     try:
         device.cupy()
     except ImportError as error:

@@ -109,7 +109,7 @@ class Bucket:
         Sparse gradients become dense; `keep` makes them sparse again.
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
-        self.share = weight * scale  # the gradients have the scale, and are means of samples
+        self.share = weight * scale  # gradients are means of samples, times the scale
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = are_lacking(own)
         if gradients is None:
@@ -405,7 +405,7 @@ def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1).contiguous()
     in_word = 8 // flat.element_size()
     if flat.storage_offset() % in_word:
-        flat = flat.clone()  # words begin where memory is divided into them
+        flat = flat.clone()  # a view as words must begin at a multiple of their size
     end = flat.numel() - flat.numel() % in_word
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()

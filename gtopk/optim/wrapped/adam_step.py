@@ -186,7 +186,7 @@ _in_place: Final[WeakSet[StepsInPlace]] = WeakSet()
 
 
 def require_optimizer(optimizer: object) -> None:
-    """Raise TypeError for what is no optimizer: a list of them, parameters, a scheduler."""
+    """Raise TypeError for an object that is no optimizer, such as a list, or a scheduler."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"

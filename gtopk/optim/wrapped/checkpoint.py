@@ -69,7 +69,7 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     before = state_before(reducer.planned.bucket_exchanges)
     state = whole["state"]
     numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
-    ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
+    ordered = {  # by number: buckets make states from the last parameter on
         number: {**state.pop(number), **before.get(parameter, {})}
         for number, parameter in numbers
         if number in state
@@ -195,7 +195,7 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
     else:
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
-        }  # DCP has text for keys
+        }  # torch.distributed.checkpoint turns keys into strings
         residuals, what = _share(parts, int(part["ranks"]), rank, ranks)
     if what:
         level = logging.WARNING if "lost" in what else logging.INFO

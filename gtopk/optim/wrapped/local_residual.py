@@ -252,7 +252,7 @@ class LocalResidual:
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Return a model and what torch.compile and DDP have wrapped in it."""
+    """Return a model, and the models inside the wrappers of torch.compile and DDP."""
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _layers(module.module)

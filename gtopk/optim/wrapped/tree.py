@@ -26,7 +26,7 @@ class Slot(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     beside_parameter: bool  # on the device of its parameter, else on the CPU
-    value: torch.Tensor | None  # of a single number, too small for a message of its own
+    value: torch.Tensor | None  # a scalar's, which needs no message of its own
 
 
 def layout(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -118,7 +118,7 @@ def make_tensors(
 ) -> dict[Path, torch.Tensor]:
     """Return for every slot the tree's own tensor, or a new one where none fits.
 
-    Where the slot has a value, the tensor gets it; else its content is the caller's to fill in.
+    Where the slot has a value, the tensor gets it; else the caller must fill the tensor.
     """
     tensors: dict[Path, torch.Tensor] = {}
     taken = set()

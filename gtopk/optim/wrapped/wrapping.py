@@ -116,7 +116,7 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
         raise ValueError("the optimizer is distributed already; wrap the plain one")
     own = type(optimizer)
 
-    @wraps(own.zero_grad)  # libraries look whether it takes set_to_none
+    @wraps(own.zero_grad)  # libraries inspect whether its signature has set_to_none
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         super(made, self).zero_grad(*args, **kwargs)
 
@@ -124,7 +124,8 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
     wrapped = object.__new__(made)
     wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
+    # A scheduler made before has set a `step` of its own on the instance: remove it, so that the
+    # derived class's is found.
     for shadowed in ("step", "param_groups", "state"):
         wrapped.__dict__.pop(shadowed, None)
     return wrapped
