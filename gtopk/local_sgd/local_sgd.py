@@ -82,7 +82,7 @@ class _Round:
 
 
 class _LocalSGD(Wrapping):
-    """Mixin. `wrap` derives a class from (this, the user's): super()._step_wrapped is its step.
+    """The result of `LocalSGD`: a mixin, which `wrap` combines with the user's optimizer class.
 
     outer:         the outer optimizer; a scheduler may set its rate, on all ranks alike.
     inner_steps:   at least so many in a round; None: rounds end where `outer_step` is called. May

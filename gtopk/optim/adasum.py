@@ -109,7 +109,7 @@ _FORMAT: Final = 1
 
 
 class _AdasumOptimizer(Wrapping):
-    """Mixin. `wrap` derives a class from (this, the user's): super()._step_wrapped is its step."""
+    """The result of `distribute_adasum`: a mixin, which `wrap` combines with the user's class."""
 
     op = Adasum
 

@@ -48,7 +48,7 @@ _log = logging.getLogger("gtopk")
 
 
 class _DistributedOptimizer(Readings):
-    """Mixin. `wrap` derives a class from (this, the user's): super()._step_wrapped is its step.
+    """The result of `DistributedOptimizer`: a mixin, which `wrap` combines with the user's class.
 
     last_step: the report of the last step; None before the first.
     """

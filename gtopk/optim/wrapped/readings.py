@@ -16,7 +16,7 @@ from .wrapping import Wrapping
 
 
 class Readings(Wrapping):
-    """Mixin of a distributed optimizer with its read-only properties (see `wrap`)."""
+    """Read-only properties of a distributed optimizer: a mixin, which changes nothing (`wrap`)."""
 
     _options: Options
     _reducer: Reducer

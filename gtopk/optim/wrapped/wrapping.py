@@ -16,7 +16,7 @@ from .tree import lay_out_as_parameters
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Mixin. `wrap` derives a class from (this, the user's optimizer class).
+    """A mixin: `wrap` derives a class from (this, the user's optimizer class).
 
     So super().step() is the user's step. Groups and state are looked up in the wrapped optimizer:
     both have the same, also after either of them, or an optimizer within, has loaded others.
