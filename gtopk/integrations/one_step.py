@@ -15,10 +15,10 @@ from collectives.transports import Transport
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged
 
-# Flags of a bucket.
-NOT_FINITE: Final = 1  # this rank's gradients of the bucket are not finite
+# Flags of a bucket; NOT_FINITE also of the end of a pass.
+NOT_FINITE: Final = 1  # this rank's gradients are not finite
 PREEMPTED: Final = 2  # this rank had SIGTERM
-# Flags of the end of a pass.
+# Further flags of the end of a pass.
 VOID: Final = 2  # the pass does not count
 SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
 CLEARED: Final = 8  # some of those gradients were cleared since
