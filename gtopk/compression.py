@@ -1,4 +1,4 @@
-"""What travels in place of the gradients: sparse methods as frozen records, Horovod's classes."""
+"""Compression: ways to send gradients; sparse methods as frozen records, Horovod's as classes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .errors import check_choice, check_count, check_number
 
 
 class Compressor:
-    """Horovod's interface: tensors that are reduced in another form, entry by entry.
+    """Horovod's interface: tensors are reduced in another form, entry by entry.
 
-    Subclass it and pass the class itself. Only linear forms are right: sums of compressed tensors
-    must be the compressed sums.
+    Subclass it and pass the class itself. The form must be linear: the sum of compressed tensors
+    must be the compressed sum.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the reduced tensor in its first form."""
+        """Return the reduced tensor in its original form."""
         raise TypeError("decompress of this Compressor is not defined; subclass it")
 
 
@@ -76,15 +76,15 @@ class ErrorFeedback:
 
     # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.2: momentum
-    # correction), and the wrapped optimizer's momentum must be 0. Its weight decay goes through no
-    # momentum then: 1 / (1 - momentum) times as much does what it did.
+    # correction), and the wrapped optimizer's momentum must be 0. Momentum then no longer
+    # multiplies its weight decay: give 1 / (1 - momentum) times as much for the same effect.
     momentum_correction: float = 0.0
-    # With it, True: the velocity of what was sent begins anew (section 3.3: factor masking). False:
+    # With it, True: the velocity of sent entries is cleared (section 3.3: factor masking). False:
     # it goes on, so that a gradient moves the model as far as momentum without a selection would
     # (docs/tuning.md).
     factor_masking: bool = False
-    # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
-    # of its own gradients; Adam's steps are selected and kept in the residual (Chen et al. 2021).
+    # (beta1, beta2), say (0.9, 0.999): each rank takes Adam's moments of its own gradients, before
+    # the selection; Adam's steps are selected and kept in the residual (Chen et al. 2021).
     # The wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
     adam_correction: tuple[float, float] | None = None
     # Parameters that travel whole, beside the others: regular expressions found in their names,
@@ -126,7 +126,7 @@ class ErrorFeedback:
 
     @property
     def corrects(self) -> bool:
-        """Tell whether momentum is taken before the selection, Adam's or another."""
+        """Tell whether momentum is taken before the selection: SGD's or Adam's."""
         return bool(self.momentum_correction) or self.adam_correction is not None
 
     def is_dense(self, name: str, parameter: torch.Tensor) -> bool:
@@ -144,7 +144,7 @@ class ErrorFeedback:
         return [Format(indices, code) for indices in wires for code in values]
 
     def signature(self) -> str:
-        """Return the options in words: what must be equal on all ranks."""
+        """Return the options in words, which must be equal on all ranks."""
         names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -158,7 +158,7 @@ class SparseCompression(ErrorFeedback):
     density: float = 0.001
     _: KW_ONLY
     # Above 0: the first steps send more, from `warmup_from` down to `density` in equal ratios
-    # (Lin et al. 2018, section 3.3). Higher: a calmer start, and more bytes in it.
+    # (Lin et al. 2018, section 3.3). Higher: a smoother start, and more bytes in it.
     warmup_steps: int = 0
     warmup_from: float = 0.25
 
@@ -171,28 +171,28 @@ class SparseCompression(ErrorFeedback):
         super().__post_init__()
 
     def density_at(self, steps: int) -> float:
-        """Return the density after so many steps."""
+        """Return the density of the step after `steps` steps."""
         if steps >= self.warmup_steps or self.warmup_from <= self.density:
             return self.density
         share = steps / self.warmup_steps
         return float(self.warmup_from ** (1.0 - share) * self.density**share)
 
     def widening(self) -> float:
-        """Return how many times the entries selected the update may have; 1 is as many."""
+        """Return how many entries the update may have, over those that a rank selects."""
         return 1.0
 
     def widened(self, widening: float) -> SparseCompression:
-        """Return it with such updates; raise ValueError where their width is given."""
+        """Return this compression with another widening; raise ValueError where it has none."""
         if widening != 1.0:
             raise ValueError(f"{self.algorithm} has no widening, got {widening:g}")
         return self
 
     def candidate(self, format: Format) -> Candidate:
-        """Return what the model of cost is to be asked for."""
+        """Return the candidate by which the cost model knows this compression."""
         return Candidate(self.algorithm, self.density, format, self.widening())
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        """Return what the algorithm takes besides k and the format."""
+        """Return the algorithm's options besides k and the format."""
         return {}
 
     def signature(self) -> str:
@@ -201,7 +201,7 @@ class SparseCompression(ErrorFeedback):
 
 @dataclass(frozen=True)
 class TopK(SparseCompression):
-    """Every rank's k entries to every rank; updates up to k times world size coordinates."""
+    """Send every rank's k entries to every rank; an update has up to k times world size entries."""
 
     algorithm: ClassVar[str] = "topk-allgather"
 
@@ -214,18 +214,20 @@ class GTopK(SparseCompression):
 
     density: the share of the entries that a rank sends in a step. Lower: fewer bytes, slower
         convergence by step. Under about 500 entries a step accuracy suffers.
-    warmup_steps, warmup_from: begin at the density `warmup_from`, and come down in so many steps.
+    warmup_steps, warmup_from: begin at the density `warmup_from`, and reach `density` in
+        `warmup_steps`.
     growth: the update holds up to growth * k entries. Higher: it converges better, for few bytes
         more; 1 is the paper's.
-    put_back: who keeps what a merge drops: "owners", or "spread" over the ranks that merged.
+    put_back: who keeps entries that a merge drops: "owners", or "spread" over the ranks that
+        merged.
     momentum_correction: take SGD's momentum, say 0.9, before the selection, and set the
-        optimizer's own to 0: better than momentum after it. factor_masking: begin the velocity of
-        what was sent anew.
+        optimizer's own to 0: better than momentum after it. factor_masking: clear the velocity of
+        sent entries.
     adam_correction: Adam's betas, to make its steps before the selection under a plain SGD.
     dense, dense_vectors, dense_under: parameters that travel whole: by regular expressions on
         their names, all vectors (biases and norms), or those of fewer elements.
-    wire, values: "packed" and "int8" cut the bytes to about a third, for time to encode; what
-        rounding loses stays in the residual. "auto" takes what is quickest on this network.
+    wire, values: "packed" and "int8" cut the bytes to about a third, and take time to encode;
+        rounding errors stay in the residual. "auto" takes the quickest on this network.
     Raises ValueError for an option out of its range. Measurements: docs/tuning.md.
     """
 
@@ -233,7 +235,7 @@ class GTopK(SparseCompression):
     # Higher: updates of up to growth * k entries, for few more bytes in the last rounds. 1 is the
     # paper's; 2 sends no byte more on a power of two ranks, and loses less (docs/tuning.md).
     growth: float = USUAL_GROWTH
-    # Who keeps what a merge drops: its "owners", or it is "spread" over the ranks that merged.
+    # Who keeps entries that a merge drops: their "owners", or "spread" over the ranks that merged.
     put_back: str = "owners"
 
     algorithm: ClassVar[str] = "gtopk"
@@ -255,7 +257,7 @@ class GTopK(SparseCompression):
 
 @dataclass(frozen=True)
 class OkTopK(SparseCompression):
-    """The exact top-k of the sum of all picks, in P - 1 messages and more (Li and Hoefler 2022)."""
+    """Send the exact top-k of all picks' sum, in P - 1 or more messages (Li and Hoefler 2022)."""
 
     _: KW_ONLY
     # Entries of the update over those that a rank selects. Higher: wider updates, more bytes to
@@ -275,22 +277,22 @@ class OkTopK(SparseCompression):
         return replace(self, k_out=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        """Return the options; `regions` are new, and keep the boundaries from step to step."""
+        """Return the options; `regions` is a new object that keeps boundaries from step to step."""
         return {"k_out": min(length, round(self.k_out * k)), "regions": Regions()}
 
 
 @dataclass(frozen=True)
 class Hierarchical(SparseCompression):
-    """Sums inside each node, and gtopk or oktopk across them: a node sends as one rank would."""
+    """Sum inside each node, and exchange between nodes by gtopk or oktopk, a node as one rank."""
 
     _: KW_ONLY
     across: str = "gtopk"  # or "oktopk"
     growth: float = USUAL_GROWTH  # of gtopk across nodes
-    # What is summed inside a node: each rank's "picks", or the whole gradients, "dense", of whose
-    # sum the node picks (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on
-    # the host only.
+    # Summed inside a node: each rank's "picks"; or "dense", the whole gradients, and the node picks
+    # from the sum (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on the
+    # host only.
     inside: str = "picks"
-    # Ranks that make a node, by their order: those of a site, say. None: those of each host.
+    # How many ranks, in their order, make a node, as those of a site. None: those of each host.
     node_size: int | None = None
 
     algorithm: ClassVar[str] = "hierarchical"
@@ -326,18 +328,18 @@ class Hierarchical(SparseCompression):
 
 @dataclass(frozen=True)
 class Shards(SparseCompression):
-    """A shard of the residual a step, all of it, in few bits; no indices travel.
+    """Send one shard of the residual a step, all of it, in few bits; no indices travel.
 
     Step t sends the entries of shard t mod `period`, rounded, to the owners of its parts; each adds
-    its part up and sends the sum, rounded, to all. What rounding takes waits for the shard's next
-    turn, at each rank and at the owner. As good as a selection where all entries are of one size,
-    as Adam's steps are, and cheaper on many ranks.
+    its part up and sends the sum, rounded, to all. Rounding errors wait for the shard's next turn,
+    at each rank and at the owner. As good as a selection where all entries are of similar size, as
+    Adam's steps are, and cheaper on many ranks.
     """
 
     density: float = field(init=False, default=0.25)  # 1 / period
     # Higher: less traffic, and each entry waits for longer.
     period: int = 4
-    # Of a value: 2, 3, 4, 8, 16 or 32, which rounds nothing. Fewer: less traffic, more rounding.
+    # For a value: 2, 3, 4, 8, 16, or 32, which rounds nothing. Fewer: less traffic, more rounding.
     bits: int = 3
     _: KW_ONLY
     warmup_steps: int = field(init=False, default=0)
@@ -364,7 +366,7 @@ class Shards(SparseCompression):
         return [Format(WHOLE, self.values)]
 
     def signature(self) -> str:
-        """Return the options: what must be equal on all ranks."""
+        """Return the options, which must be equal on all ranks."""
         given = [each for each in fields(self) if each.init]
         names = [each.name for each in sorted(given, key=lambda f: f.kw_only is True)]
         return " ".join([self.algorithm, *(f"{name}={getattr(self, name)}" for name in names)])
@@ -372,24 +374,25 @@ class Shards(SparseCompression):
 
 @dataclass(frozen=True, kw_only=True)
 class Automatic(ErrorFeedback):
-    """What trains fastest here within the budget, dense included; measured, and looked at again.
+    """Run the method that trains fastest here within a budget, dense included; measure it again.
 
-    The budget is one of the three; without any, the `usual_density` of the model. Of the ways that
-    keep it the one is taken by which a training of `steps` is done first, the further steps that
-    narrow updates take included (docs/tuning.md).
+    The budget is one of density, bytes_per_step and hide_behind_backward; without any, the
+    `usual_density` of the model. Of the methods that keep it, the one runs that ends a training of
+    `steps` first, with the further steps that narrow updates need (docs/tuning.md).
     """
 
     # Every sparse method sends this share of the entries.
     density: float | None = None
-    # No rank sends more a step; what updates the most coordinates for it is taken.
+    # No rank sends more in a step; of the methods, the one that updates the most coordinates runs.
     bytes_per_step: float | None = None
     # True: the largest density whose exchange takes no longer than the backward pass: for several
     # buckets, which are exchanged while it goes on.
     hide_behind_backward: bool = False
-    # Of the whole training. Fewer: what updates more coordinates a step is preferred, dense most.
+    # Of the whole training. Fewer: methods that update more coordinates a step are preferred, dense
+    # most.
     steps: int = 10_000
     wire: str = "auto"
-    # What rounding takes comes back through the residual (docs/tuning.md).
+    # Rounding errors come back through the residual (docs/tuning.md).
     values: str = "auto"
 
     def __post_init__(self) -> None:
@@ -419,7 +422,7 @@ class Automatic(ErrorFeedback):
                 )
 
     def density_of(self, elements: float) -> float | None:
-        """Return the share to send of a model of so many values; None: another budget counts."""
+        """Return the density for a model of `elements` values; None: the budget is another one."""
         if self.bytes_per_step is not None or self.hide_behind_backward:
             return None
         return self.density or usual_density(elements)
@@ -429,7 +432,7 @@ class Automatic(ErrorFeedback):
 
 
 def usual_density(elements: float) -> float:
-    """Return the share to begin with for a model of so many values: a thousand entries a step."""
+    """Return the density to begin with for a model of `elements` values: 1,000 entries a step."""
     return min(1.0, max(0.001, 1000.0 / elements))
 
 
@@ -439,14 +442,14 @@ def selected(density: float, length: int) -> int:
 
 
 def check_density(name: str, value: float) -> None:
-    """Raise TypeError or ValueError for what is no share."""
+    """Raise TypeError for a value that is no number, ValueError for one out of (0, 1]."""
     check_number(name, value)
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
 
 def check_betas(value: object) -> tuple[float, float]:
-    """Return two factors of moments as floats; TypeError or ValueError for anything else."""
+    """Return Adam's two betas as floats; raise TypeError or ValueError for anything else."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(
             f"adam_correction must be Adam's betas, say (0.9, 0.999), or None, got {value!r}"
@@ -459,13 +462,13 @@ def check_betas(value: object) -> tuple[float, float]:
 
 
 def check_widening(name: str, value: float) -> None:
-    """Raise TypeError or ValueError for what makes no update wider, or as wide."""
+    """Raise TypeError for a value that is no number, ValueError for one below 1 or infinite."""
     check_number(name, value)
     if not 1.0 <= value < math.inf:
         raise ValueError(f"{name} must be a number from 1 on, got {value}")
 
 
-# What an optimizer takes: how gradients travel, whole in 16 bits say, or a method with a residual.
+# The type of an optimizer's `compression`: a Compressor class, or a method with a residual.
 Compressing = type[Compressor] | ErrorFeedback
 
 

@@ -7,15 +7,15 @@
     engine               [   a   ] [ b ][ c ]   all ranks exchange it meanwhile
                                             ^   backward ends when every bucket is back
 
-A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step,
-unless it is to find unused parameters: the residual moves along, parameter by parameter.
+A bucket holds the residual of its parameters. DDP rebuilds its buckets after the first step, unless
+it is to find unused parameters: the residual moves along, parameter by parameter.
 
-With find_unused_parameters a parameter that no rank uses in a step gets, as in any other, what is
-sent of its residual; where that is nothing its .grad stays as DDP leaves it. The
-residual of a frozen one waits until it is thawed.
+With find_unused_parameters, a parameter that no rank uses in a step still gets an update from the
+residuals; where that is zero its .grad stays as DDP leaves it. The residual of a frozen parameter
+waits until it is thawed.
 """
 
-# DDP looks at the hook's annotations: they must be no strings.
+# No `from __future__ import annotations`: DDP compares the hook's annotations with types.
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,37 +65,37 @@ __all__ = ["GTopKState", "gtopk_hook"]
 
 
 class _Handed(NamedTuple):
-    """A bucket that DDP has handed over, whose future waits for what the ranks agree on."""
+    """A bucket that DDP has handed over, with the future of its agreed gradients."""
 
     bucket_exchange: BucketExchange
     number: int
     is_last: bool
-    is_joined: bool  # this rank has: the gradients are zeros, and nobody's
+    is_joined: bool  # this rank has joined: the gradients are zeros of no sample
     buffer: torch.Tensor
     future: torch.futures.Future[torch.Tensor]
 
 
 class GTopKState:
-    """What `gtopk_hook` keeps from step to step: of each parameter, what was not sent yet.
+    """The state of `gtopk_hook` from step to step: each parameter's residual.
 
-    Of one model: each needs a state of its own, and a step is one backward pass of that model.
+    Each model needs a state of its own; a step is one backward pass of that model.
 
-    density: of every bucket; `options` are the others of Compression.gtopk.
-        With momentum_correction the optimizer's own momentum must be 0: its first step is else an
-        error, as it is of Adam and its kin with adam_correction.
+    density: of every bucket; `options` are the others of Compression.gtopk. With
+        momentum_correction the optimizer's own momentum must be 0, else its first step is an error.
+        So is that of Adam and its kin with adam_correction.
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
-    optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW the hook makes
-        the steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`):
-        from the end of backward on gradients are the agreed steps, and `step` applies them. Others
-        step with agreed gradients. A step that does not count is dropped by itself.
+    optimizer: steps all parameters of the model. For torch's own Adam and AdamW the hook makes the
+        steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`): from
+        the end of backward on gradients are the agreed steps, and `step` applies them. Others step
+        with agreed gradients. Gradients of a step that does not count are dropped.
     global_clip_norm: shortens the mean gradient before Adam's moments to about this norm: each
         rank shortens its own by a ratio that it learns. Buckets are then exchanged when the last
         one is full. With other optimizers clip after backward.
     adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
-    local_residual: whether forward passes in training see Adam's steps that this rank has not sent
-        yet (`wrapped.local_residual`); None: yes. Parameters are the same on all ranks again from
-        `step` on, and in a model in eval mode.
-    process_group: DDP's; None: of all ranks. Another one must be a process set, too:
+    local_residual: whether forward passes in training include Adam's steps that this rank has not
+        sent yet (`wrapped.local_residual`); None: yes. Parameters are the same on all ranks again
+        from `step` on, and in a model in eval mode.
+    process_group: DDP's; None: all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
@@ -104,9 +104,9 @@ class GTopKState:
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
-        Several optimizers need that on each, with a GradScaler, too: it skips only those that have
-        a NaN. The residual is then as before the step. What a sum has beyond float16, of
-        gradients in it, stays in the residual, and the step counts.
+        Several optimizers need that on each, also with a GradScaler, which skips only those that
+        have a NaN. The residual is then as before the step. Of float16 gradients, the part of a sum
+        that is beyond float16 stays in the residual, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know; the first backward pass does for complex
     parameters and for sparse gradients. It can't be pickled: save its state_dict.
@@ -168,15 +168,15 @@ class GTopKState:
             stepped=None if self._adam is None else optimizer,
         )
         self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
-        # Of names that no parameter has; saved again.
+        # Residuals of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
-        self._step = OneStep()  # the engine's thread's own
+        self._step = OneStep()  # used by the engine's thread only
         self._buckets = 0  # how many the step has; 0: not known yet
-        # In the step, which ranks had SIGTERM: the engine's thread's own.
+        # Used by the engine's thread only: ranks that had SIGTERM in the step.
         self._preempted: set[int] = set()
-        self._not_finite: dict[int, list[int]] = {}  # likewise, of which ranks, in which buckets
+        self._not_finite: dict[int, list[int]] = {}  # likewise: by rank, DDP's numbers of buckets
         self._counted = True
         self._steps = HookSteps(peers, self.compression, self.progress)
 
@@ -187,16 +187,16 @@ class GTopKState:
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last step cost; None before the first."""
+        """The report of the last step; None before the first."""
         return self._steps.last
 
     @property
     def straggler_scores(self) -> list[float | None] | None:
-        """How fast each rank computes beside the fastest, 1, as told last; None before."""
+        """The speed of each rank's computing, of the last report; the fastest is 1. None before."""
         return self._steps.stragglers.scores
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to replace a bucket's gradients by what all ranks agree on."""
+        """Begin to exchange a bucket; the future's value is its buffer with agreed gradients."""
         buffer = bucket.buffer()
         refuse_complex(bucket.parameters())
         refuse_sparse(bucket)
@@ -217,16 +217,16 @@ class GTopKState:
             self._submit_clipped(handed)
         if is_joined:
             return future.then(self._value_or_failure)
-        after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
+        after_ddp(self._raise_failure)  # DDP would take an exception in the future for a tensor
         write_what_ddp_does_not(bucket.parameters(), buffer)
         if bucket.is_last():
             after_ddp(self._end_pass)
         return future
 
     def _submit_clipped(self, handed: _Handed) -> None:
-        """Exchange all buckets of a pass when the last one is there, shortened alike."""
+        """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
         if not handed.number:
-            self._handed.clear()  # of a pass that an error ended
+            self._handed.clear()  # left by a pass that an error has ended
         self._handed.append(handed)
         if not handed.is_last:
             return
@@ -244,7 +244,7 @@ class GTopKState:
             self._submit(each, factor)
 
     def _submit(self, handed: _Handed, factor: float) -> None:
-        """Begin to exchange a bucket, whose gradients are to be multiplied with this factor."""
+        """Begin to exchange a bucket; factor: multiplies its gradients."""
         bucket_exchange, buffer = handed.bucket_exchange, handed.buffer
         scale = loss_scale(self.scaler)
         bucket_exchange.take(factor / (len(self._members.ranks) * scale), scale)
@@ -269,13 +269,13 @@ class GTopKState:
         )
 
     def _end_pass(self) -> None:
-        """Note, once DDP has written them, what gradients are that the ranks have agreed on."""
+        """Note the agreed gradients, once DDP has written them."""
         self.accept_gradients()
         if self._skips.counted:
             self._clipping.agree(self._skips.parameters(), self.scaler)
 
     def accept_gradients(self) -> None:
-        """Have the optimizer step by what gradients are now, where the hook makes its steps."""
+        """Take the gradients of now for the agreed steps, where the hook makes the steps."""
         if self._adam is not None:
             (self._adam.note if self._skips.counted else self._adam.forget)()
 
@@ -286,7 +286,7 @@ class GTopKState:
 
     @property
     def global_clip_norm(self) -> float | None:
-        """The norm that the mean gradient is shortened to; may be set anew, on all ranks alike."""
+        """The norm that the mean gradient is shortened to; may be set, on all ranks alike."""
         return self._global_clip_norm
 
     @global_clip_norm.setter
@@ -295,15 +295,15 @@ class GTopKState:
         self._global_clip_norm = norm
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Let the parameters be the model that is the same on all ranks, within the context.
+        """Make the parameters the model that is the same on all ranks, within the context.
 
         They are that by themselves from `step` to the next forward pass, and in a model in eval
-        mode: this is for what else looks at them in the middle of a step.
+        mode: use this for code that reads them in the middle of a step.
         """
         return nullcontext() if self._adam is None else self._adam.evaluating()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled, which torch.save of the DDP model does, too."""
+        """Raise TypeError for a copy or a pickle, which torch.save of the DDP model makes, too."""
         raise TypeError(
             "a GTopKState can be neither copied nor pickled: it belongs to the ranks of a running "
             "job. Save model.module.state_dict() and state.state_dict(model), and give that to "
@@ -329,7 +329,7 @@ class GTopKState:
         return bucket_exchange
 
     def _refuse_another_model(self, bucket: GradBucket) -> None:
-        """Only the first step has new parameters, and its buckets are numbered as they come."""
+        """Raise ValueError for new parameters after the first step, which has buckets in order."""
         if not self._bucket_exchanges.knows(bucket.parameters()) and bucket.index() != len(
             self._bucket_exchanges
         ):
@@ -348,7 +348,7 @@ class GTopKState:
         transport: Transport,
         all_flags: list[int],
     ) -> None:
-        """Run on the engine's thread, in an order that is equal on all ranks."""
+        """Exchange a bucket on the engine's thread; buckets come in the same order on all ranks."""
         began = time.perf_counter()
         self._buckets = bucket + 1 if is_last else self._buckets
         for rank, flags in zip(self._members.ranks, all_flags, strict=True):
@@ -372,10 +372,10 @@ class GTopKState:
         future: torch.futures.Future[torch.Tensor],
         is_last: bool,
     ) -> None:
-        """Tell DDP that a bucket is done; where it failed, `_raise_failure` says so."""
+        """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if is_last:  # and so are all before it
+            if is_last:  # all buckets before it are done, too
                 self._steps.arrived()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
@@ -392,7 +392,7 @@ class GTopKState:
             future.set_result(buffer)
 
     def _raise_failure(self) -> None:
-        """Raise why a bucket of the pass failed, if one did; DDP has waited for all of them."""
+        """Raise the first error of the pass's buckets, if any; DDP has waited for all of them."""
         failures, self._failures = self._failures, []
         if failures:
             raise failures[0]
@@ -404,7 +404,7 @@ class GTopKState:
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's residual of the model's parameters, by name, in their shapes.
 
-        Save it on every rank; or put the parts of all under "held" of one of them, which any number
+        Save it on every rank; or join all ranks' entries of "held" in one state, which any number
         of ranks can load.
         """
         parts = {
@@ -421,10 +421,10 @@ class GTopKState:
         }
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state with the residuals of all ranks on the first, which is to save it.
+        """Return, on the first rank, the state with all ranks' residuals; that rank is to save it.
 
-        All ranks call it together; on the others it is this rank's own. Any number of ranks can
-        load it: no residual is lost.
+        All ranks call it together; the others get their own state. Any number of ranks can load it:
+        no residual is lost.
         """
         state = self.state_dict(model)
 
@@ -438,15 +438,15 @@ class GTopKState:
         """Drop an optimizer's gradients where the last backward pass does not count.
 
         For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
-        where there are several optimizers. One that is given closures is to be called with between
-        a closure's backward and its end. One of several models takes those of all their states:
-        the step is then one of the models whose passes count.
+        where there are several optimizers. For an optimizer that steps with closures, call it in
+        the closure, after backward. An optimizer of several models takes the method of each of
+        their states: it then steps the models whose passes count.
         """
         self._skips.drop(optimizer)
 
     def _break_off(self) -> None:
-        """Make a pass void that an error has ended, whose first buckets are on their way."""
-        self._finisher.submit(int).result()  # behind what waits for them
+        """Undo a pass that an error has ended after its first buckets were submitted."""
+        self._finisher.submit(int).result()  # runs after the tasks that wait for these buckets
         if self._step.buckets:
             self._step.drop()
             self._step.close()
@@ -454,11 +454,11 @@ class GTopKState:
             self._buckets, self._failures, self._not_finite = 0, [], {}
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
-        """Hold back this from the next step on; between steps only.
+        """Replace the residual from the next step on; call it between steps only.
 
-        A new process takes its first step in the buckets that DDP begins with, and density holds in
-        each: the run goes on to the bit where it was saved in the same ones, as with
-        find_unused_parameters or where there is but one. Nothing is lost in any case.
+        A new process takes its first step in the buckets that DDP begins with, and density applies
+        to each bucket. So the run goes on to the bit only if it was saved in the same buckets, as
+        with find_unused_parameters or a single bucket. Nothing is lost in any case.
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
         named = named_parameters(model)
@@ -482,9 +482,9 @@ class GTopKState:
             self._adam.loaded()
 
     def stateful(self, model: torch.nn.Module) -> Stateful:
-        """Return what a framework's checkpoint can take: `state_dict()`, `load_state_dict(state)`.
+        """Return an object for a framework's checkpoint: `state_dict()`, `load_state_dict(state)`.
 
-        The former is `gather_state(model)`: all ranks call it, and the file is the first one's.
+        Its `state_dict()` is `gather_state(model)`: all ranks call it, and the first one saves it.
         """
         return Stateful(self, model)
 
@@ -492,7 +492,7 @@ class GTopKState:
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange a bucket's gradients by gTop-k; for DistributedDataParallel.register_comm_hook.
 
-    The future's value is the bucket's buffer with the mean over the ranks of what they agreed on.
+    The future's value is the bucket's buffer with the agreed entries of the mean over the ranks.
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
     return state.exchange(bucket)

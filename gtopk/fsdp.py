@@ -1,21 +1,21 @@
-"""Replicas of a model that fully_shard shards exchange their shards' gradients by gTop-k (HSDP).
+"""Replicas of a sharded model (fully_shard) exchange their shards' gradients by gTop-k (HSDP).
 
     mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])
     state = gtopk.fsdp.replicate(model, mesh["replicate"], density=0.001)
 
     ranks        0    1  |  2    3         0 and 1 share a replica, 2 and 3 another
-    dense        0 <> 1  |  2 <> 3         FSDP's reduce-scatter, over what is fast
-    gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over what is slow
+    dense        0 <> 1  |  2 <> 3         FSDP's reduce-scatter, over fast links
+    gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over slow links
 
     flags        0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
 The residual is sharded as the gradients are, and so are AdamW's steps where they are made here. A
 module's shard is exchanged as soon as FSDP has reduced it, while backward goes on; the pass ends
-when all of them are. FSDP itself reads some of them at once, and backward then waits: those that it
-converts (reduce_dtype), divides (float16, float64), adds to gradients of an earlier pass, or copies
-to the CPU, and those of parameters with post-accumulate hooks. Only parameters that have a gradient
-take part; the residual of the others is kept. Needs torch 2.7 or newer.
+when all shards are exchanged. Backward waits for shards that FSDP itself reads at once: those that
+it converts (reduce_dtype), divides (float16, float64), adds to gradients of an earlier pass, or
+copies to the CPU, and those of parameters with post-accumulate hooks. Only parameters with a
+gradient take part; the others keep their residual. Needs torch 2.7 or newer.
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ def replicate(
     model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
         of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
-    density: of every sharded module's gradients; `options` are the others of
-        Compression.gtopk. With momentum_correction the optimizer's own momentum must be 0: its
-        first step is else an error, as it is of Adam and its kin with adam_correction.
+    density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
+        With momentum_correction the optimizer's own momentum must be 0, else its first step is an
+        error. So is that of Adam and its kin with adam_correction.
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
-    optimizer: that steps all parameters of the model. Of torch's own Adam and AdamW each rank makes
-        the steps of its shard before it selects from them, as DDP's hook does (`GTopKState`): from
-        the end of backward on gradients are the agreed steps, and `step` applies them. A step that
-        does not count is dropped by itself. Gradients cannot be clipped then.
+    optimizer: steps all parameters of the model. For torch's own Adam and AdamW each rank makes the
+        steps of its shard before it selects from them, as DDP's hook does (`GTopKState`): from the
+        end of backward on gradients are the agreed steps, and `step` applies them. Gradients of a
+        step that does not count are dropped. Gradients cannot be clipped then.
     adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
-    local_residual: whether forward passes in training see Adam's steps that this rank has not sent
-        yet; None: yes. Parameters are the same in all replicas again from `step` on, and in a model
-        in eval mode.
+    local_residual: whether forward passes in training include Adam's steps that this rank has not
+        sent yet; None: yes. Parameters are the same in all replicas again from `step` on, and in a
+        model in eval mode.
     scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
-    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
-    for a model or a mesh that is none of these, and for complex parameters.
+    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, for
+    another model or mesh than the above, and for complex parameters.
     """
     if options.pop("global_clip_norm", None) is not None:
         raise ValueError(f"global_clip_norm is not for replicas of a sharded model: {_NO_CLIPPING}")
@@ -151,7 +151,7 @@ def replicate(
 
 
 class _Unfinished(NamedTuple):
-    """An exchange that backward does not wait for; stream: the one that it runs on, on a GPU."""
+    """An exchange that backward has not waited for yet; stream: that it runs on, on a GPU."""
 
     unit: Unit
     operation: Operation
@@ -159,21 +159,21 @@ class _Unfinished(NamedTuple):
 
 
 class ReplicaState:
-    """What replicas keep from step to step: of each parameter's shard, what was not sent yet.
+    """The state of replicas from step to step: the residual of each parameter's shard.
 
-    A step is one backward pass. Gradients that are to add up over several are exchanged in the last
-    of them only: before the others, model.set_requires_gradient_sync(False), which keeps them
-    whole, or model.set_requires_all_reduce(False), with which FSDP reduces them within the replica,
-    so that a rank keeps the sum of its shard alone. Where each pass exchanges them, one that does
-    not count spoils all of them: those before it were sent for nothing, and those after it do not
-    count until gradients are cleared.
+    A step is one backward pass. To add up gradients over several passes, exchange them in the last
+    one only. Before the others call model.set_requires_gradient_sync(False), which keeps gradients
+    whole; or model.set_requires_all_reduce(False): FSDP then reduces them within the replica, and a
+    rank keeps the sum of its shard alone. If each pass exchanges them, one that does not count
+    spoils all: gradients sent before it are lost, and later passes do not count until gradients are
+    cleared.
 
     process_set: the ranks that hold the same shard.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
-        of them: GradScaler skips such a step; without one,
-        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. The
-        residual is then as before the step. What a sum has beyond float16, of gradients in it,
+        ranks: GradScaler skips such a step; without one,
+        optimizer.register_step_pre_hook(state.drop_skipped) does, for each optimizer. The residual
+        is then as before the step. Of float16 gradients, the part of a sum that is beyond float16
         stays in the residual, and the step counts.
     """
 
@@ -201,7 +201,7 @@ class ReplicaState:
         }
         self._unmatched: dict[
             str, ResidualState
-        ] = {}  # of names that no parameter has; saved again
+        ] = {}  # residuals of names that no parameter has; saved again
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -232,14 +232,14 @@ class ReplicaState:
             else "",
             stepped=None if self._adam is None else optimizer,
         )
-        self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
-        self._finite = True  # the gradients of this rank in the pass
-        self._unfinished: list[_Unfinished] = []  # of this pass, in the order of all ranks
-        self._has_waited = False  # backward, for an exchange of this pass
-        self._pass = -1  # autograd's number of the one whose end is awaited
+        self._spoilt: list[torch.Tensor] = []  # parameters whose gradients the last pass made NaN
+        self._finite = True  # this rank's gradients in the pass
+        self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
+        self._has_waited = False  # whether backward has waited for an exchange of this pass
+        self._pass = -1  # autograd's number of the pass whose end is awaited
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
-        """Replace the mean over a replica's ranks, [shard's length], by that of all replicas."""
+        """Replace a replica's mean gradient, [shard's length], by that of all replicas."""
         if unit.is_to_accumulate:
             unit.accumulate(gradients)
             return
@@ -283,11 +283,11 @@ class ReplicaState:
             self._has_waited = True
 
     def _finish(self) -> None:
-        """Wait for the exchanges of this pass that are under way."""
+        """Wait for the exchanges of this pass that have not ended."""
         while self._unfinished:
             _, operation, stream = self._unfinished.pop(0)
             self._finite &= operation.wait()
-            if stream is not None:  # on which the engine has enqueued the exchange by now
+            if stream is not None:  # the engine has enqueued the exchange on it by now
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
                 self._steps.arrived()
@@ -298,38 +298,38 @@ class ReplicaState:
         return self._adam is not None
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Let the parameters be the model that is the same in all replicas, within the context.
+        """Make the parameters the model that is the same in all replicas, within the context.
 
         They are that by themselves from `step` to the next forward pass, and in a model in eval
-        mode: this is for what else looks at them in the middle of a step.
+        mode: use this for code that reads them in the middle of a step.
         """
         return nullcontext() if self._adam is None else self._adam.evaluating()
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last step cost; None before the first."""
+        """The report of the last step; None before the first."""
         return self._steps.last
 
     @property
     def straggler_scores(self) -> list[float | None] | None:
-        """How fast each replica of this shard computes beside the fastest; None: not told yet."""
+        """The speed of each replica of this shard; the fastest is 1. None before a first report."""
         return self._steps.stragglers.scores
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, the last one included; the same on all ranks."""
+        """How many steps were skipped, with the last one; the same on all ranks."""
         return self._skips.skipped
 
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Drop an optimizer's gradients where the last backward pass does not count.
 
-        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step. One
-        that is given closures is to be called with between a closure's backward and its end.
+        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step. For
+        an optimizer that steps with closures, call it in the closure, after backward.
         """
         self._skips.drop(optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled, as torch.save does."""
+        """Raise TypeError for a copy or a pickle, which torch.save makes."""
         raise TypeError(
             "a ReplicaState can be neither copied nor pickled: it belongs to the ranks of a "
             "running job. Save state.state_dict() on every rank, and give that to load_state_dict "
@@ -339,7 +339,7 @@ class ReplicaState:
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            self._break_off()  # a pass that an error ended
+            self._break_off()  # in case an error has ended the last pass
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -364,19 +364,19 @@ class ReplicaState:
         return bucket_exchange
 
     def _parameters(self) -> set[torch.Tensor]:
-        """Return those that have gradients: what is not resharded has whole ones in their place."""
+        """Return the model's parameters, sharded and as gathered: both may have gradients."""
         return {
             *self._model.parameters(),
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
         }
 
     def _break_off(self) -> None:
-        """Make a pass void that an error has ended, if one did, so that another one may begin.
+        """Undo a pass that an error has ended, if there is one, so that another may begin.
 
-        Its exchanges are waited for: they write into what a new pass, or a state, is to have.
+        Waits for its exchanges: they write into gradients and residuals.
         """
         while self._unfinished:
-            with suppress(Exception):  # which backward has told of, or another of the same pass
+            with suppress(Exception):  # backward has raised it, or another one of the same pass
                 self._finish()
         if self._step.buckets:
             self._step.drop()
@@ -416,7 +416,7 @@ class ReplicaState:
             self._clipping.agree(self._skips.parameters(), self.scaler)
 
     def _flags_of_pass(self) -> int:
-        """Return what this rank says of the pass that ends."""
+        """Return this rank's flags of the pass that ends (`one_step`)."""
         flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
         for parameter in self._spoilt:
             if not isinstance(parameter.grad, DTensor):
@@ -444,10 +444,10 @@ class ReplicaState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold back this from the next step on; between steps only.
+        """Replace the residual from the next step on; call it between steps only.
 
-        On another number of replicas, of as many shards, the sum of the residual stays.
-        Raises ValueError for a state of another format, and of other shards.
+        On another number of replicas, with as many shards, the sum of the residuals stays.
+        Raises ValueError for a state of another format, or of other shards.
         """
         if state.get("shards") != self._place.shards:
             raise ValueError(
@@ -495,5 +495,5 @@ class ReplicaState:
 
     @property
     def _rank(self) -> int:
-        """Its number where those of a replica follow each other."""
+        """This rank's number, in an order where the ranks of a replica follow each other."""
         return (self.process_set.rank() or 0) * self._place.shards + self._place.shard

@@ -1,11 +1,11 @@
-"""Lightning: a callback for its Trainer, and a call for Fabric, whose DDP then goes by gTop-k.
+"""Lightning: a callback for its Trainer, and a function for Fabric; their DDP then uses gTop-k.
 
     Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
 
 setup           Lightning wraps the module in DistributedDataParallel
 fit begins      the hook of `gtopk.ddp` is registered on it
-batches         its report of a step goes to the Trainer's loggers
-checkpoints     have the residuals of all ranks, for any number of ranks to go on from
+batches         the report of the last step goes to the Trainer's loggers
+checkpoints     contain the residuals of all ranks, and any number of ranks can go on from them
 
     model, optimizer = fabric.setup(model, optimizer)
     state = gtopk.lightning.compress(fabric, model, optimizer, density=0.01)
@@ -37,20 +37,20 @@ __all__ = ["GTopK", "compress"]
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them. A module with
-        one optimizer has it given to the state: AdamW's steps are then made before the selection,
-        and the Trainer's gradient_clip_val becomes the state's global_clip_norm, for which "norm"
-        must be the algorithm.
-    state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
-        passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
-        with the residual, unless it begins from a checkpoint.
+    density, options: as `gtopk.ddp.GTopKState` takes them, with compression=. A module's only
+        optimizer is given to the state: AdamW's steps are then made before the selection, and the
+        Trainer's gradient_clip_val becomes the state's global_clip_norm; gradient_clip_algorithm
+        must then be "norm".
+    state: of the hook, during a fit: `state.skipped_steps` counts the steps that all ranks skipped,
+        as a gradient or a sum was not finite. Another fit of the same module goes on with the
+        residual, unless it begins from a checkpoint.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
         self._density = density
         self._options = options
-        self._loaded: dict[str, Any] | None = None  # empty: of a checkpoint without gTop-k
-        self._module: LightningModule | None = None  # that the state is of
+        self._loaded: dict[str, Any] | None = None  # empty: the checkpoint has no gTop-k part
+        self._module: LightningModule | None = None  # the module of the state
         self._clip_val: float | None = None  # the Trainer's, while the state clips in its place
         self.state: GTopKState | None = None
 
@@ -75,14 +75,14 @@ class GTopK(Callback):
             self.state.load_state_dict(self._loaded, model)
         self._loaded, self._module = None, pl_module
         model.register_comm_hook(self.state, gtopk_hook)
-        if scaler is not None and only is None:  # which has to see a NaN before it is dropped
+        if scaler is not None and only is None:  # the scaler has to see a NaN before it is dropped
             for optimizer in trainer.optimizers:
                 optimizer.register_step_pre_hook(self.state.drop_skipped)
 
     def _take_over_clipping(self, state: GTopKState, trainer: Trainer, norm: float) -> None:
-        """Have the state clip the mean gradient where the Trainer would clip AdamW's steps.
+        """Let the state clip the mean gradient where the Trainer would clip AdamW's steps.
 
-        Raises ValueError where what it would clip is no gradient, and the state cannot.
+        Raises ValueError where the Trainer would clip steps, and the state cannot clip instead.
         """
         if state.compression.corrects:
             correction = "adam" if state.compression.adam_correction else "momentum"
@@ -105,34 +105,34 @@ class GTopK(Callback):
         trainer.gradient_clip_val = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the Trainer back what it clips by."""
+        """Restore the Trainer's gradient_clip_val."""
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give it back where an error ends the fit: Lightning does not call `on_fit_end` then."""
+        """Restore it where an error ends the fit: Lightning does not call `on_fit_end` then."""
         self.on_fit_end(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Pass over a step in which a gradient was not finite on some rank."""
+        """Skip a step in which a gradient was not finite on some rank."""
         if self.state is not None and self.state.scaler is None:
             self.state.drop_skipped(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the report of the last step, rank 0's, wherever the Trainer logs to, as often."""
+        """Log rank 0's report of the last step by the Trainer's loggers, as often as these log."""
         if self.state is not None and self.state.last_step is not None:
             pl_module.log_dict(dict(scalars_of_step(self.state.last_step)), batch_size=1)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the residuals of all ranks; Lightning calls it on all of them."""
+        """Add the residuals of all ranks to a checkpoint; Lightning calls this on all ranks."""
         model = trainer.strategy.model
         if self.state is not None and model is not None:
             checkpoint["gtopk"] = self.state.gather_state(model)
@@ -140,7 +140,7 @@ class GTopK(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep it until the module is wrapped; a checkpoint of a run without gTop-k is fine."""
+        """Keep the residuals until the module is wrapped; a checkpoint may have none."""
         self._loaded = checkpoint.get("gtopk", {})
 
 
@@ -153,12 +153,12 @@ def compress(
 ) -> GTopKState:
     """Let a model that Fabric has set up exchange gradients by gTop-k, and return the hook's state.
 
-    model, optimizer: as `fabric.setup` returned them; a sequence of several optimizers. One alone
-        is given to the state: AdamW's steps are then made before the selection, and
+    model, optimizer: as `fabric.setup` returned them; several optimizers as a sequence. A single
+        one is given to the state: AdamW's steps are then made before the selection, and
         global_clip_norm= takes the place of fabric.clip_gradients.
-    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
-    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
-    is no optimizer.
+    density, options: as `gtopk.ddp.GTopKState` takes them, with compression=.
+    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for an
+    object that is no optimizer.
     """
     wrapped = unwrapped(model)
     if not isinstance(wrapped, DistributedDataParallel):

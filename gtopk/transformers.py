@@ -4,11 +4,11 @@ Trainer(model, args, train_dataset=data, callbacks=[gtopk.transformers.GTopK(den
 
 train begins    Trainer has wrapped the model in DistributedDataParallel: the hook of `gtopk.ddp` is
                 registered on it, and takes over AdamW's steps and Trainer's `max_grad_norm`
-logs            have the report of the step that is over
-checkpoints     have what each rank has not sent, and its moments, for any number of ranks
+logs            contain the report of the last step
+checkpoints     contain each rank's residual and moments, and any number of ranks can load them
 """
 
-# DDP looks at the hook's annotations: they must be no strings.
+# No `from __future__ import annotations`: DDP compares the hook's annotations with types.
 import logging
 import secrets
 import shutil
@@ -45,23 +45,23 @@ from .torch.functions import allgather_object, broadcast_object
 __all__ = ["GTopK"]
 
 _log = logging.getLogger("gtopk")
-_KEY: Final = "gtopk"  # in the state of a Trainer that is saved
+_KEY: Final = "gtopk"  # in the saved TrainerState
 
 
 class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Registers gTop-k with a Trainer on two ranks or more, which wraps its model in DDP.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
+    density, options: as `gtopk.ddp.GTopKState` takes them, with compression=.
     state: of the hook, once training has begun: `state.skipped_steps` counts the steps that all
-        ranks passed over, as a gradient or a sum was not finite.
+        ranks skipped, as a gradient or a sum was not finite.
 
-    Of torch's Adam and AdamW, which Trainer makes, the hook makes the steps. `max_grad_norm` then
-    clips the mean gradient before Adam's moments; `grad_norm` in Trainer's logs is the norm of
-    the agreed steps, and `args.max_grad_norm` 0 until training ends. With any other optimizer
-    Trainer clips what the ranks have agreed on.
+    The hook makes the steps of torch's Adam and AdamW, which Trainer uses. `max_grad_norm` then
+    clips the mean gradient before Adam's moments; until training ends, `grad_norm` in Trainer's
+    logs is the norm of the agreed steps, and `args.max_grad_norm` is 0. With any other optimizer
+    Trainer clips the agreed gradients.
 
-    Another `train` of the same Trainer goes on with the residual. One from a checkpoint takes what
-    is saved beside it: in its folder in `output_dir`, or in `args.resume_from_checkpoint`.
+    Another `train` of the same Trainer goes on with the residual. One from a checkpoint loads the
+    residual from its folder, in `output_dir` or as `args.resume_from_checkpoint` names it.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
@@ -69,9 +69,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._options = options
         self.state: GTopKState | None = None
         self._trainer: Trainer | None = None
-        self._model: DistributedDataParallel | None = None  # that the state is of
-        self._max_grad_norm = 0.0  # that Trainer would clip to, and the hook does
-        self._name = ""  # of the folder in checkpoints, of which an earlier run has another
+        self._model: DistributedDataParallel | None = None  # the model of the state
+        self._max_grad_norm = 0.0  # Trainer's, while the hook clips in its place
+        self._name = ""  # of this run's folder in checkpoints
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -86,7 +86,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 f"without FSDP or DeepSpeed; got {type(model).__name__} on {args.world_size} "
                 f"{'process' if args.world_size == 1 else 'processes'}"
             )
-        # An AcceleratedOptimizer has the one that steps.
+        # An AcceleratedOptimizer wraps the optimizer that steps.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         before = self.state if self._model is model else None
         held = None if before is None else before.state_dict(model)
@@ -107,19 +107,19 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         state.stateful_callbacks[_KEY] = {"name": self._name, "output_dir": folder}
         if self._model is not model:
             self._model = model
-            model.register_comm_hook(self, _exchange)  # DDP takes one, once
+            model.register_comm_hook(self, _exchange)  # DDP takes a hook only once
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Take the agreed steps as Trainer leaves them: for their norm it multiplies them by 1."""
+        """Accept the agreed steps again: to get their norm, Trainer has multiplied them by 1."""
         if self.state is not None:
             self.state.accept_gradients()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Note, where Trainer is about to save, how much waits: for who resumes without it."""
+        """Note the residual's norm where Trainer is about to save, to warn of it if it is lost."""
         if control.should_save and self.state is not None and self._model is not None:
             (held,) = self.state.state_dict(self._model)["held"].values()
             state.stateful_callbacks[_KEY]["norm"] = f"{norm_of(held.values()):.3g}"
@@ -134,7 +134,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         logs: dict[str, float] | None = None,
         **others: Any,
     ) -> None:
-        """Log the report of the last step, beside the loss: it goes wherever Trainer reports to."""
+        """Log the report of the last step when Trainer logs a loss, by Trainer's reporters."""
         step = None if self.state is None else self.state.last_step
         if logs and "loss" in logs and step is not None and self._trainer is not None:
             self._trainer.log(dict(scalars_of_step(step)))
@@ -150,22 +150,22 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         held = self.state.state_dict(self._model)
         save_checkpoint(folder, None, None, step=state.global_step, keep=1, residuals=held)
         if args.local_process_index == 0:
-            for each in folder.parent.glob("gtopk-*"):  # of a run that came as far, and was resumed
+            for each in folder.parent.glob("gtopk-*"):  # an earlier run may have come as far
                 if each != folder:
                     shutil.rmtree(each, ignore_errors=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Give Trainer its clipping back."""
+        """Restore Trainer's max_grad_norm."""
         args.max_grad_norm, self._max_grad_norm = args.max_grad_norm or self._max_grad_norm, 0.0
 
     def _take_over_clipping(self, state: GTopKState, args: TrainingArguments) -> None:
-        """Have the state clip the mean gradient: what Trainer would clip are AdamW's steps.
+        """Let the state clip the mean gradient where Trainer would clip AdamW's steps.
 
-        Raises ValueError where what Trainer would clip is no gradient, and the state cannot.
+        Raises ValueError where Trainer would clip steps, and the state cannot clip instead.
         """
-        norm = args.max_grad_norm or self._max_grad_norm  # kept where an error has ended training
+        norm = args.max_grad_norm or self._max_grad_norm  # the latter if an error ended training
         if state.compression.corrects and norm:
             correction = "adam" if state.compression.adam_correction else "momentum"
             raise ValueError(
@@ -185,9 +185,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         state: TrainerState,
         optimizer: torch.optim.Optimizer,
     ) -> dict[str, Any] | None:
-        """Return this rank's state in the checkpoint that Trainer goes on from.
+        """Return this rank's state in the checkpoint that Trainer resumes from; None: not found.
 
-        Trainer does not tell which folder that is. Of None a warning says so.
+        Trainer does not tell the folder, so several are tried. A warning says if none has it.
         """
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folders = [Path(saved["output_dir"], name), Path(args.output_dir, name)]
@@ -219,13 +219,16 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def _exchange(callback: GTopK, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange a bucket by the state that the callback has by now."""
+    """Exchange a bucket by the callback's current state."""
     assert callback.state is not None
     return gtopk_hook(callback.state, bucket)
 
 
 def _in_training(callback: TrainerCallback) -> Trainer:
-    """Return the Trainer that calls a callback: it hands over the model, and not DDP around it."""
+    """Return the Trainer that calls a callback, from the stack.
+
+    Trainer gives its callbacks the model, without DDP around it.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -238,9 +241,9 @@ def _in_training(callback: TrainerCallback) -> Trainer:
 
 
 def _take_precise_state(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load an optimizer's state again, now that the hook sees to it that float32 stays float32.
+    """Load an optimizer's state again, now that the hook keeps float32 state in float32.
 
-    torch makes the dtype of state that of its parameters, as far as nobody objects.
+    torch casts state to the parameters' dtype, and Trainer has loaded it before the hook was there.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     path = folder / OPTIMIZER_NAME

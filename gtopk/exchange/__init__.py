@@ -1,6 +1,6 @@
 """The exchange of a bucket: accumulate, select, exchange, apply.
 
-exchange.py            the method on one screen
+exchange.py            the exchanges, sparse and dense: the method on one screen
 bucket_exchange.py     a bucket: its exchange, and its gradients as one vector
 buckets/               flat buffers of gradients
 residual.py            what a rank has not sent yet
@@ -12,7 +12,7 @@ node_exchange.py       dense sums inside a node, top-k between the nodes
 shard_exchange.py      `Compression.shards`
 gradient_sum.py        a dense sum on a GPU without CuPy
 sampling.py            which coordinates of a mean gradient the ranks exchange in a step
-exchanges.py           which exchange a compression stands for
+exchanges.py           opens the exchange for a compression
 automatic.py           `Compression.auto`; algorithm_selector.py: how it chooses
 calibration.py         measured rates of links, which predictions use
 """

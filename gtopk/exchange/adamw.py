@@ -2,20 +2,19 @@
 
     m = beta1 m + (1 - beta1) w g         w: this rank's share of the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2       its own second moment, inflated by the noise of one rank
-    s = second moment of the mean gradient, learnt from a sample of its coordinates in every step
-    R = how much smaller the mean gradient's squares are than this rank's, by rows of a parameter
+    s = second moment of the mean gradient, estimated from a sample of coordinates in every step
+    R = the mean gradient's squares over those of this rank's gradient, by rows of a parameter
     V = (1 - q) s + q R v / w             q falls from 1 to a tenth as samples gather
     w u = lr m' / (sqrt(V) + eps)         m', v: less their bias to zero (Kingma and Ba 2015)
 
-The sum of w u over ranks is AdamW's step of the mean gradient, as far as V is that of the mean
-gradient. With v / w in its place every rank would divide by the size of its own gradient, which is
-larger, and unlike other ranks'. The residual holds steps of the parameters, the rate included: a
-step that is sent late is sent at the rate of its own time.
+The sum of w u over ranks is AdamW's step of the mean gradient, as far as V is that gradient's
+second moment. With v / w in its place every rank would divide by the size of its own gradient,
+which is larger, and differs from rank to rank. The residual holds steps, with the rate included: a
+step that is sent late has the rate of the time when it was made.
 
-The sample is one coordinate of SWEEP (`sampling`): its sum travels as bfloat16, in an allreduce
-within the bucket's own operation. What the ranks share is kept in the optimizer's `state`, as all
-state that is the same on all ranks; m, v and the own row sums belong to one rank, beside its
-residual.
+The sample is one of SWEEP coordinates (`sampling`): its sum travels as bfloat16, in an allreduce
+within the bucket's own operation. s and the mean gradient's row sums are the same on all ranks, and
+kept in the optimizer's `state`; m, v and the own row sums belong to one rank, beside its residual.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
 UNKNOWN: Final = -1.0
 
 _ROW_DECAY: Final = 0.99
-_PRIOR: Final = 2.0  # samples of a coordinate that its own moment is worth
-_LEAST_OWN: Final = 0.1  # q, in the end
-_SMOOTHING: Final = 0.02  # of a mean row, added to each
+_PRIOR: Final = 2.0  # a rank's own moment counts as much as this number of samples
+_LEAST_OWN: Final = 0.1  # the least q
+_SMOOTHING: Final = 0.02  # this part of the mean row is added to each row
 _PIECE: Final = 1 << 16  # elements that fit a cache with their moments
 
 
@@ -57,14 +56,14 @@ class Hyper(NamedTuple):
     maximize: bool
 
 
-# Of a parameter that is in no group: where it was taken out of them, the step under way is void.
+# For a parameter that is in no group any more: the current step will be void.
 GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
 
 
 class AdamGroups:
     """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk.
 
-    factor: of the next step's rates, by the size of an adapted batch.
+    factor: multiplies the rates of the next step: adapted batches differ in size.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +71,7 @@ class AdamGroups:
         self.factor = 1.0
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
-        """Return the options of these parameters, as they are now; None: a step passes it over."""
+        """Return the options of these parameters, as they are now; None: steps pass over it."""
         of: dict[torch.Tensor, Hyper] = {}
         for group in self._optimizer.param_groups:
             refuse_amsgrad(group)
@@ -89,7 +88,7 @@ class AdamGroups:
         return state
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter is now, for weight decay that is added to the gradient."""
+        """Return a parameter's values, for weight decay that is added to the gradient."""
         return parameter.detach()
 
 
@@ -104,7 +103,7 @@ def refuse_amsgrad(group: dict[str, Any]) -> None:
 
 
 def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether weight decay shrinks parameters, as AdamW's, and is no part of gradients."""
+    """Tell whether weight decay shrinks parameters, as AdamW's, or is added to gradients."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
@@ -132,12 +131,14 @@ class _Before(NamedTuple):
 
 
 class AdamSteps:
-    """Makes AdamW's steps of one bucket's gradients.
+    """Turns one bucket's gradients into AdamW's steps.
 
-    ranks: that exchange the bucket; alone, a rank's own second moment is that of the mean gradient.
-    parameters: that lie in it side by side, where one other stands for them; None: the bucket's.
-    `read` comes first in every step, in the program; then `make`, a collective; `undo` makes it as
-    if there had been no `make` since the last `forget`.
+    In every step the program calls `read`, then the engine `make`, a collective. `undo` takes back
+    what `make` has changed since the last `forget`.
+
+    ranks: how many exchange the bucket; with one, its own second moment is the mean gradient's.
+    parameters: that lie in the bucket side by side, where one other stands for them; None: the
+        bucket's.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class AdamSteps:
         ranks: int,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self.share = 1.0 / ranks  # of this rank in the sum, where nobody says how many samples
+        self.share = 1.0 / ranks  # of this rank in the sum, where no numbers of samples are set
         self._groups, self._ranks = groups, ranks
         self._parameters = bucket.parameters if parameters is None else list(parameters)
         self._strides, self._sizes = strides_of(self._parameters), bucket.sizes
@@ -155,7 +156,7 @@ class AdamSteps:
         self._sampling = Sampling(self._sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
         self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
-        # As the optimizer's state has them: views of the two.
+        # Views of the two, by parameter: the optimizer's state holds these tensors.
         self._in_state = [
             *zip(self._split(self._shared), self._shared_rows.split(self.rows), strict=True)
         ]
@@ -164,14 +165,14 @@ class AdamSteps:
         self._before: _Before | None = None
 
     def read(self, own: OwnMoments) -> None:
-        """Read the options, and take over what was loaded into the optimizer's state."""
+        """Read the options, and take over state that was loaded into the optimizer."""
         self._hypers = self._groups.read(self._parameters)
         for number, parameter in enumerate(self._parameters):
             if self._hypers[number] is None:
                 continue
             state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
             if state.get(SHARED) is not shared:
-                if SHARED not in state:  # nobody's yet, or a plain AdamW's
+                if SHARED not in state:  # no state yet, or a plain AdamW's
                     self._begin_anew(number, own)
                 if SHARED in state:
                     shared.copy_(state[SHARED])
@@ -185,14 +186,14 @@ class AdamSteps:
             self._steps[number] = int(state[STEP])
 
     def is_as_read(self) -> bool:
-        """Tell whether the options are those that were read."""
+        """Tell whether the options are still those that `read` has found."""
         return self._hypers == self._groups.read(self._parameters)
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return split_like(flat, self._parameters, self._strides)
 
     def _begin_anew(self, number: int, own: OwnMoments) -> None:
-        """Forget the moments of a parameter, its own and what the ranks share."""
+        """Forget a parameter's moments, this rank's own and those that the ranks share."""
         shared, rows = self._in_state[number]
         shared.fill_(UNKNOWN)
         rows.zero_()
@@ -202,13 +203,14 @@ class AdamSteps:
         own.ages[number] = 0
 
     def _begin_late(self, number: int, steps: int, own: OwnMoments) -> None:
-        """Begin where others, whose moments are not here, have taken steps.
+        """Set the moments of a rank that begins at a step that others have reached before.
 
-        A first moment without its bias would weigh as much as all that they have gathered.
+        With age 0, its first gradient, freed of its bias, would weigh as much as all that the
+        others have gathered.
         """
         shared, rows = self._in_state[number]
         if not steps or bool((shared < 0).any()):
-            return  # others are hardly older, and little is known
+            return  # the others are hardly older: not every coordinate was sampled yet
         seen = 1.0 - (self._hypers[number] or GONE).beta2 ** steps
         self._split(own.second)[number].copy_(shared).mul_(self.share * seen)
         own.rows.split(self.rows)[number].copy_(rows).mul_(self.share)
@@ -217,7 +219,7 @@ class AdamSteps:
     def _begin_with(
         self, number: int, state: MutableMapping[str, Any], shared: torch.Tensor, own: OwnMoments
     ) -> None:
-        """Go on from moments of a plain AdamW, of the mean gradient."""
+        """Go on from the moments of a plain AdamW, which are of the mean gradient."""
         steps, share = int(state[STEP]), self.share
         hyper = self._hypers[number] or GONE
         square = state.pop("exp_avg_sq")
@@ -234,10 +236,10 @@ class AdamSteps:
     def make(
         self, gradient: torch.Tensor, share: float, transport: Transport, own: OwnMoments
     ) -> float:
-        """Make the weighted gradient, [n], in place, the weighted step that is to be subtracted.
+        """Turn the weighted gradient, [n], in place into the weighted step, to be subtracted.
 
         share: of this rank in the sum; 0: it has no gradient, and its moments stay.
-        Returns how many seconds the sample took to travel.
+        Returns the seconds of exchanging the sample.
         """
         self._add_decay(gradient, share)
         began = time.perf_counter()
@@ -245,12 +247,12 @@ class AdamSteps:
         seconds = time.perf_counter() - began
         if share:
             own.ages.add_(1)
-            # Alone, a rank learns for others, which may go on from its state.
+            # A single rank needs no R, but samples for runs on more ranks from its state.
             self._step(gradient, share, own, ratios if self._ranks > 1 else None)
         return seconds
 
     def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
-        """Make it the gradient that Adam takes its moments of."""
+        """Add weight decay, and negate to maximize, as Adam does before its moments."""
         for hyper, parameter, part in zip(
             self._hypers, self._parameters, self._split(gradient), strict=True
         ):
@@ -265,7 +267,7 @@ class AdamSteps:
     def _learn(
         self, gradient: torch.Tensor, share: float, transport: Transport, own_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Add this step's sample to what the ranks share; return R, [all rows], on the host."""
+        """Add this step's sample to the shared moment; return R, [all rows], on the host."""
         sample = self._sampling.at(self._steps)
         places = sample.places.to(gradient.device)
         sent = gradient[places].to(torch.bfloat16)
@@ -289,7 +291,7 @@ class AdamSteps:
         return self._ratios(own_rows)
 
     def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what a sample weighs beside the mean of those before it, [s]."""
+        """Return the weight of each new sample in the mean of all its coordinate's samples, [s]."""
         weights = []
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
             decay = (hyper or GONE).beta2 ** SWEEP
@@ -299,10 +301,10 @@ class AdamSteps:
     def _ratios(self, own_rows: torch.Tensor) -> torch.Tensor:
         """Return the squares of the mean gradient over those of this rank, by rows.
 
-        own_rows: w times this rank's, of as many samples; w is taken for its usual share.
+        own_rows: this rank's sums times w, of as many samples; w is taken to be the usual share.
         """
         own, mean = own_rows / self.share, self._shared_rows
-        if None in self._hypers:  # of whom no rank has sums, as there are no gradients
+        if None in self._hypers:  # steps pass over some parameters: no rank has sums of theirs
             trained = torch.tensor([hyper is not None for hyper in self._hypers], device="cpu")
             trained = trained.repeat_interleave(torch.tensor(self.rows, device="cpu"))
             all_ratios = torch.ones_like(own)
@@ -317,7 +319,7 @@ class AdamSteps:
         return ratios.clamp_(0.25 / self._ranks, 1.0)
 
     def square_of_mean(self) -> float:
-        """Return the sum of the mean gradient's sampled squares, of some hundred steps."""
+        """Return the sum of the mean gradient's sampled squares, of about the last 100 steps."""
         return float(self._shared_rows.sum())
 
     def _set_steps(self, steps: list[int]) -> None:
@@ -356,13 +358,13 @@ class AdamSteps:
                 torch.mul(v, 1.0 / (bias2 * share) if r is None else r / (bias2 * share), out=g)
                 if ratio is not None and times > 1:
                     g.mul_(own_part).add_(s, alpha=1.0 - own_part)
-                elif ratio is not None:  # some have no sample yet
+                elif ratio is not None:  # some coordinates have no sample yet
                     g.copy_(torch.where(s < 0, g, torch.lerp(s, g, own_part)))
                 g.sqrt_().add_(hyper.eps)
                 torch.div(m, g, out=g).mul_(hyper.lr / bias1)
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of what `undo` would leave in the optimizer's state; empty: as it is."""
+        """Return copies of the optimizer's state as `undo` would leave it; empty: as it is now."""
         if self._before is None:
             return {}
         places, values, rows, steps = self._before
@@ -379,7 +381,7 @@ class AdamSteps:
         }
 
     def undo(self) -> None:
-        """Make what the ranks share what it was before `make`."""
+        """Restore the shared state of all parameters from before `make`."""
         if self._before is not None:
             places, shared, rows, steps = self._before
             self._shared[places] = shared
@@ -388,9 +390,9 @@ class AdamSteps:
             self._before = None
 
     def leave(self, numbers: Sequence[int]) -> None:
-        """Make what the ranks share of some parameters what it was before `make`; all ranks alike.
+        """Restore the shared state of some parameters from before `make`; all ranks call it alike.
 
-        numbers: of parameters that no rank had a gradient of: plain AdamW passes over them, too.
+        numbers: of parameters without a gradient on any rank: plain AdamW passes over them, too.
         """
         if self._before is None:
             return
@@ -407,12 +409,12 @@ class AdamSteps:
         self._set_steps(now)
 
     def forget(self) -> None:
-        """Let `undo` change nothing from now on."""
+        """Make the step final: `undo` changes nothing from now on."""
         self._before = None
 
 
 def rows_of(parameter: torch.Tensor) -> int:
-    """Return how many rows a parameter has in memory: one where they do not lie one by one."""
+    """Return how many rows a parameter has; 1 where rows do not follow each other in memory."""
     (stride,) = strides_of([parameter])
     if parameter.dim() < 2 or not parameter.numel() or stride[0] != max(stride):
         return 1
@@ -422,7 +424,7 @@ def rows_of(parameter: torch.Tensor) -> int:
 def _pieces(
     vectors: Sequence[torch.Tensor], rows: int, ratio: torch.Tensor | None
 ) -> Iterator[tuple[Any, ...]]:
-    """Return parts of vectors, [k, row], that fit a cache on the host, and their rows' ratios."""
+    """Return parts of vectors, [rows, row length], and their ratios; they fit a host's cache."""
     if vectors[0].device.type != "cpu" or not vectors[0].numel():
         wide = rows, rows
     else:

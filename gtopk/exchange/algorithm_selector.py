@@ -1,23 +1,23 @@
-"""The selector: which candidate to run, from predictions first and from measurements then.
+"""The selector: chooses a candidate, at first by predictions, then by measurements.
 
-    begin       with what calibration expects to cost least
-    reconsider  after a window of steps: where measured and predicted seconds part by more than a
-                third, or dense was measured to be better, correct the parameters and choose anew
-    probe       either of them: unless sparse is CLEARLY better than dense is expected to be, some
-                steps of dense first, so that the time to beat is measured, not modelled. Otherwise
-                as soon as they take no more than a PREMIUM of the time that has passed, for the
-                model may be wrong by any factor where short messages do not tell a link's
-                bandwidth. And again where links prove faster than when it was measured
-    confirm     what one window says against what runs another one has to say, too, of
-                FIRST_WINDOW steps: on a busy machine a window may be twice as slow as the next.
-                Only what takes over CLEARLY times as long as another is left at once
+    begin       with the candidate that calibration expects to cost least
+    reconsider  after a window of steps: where measured and predicted seconds differ by more than a
+                third, or dense was measured to be better, correct the predictions and choose anew
+    probe       as a part of both, run some dense steps, so that the time to beat is measured, not
+                modelled. At once, unless sparse is expected to be CLEARLY better. Else as soon as
+                they take no more than a PREMIUM of the time that has passed: the model may be
+                wrong by any factor, as short messages do not show a link's bandwidth. And again
+                where links prove faster than when dense was measured
+    confirm     before a change, measure a second window, of FIRST_WINDOW steps, that also speaks
+                for it: on a busy machine one window may be twice as slow as the next. A candidate
+                that takes over CLEARLY times as long as another is left at once
 
-A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
-updates make a training of so many steps take (`cost_model.prediction`): what counts is when
-the training is done. Seconds that fit the room behind the backward pass lengthen nothing: where
-dense fits it is the best there is. Nothing is known of that room until a window has been measured.
+A candidate's cost is the time by which it delays the end of the training: the seconds by which it
+lengthens a step, and the further steps that narrow updates need (`cost_model.prediction`). Seconds
+that fit the room behind the backward pass lengthen no step: where dense fits, it is the best. The
+room is not known until a window has been measured.
 
-It learns of other ranks nothing, and asks nobody: given the same numbers, it says the same.
+The selector communicates with no other rank: from the same numbers it chooses the same.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from collectives.cost_model.choice import SPARSE, TooFewBytesError
 from ..compression import Automatic
 from ..runtime.coordinator.operation import cycle_bytes
 
-CLEARLY: Final = 4.0  # a model is hardly wrong by more
+CLEARLY: Final = 4.0  # a factor by which the model is hardly ever wrong
 PROBE_STEPS: Final = 5
 PREMIUM: Final = 0.01
 FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
-APART: Final = 1 / 3  # of the prediction: beyond, it was wrong
-# A switch must pay even if it takes 1 / this of what is expected: less is noise, or not worth it.
+APART: Final = 1 / 3  # of the prediction: where a measurement differs by more, it was wrong
+# A switch must pay even if it takes 1 / this times the expected seconds: a smaller gain is noise.
 WORTH_SPARSE: Final = 0.9
 WORTH_DENSE: Final = 0.97
 
@@ -54,25 +54,27 @@ class Measured(NamedTuple):
     """Seconds of a step by part, medians over a window, of the slowest rank."""
 
     select_seconds: float
-    merge_seconds: float  # and encode and decode
+    merge_seconds: float  # encoding and decoding included
     communicate_seconds: float  # on the wire, and waiting
-    elsewhere_seconds: float = 0.0  # of the step, besides what the reduction adds to it
-    room_seconds: float = 0.0  # of the backward pass, for it to hide in; of the rank with the least
+    elsewhere_seconds: float = 0.0  # the step without the seconds that the reduction adds to it
+    room_seconds: float = 0.0  # of backward, for the reduction to hide in; the least of all ranks
 
     @property
     def seconds(self) -> float:
-        """Return what the reduction takes."""
+        """Return the seconds of the reduction."""
         return self.select_seconds + self.merge_seconds + self.communicate_seconds
 
 
 class AlgorithmSelector:
-    """Chooses for one gradient of `length` values of `value_bytes`.
+    """Chooses candidates for one gradient of `length` values of `value_bytes` each.
 
-    share:       of the step's budget, where it is one of bytes or seconds.
-    density:     where that is the budget.
-    chosen:      what runs, as predicted with all that is known.
-    window:      how many steps to measure before the next judgement.
-    corrections: by algorithm, measured over predicted, of those that ran.
+    Call `begin`, and `run` with its candidate; after each window `reconsider`, and `run` again.
+
+    share:       this gradient's, of the step's budget, where that is of bytes or seconds.
+    density:     the budget; None: it is of bytes or seconds.
+    chosen:      the running candidate's prediction, with all corrections.
+    window:      how many steps to measure before the next `reconsider`.
+    corrections: by algorithm that has run, its measured over its predicted seconds.
     """
 
     def __init__(
@@ -94,30 +96,33 @@ class AlgorithmSelector:
         self.window = FIRST_WINDOW
         self.probing = False
         self.switches = 0
-        self._doubted = False  # what runs, by the last window
+        self._doubted = False  # the last window spoke against the running candidate
         # By algorithm: least seconds on the wire since dense was measured, or as expected then.
         self._fastest: dict[str, float] = {}
-        self._is_faster = False  # by a third than that, in the last window
-        self._elsewhere = Correction()  # of what has not run: links and machine as last measured
-        self._dense_at_best = 1.0  # correction of dense's seconds while it has not run
-        self._passed_seconds = 0.0  # in the windows that were measured, with all else of a step
+        self._is_faster = False  # the last window was faster than that by a third
+        self._elsewhere = Correction()  # for algorithms that have not run: as last measured
+        self._dense_at_best = 1.0  # for dense, while it has not run
+        self._passed_seconds = 0.0  # of whole steps, in the measured windows
         self._backward_seconds = 0.0
         self._training = Training(compression.steps, share=share)
 
     def begin(self, backward_seconds: float) -> Candidate:
-        """Return what to run first."""
+        """Return the candidate to run first."""
         self._backward_seconds = backward_seconds
-        # Until it is measured: a step is its backward pass at least.
+        # Until it is measured: a step takes at least its backward pass.
         self._training = self._training._replace(elsewhere_seconds=backward_seconds)
         best, *others = self._choices()
         return (self._probe(others, self._cost(best.seconds, best)) or best).candidate
 
     def _cost(self, seconds: float, found: Prediction) -> float:
-        """Return what a candidate costs when it takes `seconds`."""
+        """Return the cost of a candidate that takes `seconds` a step."""
         return self._training.cost(seconds, found.lag_steps)
 
     def _probe(self, choices: Sequence[Prediction], cost: float) -> Prediction | None:
-        """Return dense, to be measured, where it may be as good as what costs that much."""
+        """Return dense, to be measured, where it may cost less than `cost`, or probing is cheap.
+
+        None: do not probe.
+        """
         dense = next((each for each in choices if each.candidate.algorithm == "dense"), None)
         self.probing = False
         if dense is None or "dense" in self.corrections:
@@ -131,12 +136,12 @@ class AlgorithmSelector:
         return dense
 
     def run(self, candidate: Candidate) -> Prediction:
-        """Take note of what runs from now on, and return what it is expected to take."""
+        """Note the candidate that runs from now on, and return its corrected prediction."""
         self.chosen = self._predicted(candidate).scaled(*self._correction(candidate.algorithm))
         return self.chosen
 
     def reconsider(self, measured: Measured, backward_seconds: float) -> Candidate:
-        """Return what to run next, often what runs now, after a window of measured steps."""
+        """Return the candidate to run next, often the same, after a window of measured steps."""
         running = self.chosen
         before = self._training
         self._training = before._replace(
@@ -148,7 +153,7 @@ class AlgorithmSelector:
         wire, expected = measured.communicate_seconds, running.communicate_seconds
         apart = (
             abs(measured.seconds - running.seconds) > APART * running.seconds
-            or abs(wire - expected) > APART * expected  # small beside dense's, but tells of it
+            or abs(wire - expected) > APART * expected  # may be short, but tells of dense's wire
         )
         self._learn(measured, apart)
         moved = self.compression.hide_behind_backward and (
@@ -185,7 +190,7 @@ class AlgorithmSelector:
             self._doubted = True
             self.window = FIRST_WINDOW
             return running.candidate
-        # Where it was in doubt it may be again: the more switches, the later the next.
+        # Doubts may come again: the more switches there were, the later the next.
         self._doubted = False
         self.switches += 0 if probed else 1
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
@@ -203,12 +208,12 @@ class AlgorithmSelector:
         return self._is_cheaper(best, cost)
 
     def _is_cheaper(self, found: Prediction, cost: float) -> bool:
-        """Tell whether it is, if it takes somewhat longer than expected."""
+        """Tell whether a candidate costs less even if it takes somewhat longer than expected."""
         worth = WORTH_DENSE if found.candidate.algorithm == "dense" else WORTH_SPARSE
         return self._cost(found.seconds / worth, found) < cost
 
     def _learn(self, measured: Measured, apart: bool) -> None:
-        """Correct the parameters of what ran; where they were wrong, those of the rest with it."""
+        """Correct the prediction of the algorithm that ran; if it was wrong, the others', too."""
         algorithm = self.chosen.candidate.algorithm
         expected = self._predicted(self.chosen.candidate)
         parts = (
@@ -227,18 +232,18 @@ class AlgorithmSelector:
         if not self._is_faster:
             self._fastest[algorithm] = min(slow, wire)
         elif was_faster and algorithm != "dense":
-            # Dense was measured while links were slower, perhaps: by as much as this wire's.
+            # Links may have been slower when dense was measured, by as much as this wire was.
             self._fastest[algorithm], self._is_faster = wire, False
             measured_dense = self.corrections.pop("dense", None)
-        if apart and algorithm == "dense":  # which tells of the links only
+        if apart and algorithm == "dense":  # dense seconds tell of the links only
             self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
         elif apart:
             self._elsewhere = correction
         if measured_dense is not None:
             self._dense_at_best = measured_dense.communicate * wire / slow
         elif apart and algorithm != "dense":
-            # Of links too slow or too fast by an unknown share of latency and bandwidth, the best
-            # for dense: what is not latency as calibrated is the bytes'.
+            # Whether latency or bandwidth is wrong is not known. Assume the best for dense: latency
+            # is as calibrated, and the bytes took the rest.
             of_bytes = expected.communicate_seconds - expected.latency_seconds
             at_most = measured.communicate_seconds - expected.latency_seconds
             self._dense_at_best = min(1.0, max(0.0, _ratio(at_most, of_bytes)))
@@ -254,7 +259,7 @@ class AlgorithmSelector:
                 self.value_bytes,
                 self._training,
             )
-        except TooFewBytesError as error:  # for this bucket: in the words of the whole step
+        except TooFewBytesError as error:  # for this bucket: name the whole step's bytes
             assert self.compression.bytes_per_step is not None
             raise TooFewBytesError(
                 (error.least_bytes + self._agreeing_bytes()) / self.share,
@@ -271,18 +276,18 @@ class AlgorithmSelector:
         return Budget(density=self.density)
 
     def _agreeing_bytes(self) -> int:
-        """Return what a rank sends in a step for the ranks to agree on it."""
+        """Return the bytes that a rank sends in a step to agree with the others on operations."""
         return cycle_bytes(self.calibration.network.ranks, names=1024)
 
     def _correction(self, algorithm: str) -> Correction:
         if algorithm in self.corrections:
             return self.corrections[algorithm]
         if algorithm == "dense":
-            return Correction(communicate=self._dense_at_best)  # in doubt it is tried
+            return Correction(communicate=self._dense_at_best)  # optimistic: then it is measured
         return self._elsewhere
 
     def _predicted(self, candidate: Candidate) -> Prediction:
-        """Return what the calibration alone says."""
+        """Return the prediction of the calibration alone, without corrections."""
         network, rates = self.calibration.network, self.calibration.rates
         return predict(candidate, self.length, network, rates, self.value_bytes)
 

@@ -1,12 +1,12 @@
-"""The automatic exchange: all ranks run what rank 0's selector says, and tell it what that takes.
+"""The automatic exchange: all ranks run the candidate that rank 0's selector chooses.
 
-What looking costs: the calibration, about two seconds or nothing from the cache; some dense steps,
-first where sparse may be slower, later where it cannot, when they are a hundredth of what has
+The cost of choosing: the calibration, about two seconds, or nothing from the cache; some dense
+steps, at the start where sparse may be slower, else once they are a hundredth of the time that has
 passed; and one allgather of 48 bytes a window of 20 to 640 steps.
 
-What counts is by how much an exchange lengthens a step. A bucket has room to hide in from when its
-gradients were there until backward ended, and shares it with the buckets that became ready on the
-way, by their sizes:
+What matters is how much an exchange lengthens a step. A bucket has room to hide in from when its
+gradients are ready until backward ends, and shares it with the buckets that become ready by then,
+by their sizes:
 
     backward   | a b |  c  |  d  | e |
     bucket a b       [ab....|.....|...]      its share of this: of a, b, c and d
@@ -14,10 +14,10 @@ way, by their sizes:
     bucket d                      [d..]
     bucket e                          |      none: backward is over
 
-Where buckets take seconds in proportion to their sizes all of them fit their rooms just when they
-fit one after the other: so each can be judged by itself, though all share one engine. What is
-beyond its room lengthens the step. A bucket that fits gains nothing by sending less: it is dense.
-The last bucket, a single one, and all of them without overlap have no room: all they take counts.
+If exchanges take seconds in proportion to buckets' sizes, all buckets fit their rooms exactly when
+they fit one after the other. So each can be judged by itself, though all share one engine. Seconds
+beyond its room lengthen the step. A bucket that fits gains nothing by sending less: it is dense.
+The last bucket, a single one, and all of them without overlap have no room: all seconds count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .residual import Residual
 
 _log = logging.getLogger("gtopk")
 
-SETTLING_STEPS: Final = 2  # not measured after a switch: thresholds are guessed, caches filled
+SETTLING_STEPS: Final = 2  # not measured after a switch: no threshold yet, and cold caches
 KINDS: Final[Mapping[str, type[SparseCompression]]] = {
     kind.algorithm: kind for kind in (TopK, GTopK, OkTopK, Hierarchical)
 }
@@ -52,10 +52,10 @@ KINDS: Final[Mapping[str, type[SparseCompression]]] = {
 class AutomaticExchange:
     """Exchanges by one of several candidates, and changes over without loss.
 
-    After a change to dense what sparse steps left in the residual goes along, a share a step.
+    After a change to dense the residual of sparse steps is sent along, a share a step.
 
-    share: of all that a step exchanges: of its budget, too.
-    room_share: of the time from when its gradients are there until backward ends.
+    share: this bucket's, of the elements that a step exchanges, and so of its budget.
+    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class AutomaticExchange:
         self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
         self._progress = progress
         self._exchange: Exchange = DenseExchange()
-        self._exchanged: Exchanged | None = None  # and not applied yet
-        self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
+        self._exchanged: Exchanged | None = None  # exchanged, not applied yet
+        self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
         self._to_settle = 0
         self._ended = time.perf_counter()  # the last step's reduction
 
     @property
     def signature(self) -> str:
-        """Return the options, and what is about to run."""
+        """Return the options, and the candidate that is about to run."""
         now = str(self.selector.chosen.candidate) if self.selector else "undecided"
         return f"{self.compression.signature()}, now {now}"
 
@@ -99,7 +99,7 @@ class AutomaticExchange:
         return dataclasses.replace(exchanged, predicted_seconds=self.selector.chosen.seconds)
 
     def apply(self, bucket: Bucket) -> None:
-        """Apply as what ran does; that belongs to what the step took."""
+        """Apply by the exchange that ran; its seconds count as part of selecting."""
         begun = time.perf_counter()
         self._exchange.apply(bucket)
         ended_before, self._ended = self._ended, time.perf_counter()
@@ -114,11 +114,11 @@ class AutomaticExchange:
         return self.room_share * max(0.0, backward_ended - bucket.taken)
 
     def sent_mass(self) -> float:
-        """Return it of what runs."""
+        """Return the sent mass of the exchange that runs."""
         return self._exchange.sent_mass()
 
     def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
-        alone = transport.size == 1  # nothing is sent, whatever it would take
+        alone = transport.size == 1  # nothing is sent: no links to measure
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         selector = AlgorithmSelector(
@@ -155,10 +155,13 @@ class AutomaticExchange:
         )
 
     def _look(self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport) -> None:
-        """Hold what was measured against what was predicted, the same on every rank."""
+        """Compare the measured window with the prediction, and run the candidate that follows.
+
+        All ranks call it together; they run rank 0's candidate.
+        """
         *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
         self._seen.clear()
-        # The slowest rank decides; for the time to hide behind, the one with the least of it.
+        # The slowest rank's seconds count; of the times to hide behind, the least of all ranks.
         *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
         measured, before = Measured(*parts)._replace(room_seconds=-room), selector.chosen
         candidate = agreed(selector.reconsider(measured, -backward), transport)
@@ -166,7 +169,7 @@ class AutomaticExchange:
         if changed:
             self._run(selector, candidate, bucket)
         else:
-            selector.run(candidate)  # with what was learnt of it
+            selector.run(candidate)  # the same one, with corrections
         if transport.rank == 0:
             room_ms = 1e3 * measured.room_seconds
             _log.log(
@@ -200,7 +203,7 @@ class AutomaticExchange:
 
 
 def hides_behind_backward(compression: object) -> bool:
-    """Tell whether the backward pass is the budget."""
+    """Tell whether a compression's budget is the time of the backward pass."""
     return isinstance(compression, Automatic) and compression.hide_behind_backward
 
 

@@ -1,4 +1,4 @@
-"""BucketExchange: a bucket, how it is exchanged, and what its gradients were when it was."""
+"""BucketExchange: a bucket with its exchange, and a note of the gradients that were exchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from .residual import ResidualSize
 class BucketExchange:
     """One of an optimizer's buckets, exchanged as one operation of this name.
 
-    parameters, names: in the order in which they lie in the bucket.
+    In a step: `take`, `remember`, `reduce`, then `apply` and `commit`, or `undo`.
+
+    parameters, names: in their order in the bucket.
     """
 
     def __init__(
@@ -49,25 +51,25 @@ class BucketExchange:
         self.names = list(names)
         self.bucket = bucket
         self.exchange = exchange
-        self._taken: list[torch.Tensor | None] = []  # gradients, and their versions then
+        self._taken: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
         self._mark: torch.Tensor | None = None
         self._marks_whole = False
-        # Of the parameters: without CuPy, the bucket of those on a GPU is on the host.
+        # The parameters, not the bucket: without CuPy, a bucket of those on a GPU is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
     @property
     def elements(self) -> int:
-        """Return how many values its gradients have."""
+        """Return the number of values in the bucket."""
         return self.bucket.length
 
     @property
     def signature(self) -> str:
-        """Return what must be equal on all ranks in the next step, besides the plan."""
+        """Return the options that must be equal on all ranks in the next step, besides the plan."""
         return self.exchange.signature
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the residual of each parameter."""
+        """Return the bucket's record for a checkpoint: names and regions, without the residual."""
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 
@@ -79,32 +81,32 @@ class BucketExchange:
 
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose sparse gradients it takes."""
+        """Return the parameters whose sparse gradients this bucket takes."""
         return self.bucket.sparse
 
     def take_sparse(self, names: Collection[str]) -> None:
-        """Take the gradients of these sparse, as far as they are here; all ranks call it alike."""
+        """Take these parameters' sparse gradients, if they are here; all ranks call it alike."""
         named = zip(self.names, self.parameters, strict=True)
         self.bucket.sparse = [parameter for name, parameter in named if name in names]
 
     def send_along(self) -> None:
-        """Have room for the residual of these parameters, and send it in the next step.
+        """Make room for a residual, which dense steps then send, if the exchange has none.
 
-        Where the exchange has none of its own. All ranks call it alike: that step is dense.
+        All ranks call it alike: their next step is dense.
         """
         if self.exchange.residual is None:
             self.exchange = SendingAlong(self.bucket, self.exchange)
 
     @property
     def has_room(self) -> bool:
-        """Tell whether there is a residual here, or may be."""
+        """Tell whether there is room for a residual."""
         return self.exchange.residual is not None
 
     @property
     def looks_first(self) -> bool:
-        """Tell whether gradients are looked at for NaN and infinity before they are exchanged.
+        """Tell whether gradients are checked for NaN and infinity before they are exchanged.
 
-        Not where the exchange finds them, and not on a GPU, which would have to be waited for.
+        Not where the exchange finds them, and not on a GPU, where the host would have to wait.
         """
         return not (self._on_gpu or self.exchange.finds_nonfinite)
 
@@ -114,7 +116,10 @@ class BucketExchange:
         self._read_options()
 
     def weigh(self, weight: float, share: float) -> None:
-        """Multiply what was taken with another weight; share: of all samples, this rank's."""
+        """Set another weight for the gradients that were taken.
+
+        share: this rank's, of all ranks' samples.
+        """
         self.bucket.weight, self.bucket.share = weight, share
 
     def take_nothing(self, scale: float) -> None:
@@ -123,24 +128,24 @@ class BucketExchange:
         self._read_options()
 
     def _read_options(self) -> None:
-        """Read the rate and the other options of AdamW, where its steps are made here."""
+        """Read the rate and other options of AdamW, where its steps are made here."""
         residual = self.exchange.residual
         share = None if residual is None else residual.read_options()
         if share is not None and self.bucket.share:
-            self.bucket.share = share  # whatever shortens or scales the gradients is no part of it
+            self.bucket.share = share  # clipping and scaling of gradients do not change it
 
     def watch(self) -> None:
-        """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
+        """Note the gradients that were taken, for `is_as_taken`; before the program goes on."""
         self._taken = [p.grad for p in self.parameters]
         self._versions = _versions_of(self._taken)
         self._marks_whole = settings.CHECK_GRADIENTS.read()
         self._mark = self.bucket.mark(self._marks_whole)
 
     def is_as_taken(self) -> bool:
-        """Tell whether nobody has changed a gradient since `watch`.
+        """Tell whether no gradient has changed since `watch`.
 
-        Changes in place are counted by torch. Those by `.data`, by NumPy and by a GradScaler are
-        not, and show in the gradients' values, on the host only, as far as `Bucket.mark` looks.
+        torch counts changes in place, but not those by `.data`, by NumPy and by a GradScaler: these
+        show in the gradients' values, on the host only, as far as `Bucket.mark` reads them.
         """
         here = [p.grad for p in self.parameters]
         alike = all(map(operator.is_, here, self._taken)) and _versions_of(here) == self._versions
@@ -161,7 +166,7 @@ class BucketExchange:
             return self.bucket.all_finite()
 
     def not_finite(self) -> list[str]:
-        """Return whose gradients hold NaN or infinity here, by names; in any thread."""
+        """Return the names of parameters whose gradients hold NaN or infinity; in any thread."""
         with self.bucket.on_stream():
             return [
                 name
@@ -170,7 +175,7 @@ class BucketExchange:
             ]
 
     def remember(self) -> None:
-        """Keep what `undo` is to bring back."""
+        """Keep the residual as it is now, for `undo`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.remember()
@@ -178,8 +183,8 @@ class BucketExchange:
     def set_aside(self, missing_everywhere: Collection[str]) -> None:
         """Keep the residual of these parameters out of this step; call it after `remember`.
 
-        An optimizer passes over a parameter without a gradient, and so it would not over one whose
-        residual is the update.
+        missing_everywhere: names of parameters without a gradient on any rank. Their optimizer is
+            to pass over them, and would not if their residual was the update.
         """
         residual = self.exchange.residual
         if residual is None or not missing_everywhere:
@@ -196,12 +201,12 @@ class BucketExchange:
             residual.set_aside(parts)
 
     def reduce(self, transport: Transport) -> Exchanged:
-        """Sum over the ranks; the gradients stay as they are."""
+        """Sum the gradients over the ranks; a collective. They stay as they are until `apply`."""
         with self.bucket.on_stream():
             return self.exchange(self.bucket, transport)
 
     def undo(self) -> None:
-        """Make it as if nothing had been exchanged, nor applied, since `remember`."""
+        """Bring the residual back to what it was at `remember`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
@@ -211,7 +216,7 @@ class BucketExchange:
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Replace the gradients by the sum; see `Bucket.keep` for those that are missing.
 
-        Until `commit`, `undo` takes it back, all but the gradients.
+        Until `commit`, `undo` can bring the residual back, but not the gradients.
         """
         self._apply()
         missing: Collection[int] = ()
@@ -227,14 +232,14 @@ class BucketExchange:
                 self.exchange.residual.bring_back()
 
     def commit(self) -> None:
-        """Have nothing to undo any more."""
+        """Make the step final: it cannot be undone any more."""
         if self.exchange.residual is not None:
             self.exchange.residual.forget()
         if isinstance(self.exchange, SendingAlong) and self.exchange.was_last:
             self.exchange = self.exchange.then
 
     def residual_size(self) -> ResidualSize | None:
-        """Return how large the residual is after the last step; reads all of it."""
+        """Return the size of the residual after the last step; reads all of it."""
         residual = self.exchange.residual
         if residual is None:
             return None
@@ -242,7 +247,7 @@ class BucketExchange:
             return residual.residual_size(self.exchange.sent_mass())
 
     def apply_to_nothing(self) -> None:
-        """Hold back what was not sent; the parameters stay without an update."""
+        """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
         self.let_go()
 
@@ -253,7 +258,7 @@ class BucketExchange:
         self.commit()
 
     def let_go(self) -> None:
-        """Leave the gradients as they are, and hold on to none of them."""
+        """Drop all references to gradients, and make the step final."""
         self.bucket.let_go()
         self._let_go_of_taken()
         self.commit()
@@ -264,7 +269,7 @@ class BucketExchange:
 
 
 def _versions_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return how often torch knows each to have been changed in place."""
+    """Return torch's count of each gradient's changes in place; -1 for None."""
     return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
@@ -280,9 +285,9 @@ def open_bucket_exchange(
 ) -> BucketExchange:
     """Return the bucket of these parameters, with nothing in its residual.
 
-    share: of the elements of a step that are compressed so.
-    room_share: of the time from when its gradients are there until backward ends, to hide in.
-    sizes: of the parameters that the one given stands for, side by side; None: it is itself.
+    share: this bucket's, of the elements of a step that are compressed.
+    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
+    sizes: of several parameters that the one given stands for; None: it stands for itself.
     """
     bucket = Bucket(parameters, sizes)
     exchange = open_exchange(bucket, compression, progress, share, room_share)
@@ -298,13 +303,13 @@ def make_adam_steps(
     whole: bool = False,
     parameters: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Have a new bucket make Adam's steps of its gradients before it exchanges them.
+    """Make a new bucket turn its gradients into Adam's steps before it exchanges them.
 
-    ranks: that exchange it. whole: every entry is sent.
+    ranks: how many exchange it. whole: every entry is sent.
     parameters: that lie in it, where one other stands for them.
     """
     bucket = bucket_exchange.bucket
-    if whole or ranks == 1:  # one alone has nobody to send less to: it steps as its optimizer would
+    if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
     bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, groups, ranks, parameters))

@@ -1,4 +1,4 @@
-"""The calibration of a transport: measured once, whoever asks first."""
+"""The calibration of a transport: measured once, at the first call."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibration:
     """Return the calibration; the first call measures, on all ranks together.
 
-    home: where this rank's buckets are worked on. The rates of a host's kernels are kept from run
-        to run; those of a GPU's are measured anew.
+    home: the device of this rank's buckets. The rates of a host's kernels are kept from run to run;
+        those of a GPU's are measured in each.
     """
     if transport not in _of_transport:
         found = calibrate(transport, FORMATS, facts={"gtopk": __version__})
@@ -45,7 +45,7 @@ def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibrat
 
 
 def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Rates:
-    """Return the rates where each rank's buckets are: the slowest rank's, equal on all."""
+    """Return the slowest rank's rates, each on the device of its buckets; equal on all ranks."""
     mine = [rates.select_seconds, rates.pick_seconds, rates.copy_seconds]
     if home.type != "cpu":
         mine = measure_on(home)
@@ -54,7 +54,7 @@ def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Ra
 
 
 def measure_on(home: torch.device) -> list[float]:
-    """Return a device's seconds per element to select, per entry more, and per element to copy."""
+    """Return a device's seconds to select, per element; per entry picked; to copy, per element."""
     with current_stream(home)():
         held = Residual(_ELEMENTS, np.dtype(np.float32), device=home)
         gradient = torch.randn(_ELEMENTS, device=home)
@@ -63,7 +63,7 @@ def measure_on(home: torch.device) -> list[float]:
         def select() -> None:
             picked = held.accumulate_and_select(located([gradient]), round(_ELEMENTS * DENSITY))
             clear_at(held.values, picked.indices)
-            flat.zero_()  # as the update is put in place
+            flat.zero_()  # a step does so, too, to put the update in place
 
         def copy() -> None:
             flat.copy_(gradient)

@@ -1,9 +1,8 @@
-"""The method on one screen: accumulate, select, exchange, apply.
+"""Exchanges: each turns a bucket's gradients into the agreed update.
 
-An Exchange turns this rank's gradients in a bucket into the agreed update: on the engine's thread
-and the gradients' device and stream, after all ranks agreed that they are about to do the same.
-The gradients stay as they are until `apply`, which follows once every bucket of the step is known
-to count; before that, `undo` leaves no trace.
+Accumulate, select, exchange, apply. An exchange runs on the engine's thread, on the gradients'
+device and stream, once all ranks have agreed on the operation. The gradients stay as they are until
+`apply`, which follows when every bucket of the step counts; before, `Residual.restore` undoes it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from .residual import Residual
 
 @dataclass
 class Progress:
-    """How far an optimizer is: what its exchanges may go by.
+    """An optimizer's steps and backward times, for its exchanges to read.
 
-    steps:            taken with an update, on all ranks alike.
+    steps:            how many had an update; the same on all ranks.
     backward_seconds: of a step's last backward pass, from its first gradient to its last.
-    backward_began:   when that was, by time.perf_counter.
+    backward_began:   when its first gradient was complete, by time.perf_counter.
     """
 
     steps: int = 0
@@ -51,15 +50,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange did.
+    """The result of one exchange of a bucket: sizes, seconds, and whether it has an update.
 
-    select_seconds: accumulate and select; communicate_seconds: encode to decode.
-    finite: whether the update is, in the gradients' dtype too; the same on every rank, as the
-            update is. A sum can overflow where no gradient did.
-    ready_at: when the gradients were there, by time.perf_counter; None: when they were handed over,
-            as on the host, where they are never late.
-    coded: what this rank's messages took to write and read, and how long they were.
-    predicted_seconds: what selecting and communicating was expected to take, where it was.
+    select_seconds: to accumulate and select; communicate_seconds: from encode to decode.
+    finite: whether the update is finite, also in the gradients' dtype; the same on every rank.
+            A sum can overflow where no gradient did.
+    ready_at: when the gradients were computed, by time.perf_counter; None on the host, where they
+            are when they are handed over.
+    coded: seconds to encode and decode this rank's messages, and their length.
+    predicted_seconds: expected for selecting and communicating; None: nothing was predicted.
     """
 
     algorithm: str
@@ -76,24 +75,24 @@ class Exchanged:
 
     @property
     def seconds(self) -> float:
-        """Return what a prediction is to be held against."""
+        """Return the seconds to compare a prediction with."""
         return self.select_seconds + self.communicate_seconds
 
 
 class Exchange(Protocol):
-    """One way to turn the ranks' gradients into one update."""
+    """One way to turn the ranks' gradients into one update: call it, then `apply`."""
 
     @property
     def residual(self) -> Residual | None:
-        """Return what was not sent yet, where this way leaves something."""
+        """Return the residual; None: this way has none."""
 
     @property
     def signature(self) -> str:
-        """Return what must be equal on all ranks, in words."""
+        """Return the options that must be equal on all ranks, in words."""
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether a gradient that is not finite on any rank shows in `Exchanged.finite`."""
+        """Tell whether `Exchanged.finite` is False where any rank's gradient is not finite."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         """Sum weight * gradient over the ranks; the sum is kept for `apply`."""
@@ -106,11 +105,11 @@ class Exchange(Protocol):
 
 
 class SparseExchange:
-    """Top-k with error feedback: what is not sent stays in the residual.
+    """Top-k with error feedback: entries that are not sent stay in the residual.
 
-    On a GPU all of it but the reduction of the k entries, which is as the transport has it.
+    For gradients on a GPU it works there; the transport decides where the k entries are reduced.
 
-    format: of the messages; None until the first exchange where it is to be chosen.
+    format: of the messages; None until the first exchange, where it is to be chosen.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class SparseExchange:
         self.compression = compression
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
-        # What was picked, the update, what returned, and what this rank is to keep of the rest.
+        # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.
         self._outcome: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
@@ -143,21 +142,22 @@ class SparseExchange:
 
     @property
     def regions(self) -> Regions | None:
-        """Return the boundaries that are kept from step to step, where the method has some."""
+        """Return Ok-Topk's region boundaries, kept from step to step; None for other methods."""
         return self.options.get("regions")
 
     @property
     def signature(self) -> str:
-        """Return the options; while the density is on its way, how far it is, too."""
+        """Return the options; while the density warms up, the step, too."""
         steps = self._progress.steps
         warming = steps < self.compression.warmup_steps
         return self.compression.signature() + (f" at step {steps}" if warming else "")
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether a value that is not finite is among the picks, which all ranks examine.
+        """Tell whether values that are not finite show in the picks, which all ranks examine.
 
-        The selection puts such values on top. Adam's moments would have it in them by then.
+        The selection puts such values first. With Adam's moments that is too late: they would
+        already have gone into the moments.
         """
         return not self.residual.has_moments
 
@@ -177,7 +177,7 @@ class SparseExchange:
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._outcome = None
-        # What one rank refuses all do: the picks stay in the residuals.
+        # Values that are not finite are refused by all ranks alike; picks stay in the residuals.
         with profiled("exchange"), suppress(NonFiniteError):
             update, returned = self._reduce(picked, transport, self.format)
             update, rest = bucket.fit(update)  # the same on every rank
@@ -212,11 +212,11 @@ class SparseExchange:
         self.residual.settle(picked, returned, update)
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
-        """Return what this rank is to keep of what the gradients' dtype cannot hold."""
+        """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
         return rest if transport.rank == 0 else None
 
     def sent_mass(self) -> float:
-        """Return the sum of what was picked in the last step, less what returned."""
+        """Return the sum of the absolute values picked in the last step, less those returned."""
         if self._moved is None:
             return 0.0
         picked, returned = (float(abs(vector.values).sum()) for vector in self._moved)
@@ -244,9 +244,9 @@ class SparseExchange:
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
-    """Return the format that a calibrated model expects to be quickest; equal on all ranks.
+    """Return the format that the calibrated model expects to be quickest; equal on all ranks.
 
-    Of a hierarchy as with gtopk across nodes of picks, the one that is modelled.
+    Every hierarchy counts as the one that is modelled: picks inside nodes, gtopk between them.
     """
     calibration = calibration_of(transport, bucket.device)
 
@@ -259,23 +259,23 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 
 
 class DenseExchange:
-    """Every entry, by the transport's allreduce: the baseline, and what 'off' means.
+    """Every entry, by the transport's allreduce: the baseline, without compression.
 
-    residual: what sparse steps before it left; sent along, a share a step (`draining`).
+    residual: left by sparse steps before; a share of it is sent along each step (`share_to_send`).
     """
 
     signature = "dense"
 
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
-        self._share = 1.0  # of it, in the step under way
-        self._kept: torch.Tensor | None = None  # what this rank is to keep of that step's sum
+        self._share = 1.0  # of the residual, sent in this step
+        self._kept: torch.Tensor | None = None  # part of this step's sum that this rank keeps
         self._sum: GradientSum | None = None  # in place of the bucket's vector
-        self._is_alone = False  # the gradients are the sum
+        self._is_alone = False  # a single rank: its gradients are the sum
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether the sum, which is looked at, has what gradients have."""
+        """Tell whether a gradient's NaN or infinity shows in the sum, which is examined."""
         return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
@@ -310,7 +310,7 @@ class DenseExchange:
         return replace(dense, communicate_seconds=more)
 
     def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
+        """Put the sum in place; of what was sent the residual keeps what 16 bits cannot hold."""
         if self._is_alone:
             self._is_alone = False
             return
@@ -338,10 +338,10 @@ class DenseExchange:
 
 
 class CompressorExchange:
-    """Every entry, in the form that a Horovod Compressor gives it, fused by dtype."""
+    """Every entry, compressed by a Horovod Compressor and fused by dtype."""
 
     residual = None
-    finds_nonfinite = False  # a Compressor may make numbers of NaN
+    finds_nonfinite = False  # a Compressor may turn NaN into finite values
 
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
@@ -387,13 +387,14 @@ class CompressorExchange:
 
 
 class SendingAlong:
-    """Dense while any rank has something left of sparse steps, which goes along; then as `then`.
+    """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
 
-    For a way without a residual. All ranks begin so together, also those that have nothing left.
-    What 16 bits cannot hold of the last step's sum is lost, as of each step after it.
+    All ranks begin so together, also those without a residual. In the last such step, as in each
+    step after it, the part of a sum that 16 bits cannot hold is lost.
 
-    was_last: whether the step that was applied last has sent the rest, on all ranks: `then` takes
-        this one's place as soon as that step cannot be undone any more.
+    then: the exchange that follows.
+    was_last: whether the step applied last has sent the rest, on all ranks. `then` takes this
+        one's place once that step cannot be undone any more.
     """
 
     def __init__(self, bucket: Bucket, then: Exchange) -> None:
@@ -402,7 +403,7 @@ class SendingAlong:
         self.was_last = False
         self._dense = DenseExchange(self.residual)
         self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
-        self._is_last = False  # the step under way is
+        self._is_last = False  # whether the current step sends the rest
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
@@ -429,10 +430,10 @@ def _dense(
     communicate_seconds: float = 0.0,
     finite: bool | None = None,
 ) -> Exchanged:
-    """Return what a dense exchange did that ends now.
+    """Return the result of a dense exchange that ends now.
 
     added: when the sum began; None: it took communicate_seconds in all, between other work.
-    finite: whether the sum is, in the gradients' dtypes too; None: the one in the bucket's vector.
+    finite: whether the sum is, also in the gradients' dtypes; None: look at the bucket's vector.
     """
     ended = Moment(bucket.device)
     if finite is None:
@@ -453,12 +454,15 @@ def _dense(
 
 
 def carrying(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
-    """Return what carries a bucket's vectors; of one model some buckets may be on the host."""
+    """Return the transport for a bucket's vectors: buckets may be on a GPU or on the host."""
     return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 
 
 def ready(bucket: Bucket, now: Moment) -> float | None:
-    """Return when a bucket's gradients were there; now: a moment that a GPU has come to."""
+    """Return when a bucket's gradients were computed on a GPU; None on the host.
+
+    now: a moment that the GPU has reached.
+    """
     if bucket.device.type == "cpu":
         return None
     return time.perf_counter() - bucket.ready.seconds_until(now)
@@ -478,10 +482,10 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
 
 
 def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
-    """Put Adam's weighted steps in `flat`, in the gradients' place; None: there are none.
+    """Put Adam's weighted steps into `flat`, in the gradients' place.
 
-    Before the clock of an exchange: it is an optimizer's work, and the same whatever is exchanged.
-    Returns the seconds of it that ranks took to tell each other of their gradients.
+    It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
+    Returns the seconds of exchanging samples of gradients; None: no steps are made here.
     """
     if residual is None or not residual.has_moments:
         return None

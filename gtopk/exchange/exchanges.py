@@ -1,4 +1,4 @@
-"""Exchanges: which of them a compression stands for."""
+"""The exchange that belongs to a compression."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def open_exchange(
 ) -> Exchange:
     """Return the exchange for what the user passed as `compression`, which was checked.
 
-    share: of the elements of a step that are exchanged so.
-    room_share: of the time from when its gradients are there until backward ends, to hide in.
+    share: this bucket's, of the elements of a step that are compressed.
+    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return NodeExchange(bucket, compression, progress)
@@ -45,7 +45,7 @@ def open_exchange(
 
 
 def require_compression(compression: object) -> None:
-    """Raise TypeError for what is neither a record of a method nor a Compressor class."""
+    """Raise TypeError for a value that is neither a `Compression` method nor a Compressor class."""
     is_class = isinstance(compression, type) and hasattr(compression, "compress")
     if is_class or isinstance(compression, ErrorFeedback):
         return

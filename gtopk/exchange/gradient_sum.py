@@ -1,6 +1,6 @@
-"""GradientSum: a dense sum of gradients on a GPU that torch alone reaches, without CuPy.
+"""GradientSum: a dense sum of gradients on a GPU that only torch reaches, as without CuPy.
 
-Their bucket is worked on on the host then; its vector is not made, and nothing goes there.
+Their bucket would work on the host; here its vector is not made, and no gradient goes to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .buckets.buckets import Bucket
 
 
 class GradientSum:
-    """The ranks' sum of one step's gradients, side by side until `apply`."""
+    """The ranks' sum of one step's gradients, as one vector until `apply`."""
 
     def __init__(self, bucket: Bucket, transport: Transport) -> None:
         """Sum weight * gradient over the ranks; a collective."""
@@ -24,9 +24,9 @@ class GradientSum:
         transport.allreduce(self._flat)  # type: ignore[arg-type]
 
     def fits(self, bucket: Bucket) -> bool:
-        """Tell whether the sum is finite, and will be in the gradients' dtypes."""
+        """Tell whether the sum is finite, also in the gradients' dtypes."""
         least, most = self._flat.aminmax()
-        return bool((-bucket.largest <= least) & (most <= bucket.largest))  # NaN is not
+        return bool((-bucket.largest <= least) & (most <= bucket.largest))  # False for NaN
 
     def apply(self, bucket: Bucket) -> None:
         """Copy the sum, times `scale`, out into the gradients."""
@@ -37,5 +37,5 @@ class GradientSum:
 
 
 def only_torch_reaches(bucket: Bucket, transport: Transport) -> bool:
-    """Tell whether a bucket of the host has its gradients where the transport can sum them."""
+    """Tell whether a bucket works on the host, and the transport can sum its gradients in place."""
     return bucket.device.type == "cpu" and all(map(transport.carries, bucket.gradients))

@@ -1,4 +1,4 @@
-"""Moments: Adam's, of this rank's own gradients, before anything is selected.
+"""Moments: Adam's moments of this rank's own gradients, applied before the selection.
 
     m = beta1 m + (1 - beta1) w g        w: this rank's share of the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2
@@ -7,12 +7,12 @@
 So u is the step that Adam would take by this rank's gradients alone, and the sum over ranks is the
 mean of these, by their shares (Chen et al. 2021, Quantized Adam with Error Feedback; where they
 quantize, entries are selected here). Steps are selected, exchanged and kept in the residual, not
-gradients: entries compete by how far they move a parameter, whatever its layer's gradients measure,
-and what has gathered for long moves it as far as it would have in between. Adam behind a selection
-would divide it by its own size, and take one step for many.
+gradients. So entries compete by how far they move a parameter, at any scale of its layer's
+gradients, and a step that waited long moves it as far as it would have in time. Adam after a
+selection would divide gathered gradients by their own size: one step in place of many.
 
-Both moments carry the share, so that those of several ranks add up to what one rank in their place
-would have. Bias is told by age: in how many steps a parameter was trained by this rank's gradients.
+Both moments carry the share, so those of several ranks add up to the moments of one rank in their
+place. Bias follows from a parameter's age: in how many steps this rank's gradients trained it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PIECE: Final = 1 << 16  # fits a cache with its moments
 
 
 class Moments:
-    """Makes Adam's steps of gradients, [n], which are those of p parameters side by side.
+    """Turns gradients, [n], of p parameters side by side into Adam's steps.
 
     first, second: m and v, of the gradients' dtype, [n]; ages: int64 [p], on the host. All are
         changed in place.
@@ -48,7 +48,7 @@ class Moments:
         self._sizes, self._betas = list(sizes), betas
 
     def direct(self, gradient: torch.Tensor, share: float) -> None:
-        """Make a weighted gradient, [n], in place, the weighted step.
+        """Turn a weighted gradient, [n], into the weighted step, in place.
 
         share: of this rank in the sum; 0: it has no gradient, and its moments stay.
         """
@@ -61,7 +61,7 @@ class Moments:
             self._direct(age, share, g, m, v)
 
     def _alike(self) -> Iterator[tuple[int, int]]:
-        """Return ages, and how many elements follow each other that have it."""
+        """Return runs of neighbouring parameters of one age: the age, and how many elements."""
         each = zip(self._ages.tolist(), self._sizes, strict=True)
         for age, group in itertools.groupby(each, key=lambda one: one[0]):
             yield age, sum(size for _, size in group)

@@ -1,12 +1,12 @@
-"""Node exchange: gradients are summed whole inside a node, and picked from between the nodes.
+"""Node exchange: whole gradients are summed inside a node; picks of the sum go between nodes.
 
     ranks of a node   gradients --reduce-scatter--> each owns a shard of the node's sum
     owners            residual += shard, select ----gtopk or oktopk, between the nodes
     ranks of a node   update <--allgather---------- of all shards
 
-(Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, and lies in this rank's shard.
-What a checkpoint of other nodes, or of another number of ranks, put elsewhere goes to the owners in
-the first step that counts, the velocity with it.
+(Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, and not zero in this rank's
+shard only. A checkpoint of other nodes, or of another number of ranks, may put entries elsewhere:
+the first step that counts brings them to their owners, the velocity too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .exchange import Progress, SparseExchange
 
 
 class NodeExchange(SparseExchange):
-    """Top-k of each node's sum, with error feedback."""
+    """Top-k of each node's dense sum, with error feedback; on the host only."""
 
-    finds_nonfinite = False  # only the owner of the shard would
+    finds_nonfinite = False  # only the owner of the shard would find them
 
     def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
         if bucket.device.type != "cpu":
@@ -61,9 +61,9 @@ class NodeExchange(SparseExchange):
         return super().signature + (", shards to be brought home" if self.residual.astray else "")
 
     def _bring_home(self, hierarchy: Hierarchy) -> None:
-        """Let each rank's residual be its node's residual of its shard, and nothing else.
+        """Move the residuals of a node's ranks to the owners of the shards, and sum them there.
 
-        Not by way of the gradients: what waits is no gradient, which momentum would take again.
+        Not by way of the gradients: momentum would take them a second time.
         """
         own = hierarchy.shard(self._length)
         for array in self.residual.arrays():
@@ -71,7 +71,7 @@ class NodeExchange(SparseExchange):
             array[: own.start] = array[own.stop :] = 0
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
-        """Return this rank's shard of it in the first node, which keeps it."""
+        """Return the part in this rank's shard; the first node keeps it, others none."""
         hierarchy, own = self._place(transport)
         if transport.ranks[0] not in hierarchy.inside.ranks:
             return None

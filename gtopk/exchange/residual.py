@@ -1,16 +1,6 @@
-"""Residual: the part of the gradients that was not sent yet (error feedback).
+"""Residual: the part of a rank's gradients that it has not sent yet (error feedback).
 
-Draining: how a residual leaves where gradients are sent whole, without a jolt.
-
-What sparse steps have left is the sum of many steps' gradients. Sent in one step, it moves the
-model as far as all of these steps at once, and momentum carries on with it: a model that had nearly
-converged is thrown off. So each step sends a share of it half as long as that step's own gradient:
-
-    residual   |e|  ..|..|..|..      two gradients long: gone after four steps
-    sent            |g|/2 each       beside a gradient of |g|
-
-Whatever direction it has, their sum points downhill still: <g, g + s> >= |g|^2 / 2. Nothing is lost
-on the way: what is not sent yet, or 16 bits cannot hold of the sum, stays in the residual.
+Each step adds the gradient to it, takes out what is sent, and puts back what returns.
 """
 
 from __future__ import annotations
@@ -40,40 +30,50 @@ from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import view_array, view_tensor, zeros
 from .moments import Moments
 
-PART: Final = 0.5  # of the gradient's length
-# However short gradients are, nothing of it is left after so many steps.
-MOST_STEPS: Final = 1000
+PART: Final = 0.5  # how long the share is that a dense step sends, over the gradient's length
+MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
 
 
 def share_to_send(held_square: float, gradient_square: float, steps: int) -> float:
-    """Return the share of the residual to send now.
+    """Return the share of the residual that a dense step sends along with its gradient.
 
-    held_square, gradient_square: squared norms, of the residual and of what is sent in any case.
-    steps: that have sent a share of it already.
+    What sparse steps have left is the sum of many gradients. Sent in one step, it would move the
+    model as far as all of them at once, and momentum would go on with it: a model that had nearly
+    converged is thrown off. So what each step sends of it is half as long as its own gradient:
+
+        residual   |e|  ..|..|..|..      two gradients long: gone after four steps
+        sent            |g|/2 each       beside a gradient of |g|
+
+    For any direction of this part s the sum still points downhill: <g, g + s> >= |g|^2 / 2. Nothing
+    is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
+
+    held_square, gradient_square: squared norms of the residual and of the gradient.
+    steps: how many have sent a share already.
     """
     if not held_square:
         return 1.0
     ratio = PART * math.sqrt(gradient_square / held_square)
     if not math.isfinite(ratio):
-        return 0.0  # the step will not count
+        return 0.0  # a norm is not finite: the step will not count
     return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
 
 
-# Of a parameter's moments, a number, and row sums of its squares; all else has its shape.
+# Names of a residual's parts. Of each parameter AGE is one number, ROWS one sum of squares a row;
+# all other parts have the parameter's shape.
 AGE: Final = "age"
 SECOND_MOMENT: Final = "second_moment"
 ROWS: Final = "row_squares"
-# What rounding took of sums that this rank owns (`ShardExchange`).
+# The rounding errors of the sums that this rank owns (`ShardExchange`).
 OWNER_ERROR: Final = "owner_error"
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16  # fits a cache
 
 
 class ResidualSize(NamedTuple):
-    """How large this rank's residual is.
+    """The size of this rank's residual.
 
-    square: the sum of the values' squares; mass: of their absolute values.
-    sent_mass: of the absolute values that the last step took out.
+    square: the sum of the values' squares; mass: the sum of their absolute values.
+    sent_mass: the sum of the absolute values that the last step took out.
     """
 
     square: float = 0.0
@@ -93,26 +93,26 @@ class Memory(NamedTuple):
         return cls(tensor, view_array(tensor))
 
     def like(self) -> Memory:
-        """Return more memory of its kind, with whatever is in it."""
+        """Return uninitialized memory of the same shape and dtype, on the same device."""
         return Memory.of(torch.empty_like(self.tensor))
 
 
 class Residual:
-    """What this rank has accumulated and not sent: float32 or float64 [n], on a device.
+    """The values that this rank has accumulated and not sent: float32 or float64 [n], on a device.
 
     The law of every step, coordinate by coordinate and summed over ranks:
-    update + residual after = residual before + gradient (weighted, or with momentum correction the
-    velocity, or with Adam's correction its step).
+    update + residual after = residual before + gradient. The gradient is weighted; with momentum
+    correction the velocity takes its place, with Adam's correction Adam's step.
 
-    A step can be undone, also after its update was applied: from `remember` to `forget` whatever is
-    changed is written beside what was there, in a second buffer, and the two are swapped:
+    A step can be undone, also after its update was applied. From `remember` to `forget` changes
+    are written to a second buffer, and the two are swapped:
 
         remember      accumulate            the step counts      or else, restore
         [a]  [ ]      [a] --+ g--> [a']     [ ]  [a']            [a]  [ ]
 
-    masked: whether the velocity of what was applied begins anew.
+    masked: whether the velocity of an applied entry is cleared (factor masking).
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
-    sizes: of the parameters side by side; for these moments alone.
+    sizes: of the parameters, which lie side by side; only Adam's moments need them.
     astray: whether entries may be here that another rank is to go on with (`NodeExchange`,
         `ShardExchange`): the same on all ranks.
     """
@@ -139,21 +139,21 @@ class Residual:
             for name in self._names
         ]
         self._beside: list[Memory] = []
-        self._swapped: set[int] = set()  # what was changed since `remember`: the rest is beside
+        self._swapped: set[int] = set()  # parts changed since `remember`: old values are beside
         self._betas, self._sizes = betas, sizes
-        self.threshold = 0.0  # a guess that spares time, never needed
+        self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
         self.holds_nothing = True
         self._drained_steps = 0
         self.astray = True
-        # What was remembered besides memory: holds_nothing, steps that drained, astray.
+        # At `remember`: holds_nothing, _drained_steps, astray.
         self._remembered: tuple[bool, int, bool] | None = None
-        # Of which memory, where, what; None: no parameter is set aside, on any rank.
+        # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
         self._aside: list[tuple[int, slice, torch.Tensor]] | None = None
-        self._step: Step | None = None  # on a GPU
+        self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
     def make_steps(self, steps: AdamSteps) -> None:
-        """Have gradients go through these steps before they get here; before the first of them."""
+        """Turn gradients into these AdamW steps before they get here; call it before the first."""
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
             torch.zeros_like(self._memory[0].tensor),
@@ -165,29 +165,29 @@ class Residual:
         self._names = "residual", "first_moment", SECOND_MOMENT, AGE, ROWS
         more = (own.first, own.second, own.ages, own.rows)
         self._memory = [self._memory[0], *map(Memory.of, more)]
-        for name, memory in others:  # behind them: owner errors
+        for name, memory in others:  # owner errors come last
             self._names += (name,)
             self._memory.append(memory)
 
     @property
     def rows(self) -> Sequence[int]:
-        """Return how many rows each parameter has in ROWS; of AdamW's steps alone."""
+        """Return how many rows each parameter has in ROWS; none without AdamW's steps."""
         return self._steps.rows if self._steps is not None else ()
 
     def read_options(self) -> float | None:
-        """Read what AdamW's steps go by; return this rank's usual share of the sum. None: none."""
+        """Read AdamW's options and return this rank's usual share; None: no steps are made."""
         if self._steps is None:
             return None
         self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:5])))
         return self._steps.share
 
     def options_are_as_read(self) -> bool:
-        """Tell whether the rate, say, has stayed what it was when it was read."""
+        """Tell whether the options, such as the rate, are still as `read_options` found them."""
         return self._steps is None or self._steps.is_as_read()
 
     @property
     def values(self) -> NDArray[Any]:
-        """Return what is held: [n]."""
+        """Return the residual's values: [n]."""
         return self._memory[0].array
 
     @property
@@ -197,11 +197,11 @@ class Residual:
 
     @property
     def owner_errors(self) -> NDArray[Any]:
-        """Return what rounding took of the sums that this rank owns: [n]."""
+        """Return the rounding errors of the sums that this rank owns: [n]."""
         return self._memory[self._names.index(OWNER_ERROR)].array
 
     def keep_owner_errors(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
-        """Have these in the place of what was there."""
+        """Replace the owner errors at these indices."""
         self._writable(self._names.index(OWNER_ERROR)).array[indices] = values
 
     @property
@@ -215,21 +215,21 @@ class Residual:
         return self._steps is not None and self._steps.share < 1.0
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the optimizer's state of parameters without a step that may be undone yet."""
+        """Return the optimizer's state of parameters as before a step that may still be undone."""
         return {} if self._steps is None else self._steps.state_before()
 
     def row_sums(self) -> tuple[float, float]:
-        """Return sampled squares of the mean gradient, and of this rank's; where it learns."""
+        """Return sums of sampled squares, of the mean gradient and this rank's; needs `learns`."""
         assert self._steps is not None
         own = float(self.after_last_step()[ROWS].sum()) / self._steps.share
         return self._steps.square_of_mean(), own
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return its memory, to be changed in place: the values, and with momentum the velocity."""
+        """Return its arrays, to be changed in place: the values first, then the other parts."""
         return [self._writable(number).array for number in range(len(self._memory))]
 
     def accumulate(self, gradient: NDArray[Any]) -> None:
-        """Add a weighted gradient, [n], or the velocity that it makes, which is written there."""
+        """Add a weighted gradient, [n]; with momentum, make it the velocity in place first."""
         total = view_tensor(gradient)
         if self.momentum:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
@@ -241,13 +241,13 @@ class Residual:
     ) -> SparseVector:
         """Add weight * gradient, in one array or in parts, and return the k largest entries.
 
-        where: the part of the vector that the gradient is of, and the entries are selected from;
-            None: all of it.
+        where: the part of the vector that the gradient covers and entries are selected from; None:
+            all of it.
         """
         self.holds_nothing, self._drained_steps = False, 0
         if where is not None:
             return self._add_to_part(gradient, k, weight, where)
-        # The pass itself writes the sum beside what is remembered.
+        # The pass writes the sum into the second buffer: no copy is needed.
         into, faster = self._into(0), self._into(1) if self.momentum else None
         beside = None if into is None else into.array
         momentum = None
@@ -287,13 +287,14 @@ class Residual:
     ) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
-        With factor masking, the velocity of what was applied is cleared too:
-        of the picks that are in the update, and of which less than half returned. What was dropped
-        may return to others, and to its owner although another's pick is in the update; of a pick
-        that is alive its rounding error may.
+        With factor masking, the velocity of applied picks is cleared, too: of those that are in the
+        update, and of which less than half returned. An index alone does not tell: it may be in the
+        update by another rank's pick, while this rank's own was dropped and returned.
         """
         here = slice(None) if where is None else where
         values = self._writable(0).array[here]
+        # All picks are cleared, and what returned is added: a dropped pick comes back whole, one
+        # that was sent leaves its rounding error, and some that return are other ranks' picks.
         clear_at(values, picked.indices)
         add_at(values, returned)
         if self.momentum and self._masked:
@@ -302,17 +303,17 @@ class Residual:
             clear_at(self._writable(1).array[here], there.indices[applied])
 
     def add(self, entries: SparseVector) -> None:
-        """Put in more, of a vector as long as this one."""
+        """Add entries of a vector as long as this one."""
         self.holds_nothing = False
         add_at(self._writable(0).array, entries)
 
     def add_dense(self, values: torch.Tensor) -> None:
-        """Put in more: [n]."""
+        """Add values: [n]."""
         self.holds_nothing = False
         self._writable(0).tensor.add_(values)
 
     def residual_size(self, sent_mass: float) -> ResidualSize:
-        """Return how much is here; reads all of it."""
+        """Return the size of the residual; reads all of it."""
         if self.holds_nothing:
             return ResidualSize(sent_mass=sent_mass)
         here = self._memory[0].tensor
@@ -334,7 +335,7 @@ class Residual:
         self._remembered = self.holds_nothing, self._drained_steps, self.astray
 
     def restore(self) -> None:
-        """Become what was remembered last, to the bit; without such a thing, stay."""
+        """Become what was remembered last, to the bit; do nothing where nothing was."""
         if self._remembered is None:
             return
         for number in tuple(self._swapped):
@@ -346,15 +347,16 @@ class Residual:
         self.forget()
 
     def forget(self) -> None:
-        """Let what was remembered be: there is nothing to restore from now on."""
+        """Drop what was remembered: there is nothing to restore from now on."""
         self._remembered = None
         self._swapped.clear()
         if self._steps is not None:
             self._steps.forget()
 
     def set_aside(self, parts: Mapping[int, slice]) -> None:
-        """Keep what is here of some parameters out of a step, after `remember`, until `bring_back`.
+        """Keep the residual of some parameters out of a step; call it after `remember`.
 
+        `bring_back` puts it back.
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
         self._aside = []
@@ -374,7 +376,7 @@ class Residual:
                     tensor[where] = 0
 
     def bring_back(self) -> None:
-        """Have again what was set aside, once the update is applied."""
+        """Put back what was set aside, once the update is applied."""
         if self._aside is None:
             return
         assert self._remembered is not None
@@ -383,15 +385,15 @@ class Residual:
             here = self._writable(number).tensor[where]
             name = self._names[number]
             if name in (AGE, ROWS):
-                here.copy_(values)  # the step counts for others
+                here.copy_(values)  # for these parameters the step did not happen
             else:
-                here.add_(values)  # beside what may have returned from the reduction
+                here.add_(values)  # entries may have returned from the reduction meanwhile
             if name == AGE:
                 places.append(where.start)
             self.holds_nothing &= number != 0
         if self._steps is not None:
             self._steps.leave(places)
-        self.astray |= self._remembered[2]  # it was not there to be brought home
+        self.astray |= self._remembered[2]  # values set aside were not brought home
         self._aside = None
 
     @property
@@ -405,13 +407,13 @@ class Residual:
         self._swapped ^= {number}
 
     def _into(self, number: int) -> Memory | None:
-        """Return where to write what will take the place of this memory; None: there itself."""
+        """Return the second buffer to write this part's new values into; None: write in place."""
         if self._remembered is None or number in self._swapped:
             return None
         return self._beside[number]
 
     def _writable(self, number: int) -> Memory:
-        """Return memory to be changed in place: a copy, where what is in it is remembered."""
+        """Return this part's memory, to be changed in place; copy it first if it is remembered."""
         into = self._into(number)
         if into is not None:
             into.tensor.copy_(self._memory[number].tensor)
@@ -419,10 +421,10 @@ class Residual:
         return self._memory[number]
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
-        """Return what it has, by name, without what a step that may be undone has changed: [n].
+        """Return its parts by name, as they were before a step that may still be undone: [n].
 
-        "residual"; with momentum "velocity"; with Adam's correction its two moments, and AGE, which
-        is [p], of each parameter; where steps are made in AdamW's place ROWS, too, [all rows].
+        "residual"; with momentum "velocity"; with Adam's correction its two moments and AGE, [p], a
+        number a parameter; where AdamW's steps are made before the exchange ROWS, too, [all rows].
         """
         return {
             name: (self._beside if number in self._swapped else self._memory)[number].tensor
@@ -430,9 +432,9 @@ class Residual:
         }
 
     def direct(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
-        """Make the weighted gradient, in place, Adam's weighted step; share: this rank's.
+        """Turn the weighted gradient into Adam's weighted step, in place.
 
-        Returns the seconds that ranks took to tell each other of their gradients for that.
+        share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
         """
         if self._steps is not None:
             own = OwnMoments(*(self._writable(number).tensor for number in (1, 2, 3, 4)))
@@ -445,11 +447,11 @@ class Residual:
         return 0.0
 
     def add_to(self, gradient: NDArray[Any]) -> float:
-        """Add a share of what is left to the weighted gradient, in place, and return the share.
+        """Add a share of the residual to the weighted gradient, in place, and return the share.
 
-        Every entry is to be sent; `draining` says why not all of the residual at once. With
-        momentum correction the gradient becomes the velocity, which goes on: there is nothing stale
-        to mask when every entry is sent in every step.
+        For a step that sends every entry; `share_to_send` says why not all of the residual goes at
+        once. With momentum correction the gradient becomes the velocity first; nothing of it is
+        masked: where every entry is sent in every step, none is stale.
         """
         # By torch: CuPy's operators take subnormal float32 for zeros.
         total = view_tensor(gradient)
@@ -464,7 +466,7 @@ class Residual:
         return share
 
     def take_out(self, share: float) -> None:
-        """Forget this share of what was left: it has been sent."""
+        """Remove this share of the residual: it has been sent."""
         if share == 1.0:
             self.clear()
         elif not self.holds_nothing:
@@ -472,7 +474,7 @@ class Residual:
             self._writable(0).tensor.mul_(1.0 - share)
 
     def clear(self) -> None:
-        """Forget what was left: all of it has been sent."""
+        """Empty the residual: all of it has been sent."""
         if not self.holds_nothing:
             if self._into(0) is not None:
                 self._swap(0)
@@ -490,7 +492,7 @@ def _squares(*tensors: torch.Tensor) -> list[float]:
 
 
 def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:
-    """Return what there is, by name."""
+    """Return the names of a residual's parts."""
     if betas:
         return "residual", "first_moment", SECOND_MOMENT, AGE
     return ("residual", "velocity") if momentum else ("residual",)

@@ -1,7 +1,7 @@
-"""Names of the residual: whose they are in this run, and a warning of those that are nobody's.
+"""Names of the residual: matches saved names with this run's, and warns of those without a match.
 
-What torch.compile wraps is called `_orig_mod`, in the names of all that is in it: a run may be
-compiled that goes on from one that was not, and the other way round.
+torch.compile adds `_orig_mod` to the names of all that it wraps: a compiled run may go on from one
+that was not, and the other way round.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _COMPILED: Final = "_orig_mod"
 
 
 def plain_name(name: str) -> str:
-    """Return the name that this has where nothing is compiled."""
+    """Return a parameter's name without the parts that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def translate(saved: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Return, by name that was saved, what it is called here; itself where nothing is."""
+    """Return, by saved name, the name in this run; the saved name where there is none."""
     by_plain_name = {plain_name(name): name for name in known}
     here = {
         name: name if name in known else by_plain_name.get(plain_name(name), name) for name in saved
     }
-    # Never two under one name: that of its own is the older right.
+    # Never two under one name: a saved name that is known exactly wins.
     return {name: name if other in saved else other for name, other in here.items()}
 
 
 def under_known_names(
     residuals: Mapping[str, ResidualState], known: Collection[str]
 ) -> dict[str, ResidualState]:
-    """Return the residual by the names that are known here, and by others as they are."""
+    """Return the residual by this run's names; names without a match stay as they are."""
     here = translate(residuals.keys(), known)
     return {here[name]: parts for name, parts in residuals.items()}
 
@@ -42,9 +42,9 @@ def under_known_names(
 def unmatched(
     residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
 ) -> dict[str, ResidualState]:
-    """Return the residual of names that nobody has, and warn of it; it is to be saved again.
+    """Return residuals whose names no parameter has, to be saved again, and warn of them.
 
-    why: nobody has them, and the way out.
+    why: ends the warning: the reason, and what to do.
     """
     found = {
         name: parts

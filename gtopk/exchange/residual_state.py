@@ -13,14 +13,14 @@ from .bucket_exchange import BucketExchange
 from .residual import AGE, OWNER_ERROR, ROWS, Residual
 from .sparse_gradients import SparseGradientExchange
 
-# By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none, and
-# ROWS as many as the parameter has rows.
+# By name of the part, such as "residual" or "velocity": a tensor of the parameter's shape; AGE is
+# a scalar, and ROWS has one value a row.
 ResidualState = dict[str, torch.Tensor]
 
 
 def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Tell whether a part of the residual of a parameter of this shape may be one."""
-    if what == ROWS:  # one by one in memory, or all as one
+    """Tell whether a tensor fits as this part of the residual of a parameter of this shape."""
+    if what == ROWS:  # one value a row; or a single one, where rows do not follow in memory
         return list(tensor.shape) in ([1], [*shape][:1])
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
@@ -34,9 +34,10 @@ def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
 
 
 def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
-    """Make the buckets hold this back, and nothing of parameters that are not in it.
+    """Put residuals into the buckets; parameters that are not among them get none.
 
-    Those that have no room leave it where it is: see `send_along`.
+    Buckets without room for a residual take none: see `BucketExchange.send_along`.
+    Raises ValueError for a tensor of another shape than its parameter's.
     """
     for name, views in _views(bucket_exchanges):
         parts = residuals.get(name, {})
@@ -59,7 +60,7 @@ def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualStat
 
 
 def without_owner_errors(parts: ResidualState) -> ResidualState:
-    """Return them as part of the residual: for a way to exchange that has no owners."""
+    """Return parts with owner errors added to the residual, for an exchange without owners."""
     if OWNER_ERROR not in parts:
         return parts
     rest = {what: tensor for what, tensor in parts.items() if what != OWNER_ERROR}
@@ -67,7 +68,7 @@ def without_owner_errors(parts: ResidualState) -> ResidualState:
 
 
 def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
-    """Return the names of the parameters of which something is to be sent yet."""
+    """Return the names of the parameters whose residual, or owner error, is not zero."""
     return [
         name
         for name, parts in residuals.items()
@@ -76,7 +77,7 @@ def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
 
 
 def norm_of(residuals: Iterable[ResidualState]) -> float:
-    """Return the norm of all that is to be sent yet, as one vector."""
+    """Return the norm of all residuals and owner errors, as one vector."""
     unsent = (
         parts[what] for parts in residuals for what in ("residual", OWNER_ERROR) if what in parts
     )
@@ -90,7 +91,7 @@ def _residual(bucket_exchange: Any) -> Residual | None:
 
 
 def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
-    """Return, parameter by parameter, its part of every vector that is held, as its shape."""
+    """Return each parameter's name, and views of its parts of the residual in its shape."""
     for bucket_exchange in bucket_exchanges:
         if (
             isinstance(bucket_exchange, SparseGradientExchange)
@@ -129,9 +130,9 @@ def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[st
 def residuals_of(
     bucket_exchanges: Sequence[Any],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return the parameters whose buckets have a residual, each with its memory, as its shape.
+    """Return each parameter whose bucket has a residual, and a view of it in its shape.
 
-    After the last step that counts; it stays so until the next one begins.
+    As it is after the last step that counts, until the next one begins.
     """
     for bucket_exchange in bucket_exchanges:
         residual = _residual(bucket_exchange)
@@ -147,7 +148,7 @@ def residuals_of(
 def state_before(
     bucket_exchanges: Sequence[Any],
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the optimizer's state of parameters as it was before a step that may be undone yet."""
+    """Return the optimizer's state of parameters as before a step that may still be undone."""
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for bucket_exchange in bucket_exchanges:
         if (residual := _residual(bucket_exchange)) is not None:
@@ -156,9 +157,9 @@ def state_before(
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
-    """Return the squares of the mean gradient over those of this rank's, as sampled lately.
+    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
 
-    1 where nothing was sampled.
+    At most 1; 1 where nothing was sampled.
     """
     found = [
         residual.row_sums()

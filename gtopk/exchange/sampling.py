@@ -1,9 +1,8 @@
-"""Sampling: which coordinates' mean gradients the ranks learn in a step, by a rule that all know.
+"""Sampling: which coordinates of the mean gradient the ranks exchange in a step, by a fixed rule.
 
-Each parameter is cut into blocks of SWEEP coordinates, and each step takes one of every block, so
-that after SWEEP steps each coordinate was taken once. Which comes first differs from block to
-block: no column of a matrix is taken all at once. No index travels, and nothing of the parameters'
-size is kept.
+Each parameter is cut into blocks of SWEEP coordinates, and each step takes one of every block: in
+SWEEP steps each coordinate once. The first one differs from block to block, so that no column of a
+matrix is taken all at once. No index travels, and nothing of the parameters' size is kept.
 
     step 0    . . x . | x . . . | . . . x | ...
     step 1    x . . . | . . x . | . x . . | ...
@@ -17,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 SWEEP: Final = 40
-_STRIDE: Final = 17  # between the places of two steps in a block; coprime with SWEEP
+_STRIDE: Final = 17  # from one step's place in a block to the next's; coprime with SWEEP
 _MULTIPLIER: Final = 2654435761  # Knuth's, of multiplicative hashing
 
 
@@ -25,7 +24,7 @@ class Sample(NamedTuple):
     """The coordinates of one step, all int64 on the host, [s].
 
     places: in the vector of all parameters side by side, ascending.
-    numbers: of the parameter that each is of. rows: of the row, counted through all parameters.
+    numbers: of each coordinate's parameter. rows: of its row, counted through all parameters.
     """
 
     places: torch.Tensor
@@ -34,7 +33,7 @@ class Sample(NamedTuple):
 
 
 class Sampling:
-    """Of p parameters that lie side by side.
+    """The samples of p parameters that lie side by side; `at` returns those of a step.
 
     sizes: their elements; rows: into how many equal rows each is divided.
     """
@@ -54,7 +53,10 @@ class Sampling:
         self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
 
     def at(self, steps: Sequence[int]) -> Sample:
-        """Return the sample of a step; steps: in how many each parameter was sampled before."""
+        """Return the sample of a step.
+
+        steps: by parameter, in how many it was sampled before.
+        """
         taken = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
         places = self._block + (self._phase + _STRIDE * taken) % SWEEP
         inside = places < self._ends[self._number]
@@ -64,5 +66,5 @@ class Sampling:
 
 
 def times_sampled(steps: int) -> int:
-    """Return how often a coordinate was sampled after so many steps, one of the current sweep."""
+    """Return how often a coordinate was sampled in these steps, with one in the current sweep."""
     return -(-steps // SWEEP)

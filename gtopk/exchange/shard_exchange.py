@@ -1,16 +1,16 @@
-"""Shard exchange: each step all ranks send the same shard of what they have accumulated, whole.
+"""Shard exchange: in each step all ranks send one shard of their residuals, the same on all, whole.
 
     step t     residual += gradient
                values of shard t mod period --collectives.algorithms.shards--> update
-               residual of the shard = what rounding took of this rank's values
-               owner error of this rank's part = what rounding took of the sum, for the next turn
+               residual of the shard = rounding errors of this rank's values
+               owner error of this rank's part = rounding error of the sum, for the next turn
 
 The law, coordinate by coordinate and summed over ranks: update + residuals + owner errors after =
 residuals + owner errors before + gradients.
 
-An owner error is a vector as long as the residual, which lies in this rank's parts of all shards.
-What a checkpoint of another number of ranks, or other buckets, put elsewhere goes to the owners in
-the first step that counts.
+Owner errors are a vector as long as the residual, not zero in this rank's parts of all shards only.
+A checkpoint of another number of ranks, or of other buckets, may put them elsewhere: the first step
+that counts brings them to their owners.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .residual import Residual
 
 
 class ShardExchange(SparseExchange):
-    """A shard a step, with error feedback on both ways."""
+    """`Compression.shards`: error feedback for a rank's values, and for the owners' sums."""
 
     compression: Shards
 
@@ -46,28 +46,28 @@ class ShardExchange(SparseExchange):
         )
         super().__init__(bucket, compression, progress, residual)
         self._refuses = False
-        self._owned: tuple[Array, Array] | None = None  # where it belongs, and what is kept there
+        self._owned: tuple[Array, Array] | None = None  # indices, and the new owner errors there
 
     @property
     def signature(self) -> str:
         """Return the options, and whether owner errors are out of place.
 
-        Not the shard whose turn it is, which messages say: a signature that is another one in every
-        step would have to be told anew each time.
+        The number of the shard is in the messages instead: a signature that changes in every step
+        would have to be announced in full each time.
         """
         astray = ", owner errors to be brought home" if self.residual.astray else ""
         return super().signature + astray
 
     @property
     def _shard(self) -> int:
-        """Return whose turn it is."""
+        """Return the number of the shard that this step sends."""
         return self._progress.steps % self.compression.period
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         if self.residual.astray:
             self._bring_home(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
-        # Of the whole gradient: what is not in this shard would be found in a later step.
+        # Of the whole gradient: NaN outside this shard would show only in a later step.
         self._refuses = not all_finite(gradient)
         self.residual.accumulate(gradient)
         indices = self._indices(self._shard)
@@ -105,7 +105,7 @@ class ShardExchange(SparseExchange):
         self._owned = None
 
     def _bring_home(self, transport: Transport) -> None:
-        """Let each rank's owner errors be all ranks' of its own parts, and nothing else."""
+        """Move all ranks' owner errors to the owners of the parts, and sum them there."""
         errors = self.residual.owner_errors
         held = np.array([bool(errors.any())], np.uint8)
         if not any(message.any() for message in transport.allgather(held)):
@@ -123,5 +123,5 @@ class ShardExchange(SparseExchange):
 
 
 def _on_host(array: Array) -> Array:
-    """Return an array of NumPy: itself, or a copy from the GPU, which was waited for."""
+    """Return a NumPy array: the array itself, or a copy from the GPU, after waiting for it."""
     return array if isinstance(array, np.ndarray) else array.get()

@@ -1,8 +1,8 @@
-"""Gradients that are sparse tensors (COO), as embeddings make them: gathered, not compressed.
+"""The exchange of sparse gradients (COO tensors), as embeddings make them: gathered, uncompressed.
 
-Each rank's entries are coalesced; the ranks' indices and values are put one after the other, in two
-allgathers. Those that several ranks have add up where the wrapped optimizer applies them.
-Those of `sparse_as_dense` do not come here: `Bucket` takes them.
+Each rank coalesces its entries; two allgathers concatenate the ranks' indices and values. Entries
+that several ranks have add up when the wrapped optimizer applies them. With `sparse_as_dense`,
+`Bucket` takes sparse gradients instead.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .residual import ResidualSize
 
 
 class SparseGradientExchange:
-    """One parameter whose gradient is sparse: what `BucketExchange` is for a bucket.
+    """The exchange of one parameter with sparse gradients; has the interface of `BucketExchange`.
 
     A dense gradient of it is taken as sparse by rows.
 
-    unsent: the residual while its gradients were dense, as its shape; the first step that
-        counts sends it along, as dense as it is. None: it was sent, or there was none on any rank.
+    unsent: a residual from when its gradients were dense, in its shape; the first step that counts
+        sends it along, dense. None: it was sent, or no rank had one.
     """
 
     looks_first = True
@@ -46,7 +46,7 @@ class SparseGradientExchange:
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
         self.unsent: torch.Tensor | None = None
-        self._sent: torch.Tensor | None = None  # it, until `commit`
+        self._sent: torch.Tensor | None = None  # `unsent` as it was applied, until `commit`
 
     @property
     def _parameter(self) -> torch.nn.Parameter:
@@ -54,15 +54,15 @@ class SparseGradientExchange:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether there is a residual here, or may be."""
+        """Tell whether there is room for a residual."""
         return self.unsent is not None
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: that there is such a bucket."""
+        """Return the bucket's record for a checkpoint: its parameter's name."""
         return {"names": self.names, "regions": None}
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Do nothing: every step begins anew."""
+        """Do nothing: nothing is kept from step to step."""
 
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]:
@@ -70,10 +70,10 @@ class SparseGradientExchange:
         return self.parameters
 
     def take_sparse(self, names: Collection[str]) -> None:
-        """Do nothing: it takes them anyway."""
+        """Do nothing: this exchange takes sparse gradients anyway."""
 
     def send_along(self) -> None:
-        """Have room for the residual, and send it in the next step; on all ranks alike."""
+        """Make room for a residual, which the next step sends; all ranks call it alike."""
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
@@ -86,7 +86,7 @@ class SparseGradientExchange:
         self._indices, self._values = _entries(self._parameter, mine)
 
     def weigh(self, weight: float, share: float) -> None:
-        """Multiply what was taken with another weight."""
+        """Set another weight for the entries that were taken."""
         self._weight = weight
 
     def take_nothing(self, scale: float) -> None:
@@ -95,10 +95,10 @@ class SparseGradientExchange:
         self._indices, self._values = _entries(self._parameter, None)
 
     def watch(self) -> None:
-        """Nothing more is to be known of a gradient that was taken as it was."""
+        """Do nothing: `take` has noted all that `is_as_taken` needs."""
 
     def is_as_taken(self) -> bool:
-        """Tell whether nobody has changed the gradient since `take`."""
+        """Tell whether the gradient has not changed since `take`, as torch counts changes."""
         gradient, version = self._taken
         now = self._parameter.grad
         return now is gradient and (now is None or now._version == version)
@@ -122,7 +122,7 @@ class SparseGradientExchange:
         """Do nothing: the residual of dense gradients is sent in the next step."""
 
     def undo(self) -> None:
-        """Have unsent what `apply` took for sent."""
+        """Put back the residual that `apply` removed."""
         if self._sent is not None:
             self.unsent, self._sent = self._sent, None
 
@@ -131,7 +131,7 @@ class SparseGradientExchange:
         begun = time.perf_counter()
         with profiled("select"):
             values = (self._values * self._weight).cpu().contiguous()
-            # A single index may have any stride, and is contiguous all the same.
+            # `contiguous` would keep a single index's odd stride: any stride counts as contiguous.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
             mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
@@ -154,7 +154,7 @@ class SparseGradientExchange:
             gathered,
             self._parameter.shape,
             device=self._parameter.device,
-            check_invariants=True,  # a peer said where they are
+            check_invariants=True,  # the indices are of other ranks
         )
         return Exchanged(
             "sparse-allgather",
@@ -168,7 +168,7 @@ class SparseGradientExchange:
         )
 
     def _sum_unsent(self, transport: Transport) -> torch.Tensor | None:
-        """Return what all ranks together are to send along, in the parameter's shape."""
+        """Return the sum of all ranks' residuals, in the parameter's shape; None: there is none."""
         if self.unsent is None:
             return None
         total = self.unsent.clone()
@@ -176,7 +176,10 @@ class SparseGradientExchange:
         return total
 
     def _agreed(self, dimensions: Sequence[int]) -> int:
-        """Return how many dimensions an index has, by what each rank says; 0: it has no entries."""
+        """Return the number of sparse dimensions, from every rank's; a rank without entries has 0.
+
+        Raises MismatchError where ranks have different numbers.
+        """
         said = {many: rank for rank, many in enumerate(dimensions) if many}
         if len(said) > 1:
             raise MismatchError(
@@ -187,7 +190,7 @@ class SparseGradientExchange:
         return next(iter(said), 1)
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Make the sum the gradient; where no rank has any, it stays None."""
+        """Replace the gradient by the sum; where no rank has a gradient, it stays None."""
         assert self._sum is not None
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
@@ -195,15 +198,15 @@ class SparseGradientExchange:
         self._let_go_of_taken()
 
     def commit(self) -> None:
-        """Have nothing to undo any more."""
+        """Make the step final: it cannot be undone any more."""
         self._sent = None
 
     def residual_size(self) -> ResidualSize | None:
-        """Return None: all is sent."""
+        """Return None: every step sends everything."""
         return None
 
     def apply_to_nothing(self) -> None:
-        """Let the sum be."""
+        """End a step of a rank that has joined: its residual is sent, its parameter stays."""
         self.unsent = None
         self.let_go()
 
@@ -215,7 +218,7 @@ class SparseGradientExchange:
         self.let_go()
 
     def let_go(self) -> None:
-        """Hold on to no gradient."""
+        """Drop all references to gradients."""
         self._let_go_of_taken()
         self.commit()
 
@@ -232,15 +235,15 @@ def _entries(
     if gradient is None:
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
-    # A row that a batch has used many times is sent once.
+    # Coalesced, so that a row which a batch has used many times is sent once.
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     return gradient._indices(), gradient._values().detach()
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of which these are the bytes, one part after the other."""
+    """Return the concatenated parts, given as bytes, as a tensor of this dtype."""
     joined = torch.from_numpy(np.concatenate(parts))
-    return joined.as_strided((len(joined),), (1,)).view(dtype)  # no bytes may have any stride
+    return joined.as_strided((len(joined),), (1,)).view(dtype)  # an empty array has any stride
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""An Adam or AdamW whose steps a hook makes: its own step applies them, and computes nothing.
+"""HookedAdam: an Adam or AdamW whose steps a communication hook makes; its `step` applies them.
 
-forward     the model in training: parameters become c - a (`wrapped.local_residual`)
-backward    the hook hands back agreed steps in the gradients' place
+forward     of a model in training: parameters become c - a (`wrapped.local_residual`)
+backward    the communication hook hands back agreed steps in the gradients' place
 step()      a hook of the optimizer subtracts them, and hides them from the optimizer's arithmetic
 """
 
@@ -24,14 +24,14 @@ from .hook_skips import HookSkips
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 
-# Of several states with one optimizer the one that was made last.
+# By optimizer, the object that was made last for it: a script may make several.
 _owners: Final[WeakKeyDictionary[torch.optim.Optimizer, HookedAdam]] = WeakKeyDictionary()
 
 
 class HookGroups(AdamGroups):
-    """The groups of an optimizer whose model has its gradients exchanged bucket by bucket.
+    """The parameter groups of an optimizer, for buckets of DDP or FSDP.
 
-    A bucket has frozen parameters, too: a step passes over them.
+    Such a bucket may have frozen parameters, which a step passes over.
     """
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
@@ -49,10 +49,10 @@ class HookGroups(AdamGroups):
         return found
 
     def begin_states(self) -> bool:
-        """Make the state before the first step where that is what a step is for; tell whether.
+        """Make every parameter's first state, if this step is meant to; tell whether it was.
 
-        torch.distributed.checkpoint loads into what is there already: it steps with rates and
-        gradients of zero before, to have a state of every parameter.
+        torch.distributed.checkpoint loads only into a state that exists: before, it steps with
+        rates and gradients of zero, to make one of every parameter.
         """
         groups = self._optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -67,21 +67,22 @@ class HookGroups(AdamGroups):
         return True
 
     def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ranks share of a parameter before the first step, and its row sums."""
+        """Return a parameter's shared second moment and row sums before the first step."""
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         rows = torch.zeros(rows_of(parameter), dtype=dtype, device="cpu")
         return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
 
 
 class HookedAdam:
-    """Has an optimizer step by what a hook has agreed on, from now on.
+    """Makes an optimizer's `step` apply the agreed steps that a hook leaves in the gradients.
 
-    groups: what the hook makes the steps by.
-    skips: of the model's passes. residuals: returns those of its parameters after the last pass.
-    local_residual: whether forward passes in training see what this rank has not sent yet.
-    swapped: called when parameters have become that, or the centre.
-    accumulating, clipping: how, in words, passes are to add up, and gradients to be clipped.
-    Whoever exchanges calls `watch` when a pass begins, and `note` or `forget` when it has ended.
+    The hook calls `watch` when a pass begins, and `note` or `forget` when it has ended.
+
+    groups: the options and state by which the hook makes the steps.
+    skips: of the model's passes. residuals: returns each parameter's residual after the last pass.
+    local_residual: whether forward passes in training include this rank's unsent steps.
+    swapped: called when parameters have become c - a, or the centre.
+    accumulating, clipping: for errors, how to add up passes, and how to clip gradients.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class HookedAdam:
         self._optimizer, self._skips = optimizer, skips
         self._local = LocalResidual(self, "state", swapped) if local_residual else None
         self._agreed: AgreedSteps | None = None  # of the last pass
-        self._is_due = False  # nobody has stepped with them yet
+        self._is_due = False  # no step has applied them yet
         self._in_closure = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
         self._watched: dict[torch.Tensor, Any] = {}
-        self._added: set[torch.Tensor] = set()  # those whose agreed steps were added to
+        self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
         if (owner := _owners.get(optimizer)) is not None:
             owner.let_go()
         _owners[optimizer] = self
@@ -125,21 +126,21 @@ class HookedAdam:
         return {p: "" for group in self._optimizer.param_groups for p in group["params"]}
 
     def let_go(self) -> None:
-        """Leave the optimizer to itself, or to another state."""
+        """Remove all hooks: the optimizer steps as usual, or for another state."""
         self.forget()
         if self._local is not None:
-            self._local.eval()  # nobody sends its residual any more
+            self._local.eval()  # its residual is not sent any more
         for handle in (self._before, *self._others, *self._watched.values()):
             handle.remove()
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError where this pass has added gradients to agreed steps.
 
-        parameters: of the first bucket that a pass hands over, which are looked at for that from
-            the next pass on. A pass that is not exchanged may add to them: a GAN's, say.
+        parameters: of the first bucket of a pass; they are checked from the next pass on. A pass
+            that is not exchanged may add to agreed steps, as in a GAN.
         """
         parameters = list(parameters)
-        if not self._added.isdisjoint(parameters):  # others are looked at later in this pass
+        if not self._added.isdisjoint(parameters):  # others get gradients later in this pass
             self._added.clear()
             raise self._added_to_steps()
         for parameter in parameters:
@@ -157,9 +158,9 @@ class HookedAdam:
         )
 
     def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where a pass is about to add the gradients of these to agreed steps.
+        """Raise RuntimeError where gradients of these parameters would be added to agreed steps.
 
-        For who is asked before that, in place of `watch`.
+        In place of `watch`, for a hook that runs before gradients are added.
         """
         agreed = self._agreed
         if agreed is None:
@@ -168,7 +169,7 @@ class HookedAdam:
             raise self._added_to_steps()
 
     def _look_at(self, parameter: torch.nn.Parameter) -> None:
-        """Note, before a pass adds to a gradient, whether that is an agreed step yet."""
+        """Note, before a pass adds to a gradient, whether it is still an agreed step."""
         agreed = self._agreed
         if agreed is None or not agreed.is_in(parameter):
             self._added.discard(parameter)
@@ -176,24 +177,24 @@ class HookedAdam:
             self._added.add(parameter)
 
     def note(self) -> None:
-        """Note that a pass has ended that counts: gradients are agreed steps now."""
+        """Note that a pass that counts has ended: gradients are agreed steps now."""
         self._agreed, self._is_due = AgreedSteps(self._skips.parameters()), True
-        if not self._in_closure:  # behind hooks that came later, which may clip
+        if not self._in_closure:  # register anew: run after hooks that came later and may clip
             self._before.remove()
             self._before = self._optimizer.register_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
-        """Note that gradients are none, and parameters to be the centre."""
+        """Note that gradients are no agreed steps, and make the parameters the centre."""
         self._agreed, self._is_due = None, False
         if self._local is not None:
             self._local.restore()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Let the parameters be the model that is the same on all ranks, within the context."""
+        """Make the parameters the model that is the same on all ranks, within the context."""
         return nullcontext() if self._local is None else _at_rest(self._local)
 
     def loaded(self) -> None:
-        """Let forward passes see the residual that was loaded."""
+        """Let forward passes include the residual that was loaded."""
         if self._local is not None:
             self._local.look_for_models()
 
@@ -220,7 +221,7 @@ class HookedAdam:
         for parameter, _ in stepped:
             self._require_agreed(parameter)
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
-            # A GradScaler leaves it to a fused optimizer to unscale.
+            # A GradScaler leaves unscaling to a fused optimizer.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         step(optimizer, agreed=None)
         self._is_due = False
@@ -231,7 +232,7 @@ class HookedAdam:
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _hide(self, stepped: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        """Keep the gradients until `_after_step`: the optimizer itself passes over them."""
+        """Take the gradients away until `_after_step`: the optimizer itself finds none."""
         self._hidden = stepped
         for parameter, _ in stepped:
             parameter.grad = None
@@ -242,7 +243,7 @@ class HookedAdam:
             parameter.grad = gradient
 
     def _require_agreed(self, parameter: torch.nn.Parameter) -> None:
-        """Raise ValueError for a gradient that is no agreed step, or was stepped with before."""
+        """Raise ValueError for a gradient that is no agreed step, or that was applied before."""
         agreed = self._agreed
         if agreed is not None and self._is_due and agreed.is_in(parameter):
             if not agreed.is_changed(parameter):
@@ -271,7 +272,7 @@ class HookedAdam:
 
 
 def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
-    """Raise ValueError or TypeError for a global_clip_norm that cannot be."""
+    """Raise TypeError for a global_clip_norm that is no number, ValueError for an unusable one."""
     if norm is None:
         return
     check_number("global_clip_norm", norm)
@@ -286,7 +287,7 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
 
 
 class _CallWith:
-    """Calls with a tensor that it does not keep, when that gets a gradient."""
+    """A tensor's gradient hook: calls a function with the tensor, which it refers to weakly."""
 
     def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
         self._call, self._of = call, TensorWeakRef(tensor)

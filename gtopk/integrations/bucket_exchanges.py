@@ -1,8 +1,8 @@
-"""The exchanges of buckets, and the residual of each parameter, in whichever bucket it is.
+"""BucketExchanges: an exchange for each bucket of DDP or FSDP, and the residual of each parameter.
 
-DDP makes its buckets anew after the first step, unless it is to find unused parameters; FSDP's have
-the parameters that a pass has gradients of. The residual moves along, parameter by parameter.
-The residual of one that is frozen, or in no bucket now, waits outside.
+DDP rebuilds its buckets after the first step, unless it is to find unused parameters; FSDP's have
+the parameters with gradients in a pass. The residual moves along, parameter by parameter; that of a
+frozen parameter, or of one in no bucket now, is kept apart.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ..exchange.residual_state import ResidualState, without_owner_errors
 
 
 class BucketExchanges:
-    """A BucketExchange for each bucket that was seen.
+    """A BucketExchange for each bucket so far; `bucket_exchange_of` returns it.
 
-    open_bucket_exchange: of one parameter, which is all of a bucket, and those that it stands for.
+    open_bucket_exchange: makes one of a parameter that is the whole bucket, and of the parameters
+        that it stands for.
     """
 
     def __init__(
@@ -35,20 +36,20 @@ class BucketExchanges:
         self._bucket_exchanges: dict[
             tuple[int, ...], BucketExchange
         ] = {}  # by the identities of their parameters
-        # Which of its bucket's parameters each is, and where it begins.
+        # By parameter: its bucket, its number there, and where it begins.
         self._homes: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
-        # Of parameters without a bucket, and of frozen ones, in memory's order.
+        # Of parameters without a bucket, and of frozen ones; elements in the order of memory.
         self._residuals: dict[torch.Tensor, ResidualState] = {}
 
     def __len__(self) -> int:
         return len(self._bucket_exchanges)
 
     def parameters(self) -> set[torch.Tensor]:
-        """Return those of all buckets, and of the state that was loaded last."""
+        """Return the parameters of all buckets, and of the state that was loaded last."""
         return {*self._homes, *self._residuals}
 
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Tell whether all of them were in a bucket, or in a state that was loaded."""
+        """Tell whether all these parameters were in a bucket, or in a state that was loaded."""
         return all(p in self._homes or p in self._residuals for p in parameters)
 
     def bucket_exchange_of(
@@ -60,7 +61,7 @@ class BucketExchanges:
             for parameter in parameters:
                 if parameter in self._homes:
                     self._take_out(self._homes[parameter][0])
-            whole = torch.nn.Parameter(buffer.detach())  # its own memory
+            whole = torch.nn.Parameter(buffer.detach())  # shares the buffer's memory
             bucket_exchange = self._open_bucket_exchange(whole, parameters)
             starts = itertools.accumulate((p.numel() for p in parameters), initial=0)
             for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
@@ -70,7 +71,7 @@ class BucketExchanges:
         return self._bucket_exchanges[key]
 
     def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Let the residual of frozen parameters wait, and take no gradient of theirs."""
+        """Set frozen parameters' gradients to zero, and keep their residuals out of the bucket."""
         for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
             if not parameter.requires_grad:
                 gradient.zero_()
@@ -81,7 +82,7 @@ class BucketExchanges:
                 self._put_in(parameter, self._residuals.pop(parameter))
 
     def _take_out(self, bucket_exchange: BucketExchange) -> None:
-        """Keep the residual of a bucket until other buckets have its parameters."""
+        """Dissolve a bucket, and keep its residual until other buckets have its parameters."""
         moved = [
             parameter for parameter, (home, *_) in self._homes.items() if home is bucket_exchange
         ]
@@ -94,7 +95,7 @@ class BucketExchanges:
         }
 
     def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
-        """Make this the residual of a parameter in its bucket."""
+        """Replace the residual of a parameter in its bucket."""
         views = self._views(parameter)
         if OWNER_ERROR not in views:
             residuals = without_owner_errors(residuals)
@@ -103,13 +104,13 @@ class BucketExchanges:
         residual = self._homes[parameter][0].exchange.residual
         assert residual is not None
         residual.holds_nothing = False
-        residual.astray |= OWNER_ERROR in residuals  # of other buckets, or of other ranks
+        residual.astray |= OWNER_ERROR in residuals  # owners differ in other buckets, or ranks
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
-        """Return a parameter's part of what its bucket holds, in memory's order."""
+        """Return views of a parameter's part of its bucket's residual, in the order of memory."""
         return self._views_in(*self._homes[parameter], parameter.numel())
 
     @staticmethod
@@ -130,10 +131,7 @@ class BucketExchanges:
         return views
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the parameters that have a residual, each with it, as its shape.
-
-        That of a bucket is the bucket's memory.
-        """
+        """Return each parameter that has a residual, and a view of it in the parameter's shape."""
         for parameter, parts in self._residuals.items():
             if "residual" in parts:
                 yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
@@ -147,8 +145,8 @@ class BucketExchanges:
     def residual_of(self, parameter: torch.Tensor, *, is_trained: bool) -> ResidualState:
         """Return copies of the residual of a parameter, in its shape.
 
-        Of one that is trained and was in no bucket yet, what it begins with: torch's DCP loads
-        only what a state has.
+        For a trained parameter that was in no bucket yet it has the parts of a first residual:
+        torch's DCP loads only parts that a state has.
         """
         own = self._residuals.get(parameter)
         if own is None and parameter in self._homes:
@@ -165,7 +163,7 @@ class BucketExchanges:
         }
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
-        """Hold back this, in its parameters' shapes, from the next step on, and nothing else."""
+        """Replace all residuals, given in their parameters' shapes, from the next step on."""
         self._bucket_exchanges, self._homes, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
             for what, tensor in parts.items():
@@ -180,11 +178,11 @@ class BucketExchanges:
 def compression_of(
     hook: str, compression: object, density: float, options: Mapping[str, Any]
 ) -> SparseCompression:
-    """Return what a hook exchanges by: the compression that was given, else gTop-k.
+    """Return a hook's compression: the one that was given, else gTop-k.
 
     hook: its name in errors. options: of Compression.gtopk, besides the density.
-    Raises ValueError for a compression beside other options, for one that hooks do not take, and
-    for parameters that are to travel whole; errors of Compression.gtopk besides.
+    Raises ValueError for a compression together with options, for one that hooks do not take, and
+    for per-parameter dense rules; also the errors of Compression.gtopk.
     """
     if compression is None:
         compression = GTopK(density, **options)
@@ -209,12 +207,12 @@ def compression_of(
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return elements in memory's order as the parameter has them."""
+    """Return elements in the order of memory as a view in the parameter's shape."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
 
 
 def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return each parameter's part of a bucket, in memory's order."""
+    """Return each parameter's part of a bucket, elements in the order of memory."""
     parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
     return parts

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel hands to a hook, and what it leaves to it."""
+"""DDP's backward pass: its buckets and parameters for a hook, and the work that it leaves to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .bucket_exchanges import as_shaped, split
 
 
 def refuse_sparse(bucket: GradBucket) -> None:
-    """Raise ValueError for the sparse gradient of an embedding, which DDP has in its own bucket."""
+    """Raise ValueError for the sparse gradient of an embedding, for which DDP has a bucket."""
     if bucket.buffer().is_sparse:
         shape = list(bucket.parameters()[0].shape)
         raise ValueError(
@@ -29,10 +29,10 @@ def refuse_sparse(bucket: GradBucket) -> None:
 
 
 def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Once DDP has ended the backward pass, write the update of what no rank used, too.
+    """Write the update of parameters that no rank used, once DDP has ended the backward pass.
 
-    DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
-    But its residual is sent in that step as in any other.
+    With find_unused_parameters, or a static graph, DDP does not change the .grad of such a
+    parameter. But its residual is sent in that step as in any other.
     """
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
@@ -43,7 +43,7 @@ def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Te
                 continue  # DDP has written it
             update = as_shaped(part, parameter)
             if grad is not None:
-                grad.copy_(update)  # nothing, where it lies in DDP's bucket
+                grad.copy_(update)  # changes nothing where it is a view of DDP's bucket
             elif update.any():
                 parameter.grad = torch.empty_like(parameter).copy_(update)
 
@@ -51,7 +51,7 @@ def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Te
 
 
 def after_ddp(call: Callable[[], None]) -> None:
-    """Call this once DDP has ended the backward pass that goes on; backward raises what it does."""
+    """Call a function once DDP has ended the current backward pass, which raises its errors."""
     # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
     queue = Variable._execution_engine.queue_callback
     queue(partial(queue, call))
@@ -60,7 +60,7 @@ def after_ddp(call: Callable[[], None]) -> None:
 def residuals_by_parameter(
     residuals: Mapping[str, ResidualState], named: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[torch.Tensor, ResidualState]:
-    """Return what each parameter has; raise ValueError for tensors of other shapes than theirs."""
+    """Return each parameter's residual; raise ValueError for a tensor of another shape than it."""
     found: dict[torch.Tensor, ResidualState] = {}
     for name, parameter in named:
         found[parameter] = residuals.get(name, {})
@@ -74,7 +74,7 @@ def residuals_by_parameter(
 
 
 def process_set_of(group: ProcessGroup | None) -> ProcessSet:
-    """Return the process set with the ranks of a process group; ValueError where there is none."""
+    """Return the process set with a process group's ranks; raise ValueError where there is none."""
     here = world.current()
     ranks = (
         torch.distributed.get_process_group_ranks(group)
@@ -100,9 +100,9 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model, DDP around it included, without what torch.compile and Fabric wrap it in.
+    """Return the model, with DDP around it, out of the wrappers of torch.compile and Fabric.
 
-    Fabric compiles before it wraps, or wraps before it compiles.
+    The two may be in either order: Fabric compiles before it wraps, or after.
     """
     while inner := {"_forward_module", "_orig_mod"} & model._modules.keys():
         model = model.get_submodule(inner.pop())
@@ -110,7 +110,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters by their names, whatever wraps the model."""
+    """Return names and parameters of the model, without the parts of names that wrappers add."""
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = model.module

@@ -1,4 +1,4 @@
-"""A hook's state for what frameworks have: optimizers that they wrapped, checkpoints of theirs."""
+"""Frameworks: a hook's state for a framework's wrapped optimizers, and for its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..optim.wrapped.adam_step import plain
 
 
 class HookState(Protocol):
-    """What a communication hook keeps from step to step; see `gtopk.ddp.GTopKState`."""
+    """The interface of a communication hook's state; see `gtopk.ddp.GTopKState`."""
 
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None: ...
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]: ...
@@ -24,9 +24,10 @@ State = TypeVar("State", bound=HookState)
 def state_for(
     make: Callable[..., State], optimizers: Sequence[Any], density: float, **options: Any
 ) -> State:
-    """Return a hook's state for optimizers as a framework has wrapped them; one is its own.
+    """Return a hook's state for optimizers, plain or as a framework has wrapped them.
 
-    Each of several drops the gradients of a step that does not count.
+    A single optimizer is given to the state. Several only drop gradients of steps that do not
+    count.
     """
     own = [*map(plain, optimizers)]
     state = make(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
@@ -36,7 +37,7 @@ def state_for(
 
 
 class Stateful:
-    """A state beside the model that it is of."""
+    """A hook's state with its model: has the `state_dict` and `load_state_dict` of frameworks."""
 
     def __init__(self, state: HookState, model: torch.nn.Module) -> None:
         self._state, self._model = state, model

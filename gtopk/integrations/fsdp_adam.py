@@ -1,12 +1,12 @@
-"""AdamW's steps of the replicas of a sharded model: of each rank's shard, among its replicas.
+"""AdamW's steps of a sharded model: each rank makes them of its shard, with the shard's replicas.
 
-To FSDP's optimizer a parameter is a DTensor, and so is what checkpoints have of its state. A vector
-of the hook has this rank's shard of it, which is padded to be as long as the first rank's:
+FSDP's optimizer has a parameter, and its state, as DTensors. The hook's vector has this rank's
+shard of it, padded to be as long as the first rank's:
 
     parameter    [11, 12]        rank 0 of two has [6, 12]    rank 1 has [5, 12]
     in a vector                                    [6, 12]    [6, 12], whose last row is of zeros
 
-What the replicas of a shard share is theirs alone: each shard learns its own second moment.
+Each shard has a second moment of its own, which its replicas share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .fsdp_units import Unit
 
 
 class ShardGroups(HookGroups):
-    """The groups of an optimizer of sharded parameters, asked for them by `Unit.padded`.
+    """The groups of an optimizer of sharded parameters, looked up by the tensors of `Unit.padded`.
 
-    Raises ValueError for an optimizer of other parameters: their gradients are no agreed steps.
+    Raises ValueError for an optimizer with other trained parameters: the hook does not make their
+    steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
@@ -53,7 +54,7 @@ class ShardGroups(HookGroups):
         return super().read([self._parameter(padded) for padded in parameters])
 
     def state_of(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
-        """Return the optimizer's state of a parameter, of which this rank's shard is seen."""
+        """Return the optimizer's state of a parameter, as a mapping to this rank's shards."""
         sharded = self._parameter(parameter)
         views = self._views.setdefault(parameter, {})
         return _ShardState(super().state_of(sharded), sharded, parameter.shape, views)
@@ -63,7 +64,7 @@ class ShardGroups(HookGroups):
         return _padded(on_this_rank(self._parameter(parameter).detach()), parameter.shape)
 
     def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ranks share of a parameter before the first step, and its row sums."""
+        """Return a parameter's shared second moment and row sums before the first step."""
         shared, _ = super().first_state(parameter)
         padded = next(each for each in self._of if self._parameter(each) is parameter)
         rows = torch.zeros(rows_of(padded), dtype=shared.dtype, device="cpu")
@@ -72,9 +73,9 @@ class ShardGroups(HookGroups):
 
 
 class _ShardState(MutableMapping[str, Any]):
-    """The state of a sharded parameter as this rank's vectors have it.
+    """The state of a sharded parameter, as padded tensors of this rank's shard.
 
-    views: of each DTensor that was put in, and the padded tensor that it is a part of.
+    views: by key, the DTensor that was put in, and the padded tensor that it is a view of.
     """
 
     def __init__(
@@ -119,10 +120,7 @@ class _ShardState(MutableMapping[str, Any]):
 def residuals_of(
     bucket_exchanges: Mapping[Unit, BucketExchanges],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return the sharded parameters that have a residual, each with it, as its shard is shaped.
-
-    That of a bucket is the bucket's memory.
-    """
+    """Return each sharded parameter that has a residual, and a view of it in its shard's shape."""
     for unit, exchanges in bucket_exchanges.items():
         for stand_in, residual in exchanges.residuals():
             parameter = unit.parameter(unit.name_of(stand_in))
@@ -131,7 +129,7 @@ def residuals_of(
 
 
 def _padded(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a shard with as many rows as the first rank has; those that are added are zeros."""
+    """Return a shard with as many rows as the first rank's; added rows are zeros."""
     if shard.shape == shape:
         return shard
     padded = shard.new_zeros(shape)
@@ -140,7 +138,7 @@ def _padded(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _shard_of(padded: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return the memory of this rank's shard as a part of a DTensor like the parameter."""
+    """Return a DTensor like the parameter, whose local part is the memory of this rank's shard."""
     here = padded[: on_this_rank(parameter.detach()).shape[0]]
     return _part_of(
         here, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
@@ -148,7 +146,7 @@ def _shard_of(padded: torch.Tensor, parameter: DTensor) -> DTensor:
 
 
 def _rows_of_all(rows: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return row sums as a part of those of all shards, one shard after another."""
+    """Return a DTensor of all shards' row sums, shard after shard, whose local part these are."""
     mesh = parameter.device_mesh
     return _part_of(rows, mesh, [Shard(0)], torch.Size([len(rows) * mesh.size()]), (1,))
 
@@ -161,10 +159,10 @@ def _part_of(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """Return a DTensor whose part on this rank is this memory, wherever that is.
+    """Return a DTensor whose part on this rank is this memory, on any device.
 
-    `from_local` would copy row sums, which are on the host, to a GPU; and a DTensor whose part does
-    not begin where its memory does could not be copied (copy.deepcopy).
+    `from_local` would copy row sums, which are on the host, to a GPU. And copy.deepcopy fails for a
+    DTensor whose part does not begin where its storage does.
     """
     nothing = local.new_empty(local.shape, device="meta")
     like = DTensor.from_local(

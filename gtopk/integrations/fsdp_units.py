@@ -1,8 +1,6 @@
 """Unit: a module that FSDP shards, and which of its parameters have a gradient in a pass.
 
-Place: where a rank is among those that hold the same shard, and those of the same replica.
-
-FSDP hands its hook one vector, and does not say which parameters it is of:
+FSDP hands its hook one vector, and does not say which parameters' gradients are in it:
 
     parameters    a     b     c         b has no gradient in this pass
     vector      [ a ][ c ]              each as long as its shard is on the first rank, padded
@@ -30,13 +28,13 @@ from ..runtime.world.process_sets import ProcessSet, find_or_register
 class Unit:
     """One of a model's sharded modules.
 
-    group: FSDP's own, of the module's parameters; its `post_backward` is what calls the hook.
+    group: FSDP's own, of the module's parameters; its `post_backward` calls the hook.
     modules: the names of the model's modules.
-    stand_ins: by name, a tensor for each parameter: as long as its shard, without memory.
-    padded: by name, the shard's shape in the vector, that of the first rank: a tensor of no memory.
-    with_gradient: the names of those that the vector is of that the hook has now.
-    accumulated: by name, the sum of the gradients, as long as its shard, of passes that were not to
-        be exchanged: model.set_requires_all_reduce(False).
+    stand_ins: by name, a tensor for each parameter, as long as its shard, without memory.
+    padded: by name, a tensor without memory of the shard's shape in the vector: the first rank's.
+    with_gradient: the names of the parameters whose gradients are in the hook's current vector.
+    accumulated: by name, the sum of gradients, as long as the shard, of passes that are not
+        exchanged: model.set_requires_all_reduce(False).
     """
 
     def __init__(self, name: str, group: Any, modules: Mapping[torch.nn.Module, str]) -> None:
@@ -79,11 +77,11 @@ class Unit:
         return sharded
 
     def name_of(self, stand_in: torch.Tensor) -> str:
-        """Return the name of the parameter that one stands for."""
+        """Return the name of the parameter that a tensor stands in for."""
         return next(name for name, each in self.stand_ins.items() if each is stand_in)
 
     def reshard(self) -> None:
-        """Let go of whole parameters, so that FSDP brings the shards together anew."""
+        """Drop the gathered parameters, so that FSDP gathers the shards anew."""
         self._group.reshard()
 
     @property
@@ -92,18 +90,18 @@ class Unit:
         return not self._group.all_reduce_grads
 
     def is_left_alone(self, gradients: torch.Tensor) -> bool:
-        """Whether FSDP only makes views of this vector, and reads it no more in this pass."""
+        """Whether FSDP only makes views of this vector, and does not read it again in this pass."""
         group = self._group
         return (
             gradients.dtype == group._orig_dtype
-            and gradients.dtype in (torch.float32, torch.bfloat16)  # it divides others
+            and gradients.dtype in (torch.float32, torch.bfloat16)  # FSDP divides others
             and not getattr(group, "force_sum_reduction_for_comms", False)
             and not any(self._is_read(self._of[name]) for name in self.with_gradient)
         )
 
     @staticmethod
     def _is_read(each: Any) -> bool:
-        """Whether FSDP, or a hook, reads a parameter's gradient as soon as it is there."""
+        """Whether FSDP, or a hook, reads a parameter's gradient as soon as it is computed."""
         parameter = each.sharded_param
         return bool(
             parameter.grad is not None
@@ -112,7 +110,7 @@ class Unit:
         )
 
     def accumulate(self, gradients: torch.Tensor) -> None:
-        """Add the vector to what is accumulated, and leave zeros in it."""
+        """Add the vector to `accumulated`, and leave zeros in it."""
         for name, part in self._split(gradients):
             if name in self.accumulated:
                 self.accumulated[name] += part
@@ -121,7 +119,7 @@ class Unit:
         gradients.zero_()
 
     def add_accumulated(self, gradients: torch.Tensor) -> None:
-        """Add what is accumulated to the vector, which `_post_backward` has all of it in."""
+        """Add `accumulated` to the vector; by `_post_backward` all its parameters are in it."""
         for name, part in self._split(gradients):
             if name in self.accumulated:
                 part += self.accumulated.pop(name)
@@ -131,9 +129,9 @@ class Unit:
         return zip(self.with_gradient, gradients.split(lengths), strict=True)
 
     def by_parameter(self, whole: ResidualState) -> dict[str, ResidualState]:
-        """Return by parameter the residual of the module as one, as earlier versions had it.
+        """Return, by parameter, a residual of the whole module, as earlier versions saved it.
 
-        Raises ValueError where that is not as long as all parameters that are trained.
+        Raises ValueError where it is not as long as all trained parameters together.
         """
         trained = [name for name, each in self._of.items() if each.sharded_param.requires_grad]
         lengths = [self.stand_ins[name].numel() for name in trained]
@@ -151,7 +149,7 @@ class Unit:
         if not self.is_to_accumulate:
             for name in self.accumulated:
                 if not self._has_gradient(self._of[name]):
-                    # Other passes gave it one, which is to be exchanged with this pass.
+                    # Its gradient of earlier passes is to be exchanged with this pass.
                     whole = self._of[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
@@ -159,7 +157,7 @@ class Unit:
         self._reduce(*call)
         if self.is_to_accumulate:
             for parameter in none_before:
-                parameter.grad = None  # FSDP made it of zeros
+                parameter.grad = None  # FSDP has made it from the zeros
 
     def _has_gradient(self, parameter: Any) -> bool:
         """Tell whether FSDP is about to reduce a gradient of this parameter."""
@@ -172,13 +170,14 @@ class Unit:
 
 
 def units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
-    """Return the units by their modules: of several that are sharded as one, by the last."""
+    """Return the units by their modules; of several modules sharded as one unit, by the last."""
     names = {module: plain_name(name) for name, module in model.named_modules()}
     modules = {}
     for module in names:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # Several of one module, which later torches have, take no hook: `replicate` raises.
+            # Later versions of torch have several groups a module: they take no hook, and
+            # `replicate` raises.
             several = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if several is None else several:
                 modules[group] = module
@@ -190,7 +189,7 @@ def units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
 
 
 def require_outermost(model: torch.nn.Module, rank: int) -> None:
-    """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
+    """Raise RuntimeError in a backward pass within another: its end is not the step's."""
     context = next(m for m in model.modules() if isinstance(m, FSDPModule))
     state = context._get_fsdp_state()._state_ctx
     if getattr(state, "post_backward_final_callback_queued", False):
@@ -202,10 +201,10 @@ def require_outermost(model: torch.nn.Module, rank: int) -> None:
 
 
 class Place(NamedTuple):
-    """Where this rank is among those that train the model.
+    """This rank's place among the ranks that train the model.
 
     replicas: the ranks that hold its shard; everyone: all ranks, of all shards.
-    shard: which one it holds; shards: how many there are.
+    shard: the number of its shard; shards: how many there are.
     """
 
     replicas: ProcessSet
@@ -215,7 +214,7 @@ class Place(NamedTuple):
 
 
 def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
-    """Return this rank's place; all ranks register the process sets of all together."""
+    """Return this rank's place; all ranks call it together, and register all process sets."""
     here = world.current()
     alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
     meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
@@ -249,20 +248,20 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
 
 
 def reshard(units: Iterable[Unit]) -> None:
-    """Do so for all of these."""
+    """Reshard every unit."""
     for unit in units:
         unit.reshard()
 
 
 def stand_in(one: torch.Tensor, length: int) -> torch.nn.Parameter:
-    """Return a parameter of this length, with no more memory than that of one element."""
+    """Return a parameter of this length that takes the memory of one element."""
     return torch.nn.Parameter(one.expand(length))
 
 
 def require_shape(
     name: str, residuals: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
 ) -> None:
-    """Raise ValueError where the residual has another; rows: the shape that rows are of."""
+    """Raise ValueError where a residual has another shape; rows: the shape to check ROWS by."""
     for what, tensor in residuals.items():
         if not fits(what, tensor, rows if what == ROWS else shape):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""HookSkips: backward passes of a model that do not count, and optimizers that pass over them.
+"""HookSkips: counts backward passes of a model that do not count, and drops their gradients.
 
-What a hook writes into gradients is what all ranks agreed to send: where one pass does not count,
-its gradients are dropped, and those of no other model with them.
+Only this model's gradients are dropped: an optimizer may step several models, and agreed gradients
+of the others were sent for good.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _everyones: Final[WeakSet[HookSkips]] = WeakSet()
 
 
 class HookSkips:
-    """Of one model whose gradients a hook exchanges.
+    """Notes whether passes count, for one model whose gradients a hook exchanges.
 
-    parameters: returns those of the model.
+    parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
     skipped: how many passes did not count; counted: whether the last one does.
     """
@@ -42,10 +42,10 @@ class HookSkips:
         return self._skipped.count
 
     def note(self, counted: bool, rank: int, step: int, where: str) -> None:
-        """Note whether a pass that is over counts; warn of one that does not.
+        """Note whether a pass that has ended counts; warn of one that does not.
 
-        where: what is not finite in it; "" where that is the sum.
-        Raises FloatingPointError where more in a row did not count than may be.
+        where: the ranks whose gradients are not finite; "": only the sum is not.
+        Raises FloatingPointError where more passes in a row did not count than allowed.
         """
         self.counted = counted
         if counted:
@@ -54,17 +54,17 @@ class HookSkips:
             self._skipped.note(rank, step, where)
 
     def end_row(self) -> None:
-        """Have none in a row, as a state is loaded."""
+        """Begin a new row: a state was loaded."""
         self._skipped.end_row()
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients, once, where the last pass does not count.
 
-        Those of other models whose hooks are ours stay: what was sent for them is in them.
+        Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
         """
         if self.counted or self._dropped.get(optimizer) == self.skipped:
             return
-        self._dropped[optimizer] = self.skipped  # what it has later is of no such pass
+        self._dropped[optimizer] = self.skipped  # later gradients are of another pass
         others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
         kept = others.difference(self.parameters())
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""HookSteps: what steps cost whose buckets PyTorch hands over one by one.
+"""HookSteps: measures and reports steps whose buckets PyTorch hands over one by one.
 
 program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
 engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
@@ -22,40 +22,40 @@ from ..telemetry.stragglers import Stragglers
 
 
 class HookSteps:
-    """Reports each step, to the run's record, too, and counts the world's steps.
+    """Reports each step, also to the run's record, and counts the world's steps.
 
-    When the first is over, all ranks measure what such steps are to take; the program waits.
+    After the first, all ranks measure their links to predict such steps; the program waits.
 
-    last: the step that is over.
-    stragglers: how fast the ranks compute beside each other.
+    last: the report of the last step; None before the first.
+    stragglers: how fast the ranks compute, beside each other.
     """
 
     def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
-        """peers: the ranks that exchange together; progress: is counted by whoever closes steps."""
+        """peers: the ranks that exchange together; progress: the caller counts its steps."""
         self._world, self._peers = peers.world, peers
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
-        self._sizes: list[int] = []  # of the buckets that it is of: all exchanged alike
+        self._sizes: list[int] = []  # of the buckets that the prediction is for
         self._seen = Seen()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
-        self._ended: float | None = None  # the last wait
-        self._ended_before: float | None = None  # that of the step before
+        self._ended: float | None = None  # when the last wait ended
+        self._ended_before: float | None = None  # when that of the previous step ended
         self.last: StepReport | None = None
 
     def hand_over(self, bucket_exchange: BucketExchange) -> int:
-        """Note a bucket, in the program; return its number in the step."""
+        """Note a bucket, in the program's thread; return its number in the step."""
         self._seen.bucket_exchanges.append(bucket_exchange)
         return len(self._seen.bucket_exchanges) - 1
 
     def submitted(self, number: int, operation: Operation) -> None:
-        """Note that a bucket is on its way, in the program, which may wait for it from now on."""
+        """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
         self._seen.operations[number] = operation
         self._waited_since = time.perf_counter()
 
     def ran(self, number: int, began: float, exchanged: Exchanged | None) -> None:
-        """Note what the engine's thread has done of a bucket."""
+        """Note, in the engine's thread, the result of a bucket's exchange."""
         if exchanged is not None:
             self._seen.exchanged[number] = exchanged
         self._seen.spans.append((began, time.perf_counter()))
@@ -65,15 +65,15 @@ class HookSteps:
         self._seen = Seen()
 
     def arrived(self) -> None:
-        """Note that what the program has waited for is there."""
+        """Note that the program's wait has ended."""
         self._ended = time.perf_counter()
         if self._waited_since is not None:
             self._waited_seconds += self._ended - self._waited_since
 
     def close(self, counted: bool, overlapped: bool) -> None:
-        """Report the step, and begin another; all ranks do so, after the same one.
+        """Report the step, and begin another; all ranks call it after the same step.
 
-        overlapped: the program waited for the last bucket only, and not for each of them.
+        overlapped: the program has waited for the last bucket only, not for each.
         """
         self._expect()
         ended, before = self._ended or 0.0, self._ended_before
@@ -83,7 +83,7 @@ class HookSteps:
             compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             synchronize_seconds=self._waited_seconds,
-            apply_seconds=0.0,  # the engine's thread does it
+            apply_seconds=0.0,  # the engine's thread applies
             predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
@@ -102,7 +102,7 @@ class HookSteps:
                 sample_residual(recorder, bucket_exchanges)
 
     def _expect(self) -> None:
-        """Know what the buckets of the step that is over are to take."""
+        """Predict the exchange of the last step's buckets; measure links after the first step."""
         sizes = [bucket_exchange.elements for bucket_exchange in self._seen.bucket_exchanges]
         if not self._sizes:
             begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""OneStep: buckets that somebody else hands over one by one; all of a step count, or none."""
+"""OneStep: all buckets of a step count, or none, where DDP or FSDP hands them over one by one."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from collectives.transports import Transport
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged
 
-NOT_FINITE: Final = 1  # flags: this rank's gradients of the bucket are not
+# Flags of a bucket; NOT_FINITE also of the end of a pass.
+NOT_FINITE: Final = 1  # this rank's gradients are not finite
 PREEMPTED: Final = 2  # this rank had SIGTERM
-# At the end of a pass: it does not count; of the gradients that the last one made NaN, some are so
-# yet; some are not.
-VOID: Final = 2
-SPOILT: Final = 4
-CLEARED: Final = 8
+# Further flags of the end of a pass.
+VOID: Final = 2  # the pass does not count
+SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+CLEARED: Final = 8  # some of those gradients were cleared since
 
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
-    """Return what this rank says of its gradients; nothing where the exchange will."""
+    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
     return NOT_FINITE if bucket_exchange.looks_first and not bucket_exchange.all_finite() else 0
 
 
 class OneStep:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
-    A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
-    that follow it, that tells who steps with them to skip, and with those before it, too. The
-    residual is then, to the bit, what it was before the step.
+    Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
+    follow it, are made NaN: the optimizer's user sees that and skips the whole step. The residual
+    is then, to the bit, what it was before the step.
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
-        they had not said so: the exchange tells. The same on all ranks.
+        their flags had not said so. The same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,14 @@ class OneStep:
     def run(
         self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
     ) -> Exchanged | None:
-        """Replace a bucket's gradients by what all ranks agreed on, or by NaN.
+        """Replace a bucket's gradients by the agreed sum, or by NaN.
 
-        Returns what the exchange did, applying included; None where there was none.
+        Returns what the exchange did, its select_seconds with those of applying; None where the
+        step was void already, and nothing was exchanged.
         """
         again = (
             bucket_exchange in self._ran
-        )  # a module that is used twice: what was before the step counts
+        )  # a module that is used twice: keep what was remembered before the step
         self._ran.append(bucket_exchange)
         self.not_finite = []
         self._void |= any(flags & NOT_FINITE for flags in all_flags)
@@ -87,16 +88,16 @@ class OneStep:
 
     @property
     def is_void(self) -> bool:
-        """Whether the step does not count."""
+        """Whether the step does not count on any rank."""
         return self._void
 
     @property
     def buckets(self) -> int:
-        """How many were exchanged."""
+        """How many buckets were handed over in this step."""
         return len(self._ran)
 
     def close(self) -> bool:
-        """Begin another step, and tell whether the last one counted."""
+        """End the step, and tell whether it counted."""
         counted = not self._void
         for bucket_exchange in self._ran:
             bucket_exchange.let_go()
@@ -105,9 +106,11 @@ class OneStep:
 
 
 def is_void(all_flags: Sequence[int]) -> bool:
-    """Tell whether a pass does not count, as one does not that was added to NaN.
+    """Tell whether a pass is void, from all ranks' flags.
 
-    What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
+    It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and none
+    was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they void no
+    further pass.
     """
     said = functools.reduce(operator.or_, all_flags)
     return bool(said & VOID) or said & (SPOILT | CLEARED) == SPOILT

@@ -1,7 +1,7 @@
-"""The optimizers of a model whose gradients a hook exchanges: looked at when they first step.
+"""Optimizer checks: examine the optimizers of a hook's model when they first step.
 
-A hook may be given no optimizer. That its momentum would be taken twice is an error of its first
-step, and so is an optimizer that is not the one whose steps the hook makes.
+A hook need not be given an optimizer. So an optimizer whose momentum would be taken twice is an
+error in its first step, as is any other than the one whose steps the hook makes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .hook_skips import HookSkips
 
 
 class _Watch(NamedTuple):
-    """The optimizers that one hook looks at, for as long as it lives."""
+    """One hook's check of optimizers, as long as the hook lives."""
 
     skips: weakref.ref[HookSkips]
     look: Callable[[torch.optim.Optimizer, HookSkips], None]
 
 
-# Replaced as a whole, so that a step may go through them while another thread adds one. PyTorch
-# iterates over its own global hooks: to remove one when a hook is collected would break a step.
+# Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
+# over its global hooks: removing ours when a communication hook is collected would break a step.
 _watched: tuple[_Watch, ...] = ()
 _adding = threading.Lock()
 
 
 def _look_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Let the hooks that live look at an optimizer which is about to step."""
+    """Let all living hooks check an optimizer that is about to step."""
     for skips, look in _watched:
         alive = skips()
         if alive is not None:
@@ -52,7 +52,7 @@ def _watch(skips: HookSkips, look: Callable[[torch.optim.Optimizer, HookSkips], 
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
-    """Tell whether an optimizer's step calls another's: torchtitan's OptimizersContainer does."""
+    """Tell whether an optimizer contains another, as torchtitan's OptimizersContainer does."""
     values = vars(optimizer).values()
     lists = (each for value in values if isinstance(value, list | tuple) for each in value)
     return any(each is inner for each in (*values, *lists))
@@ -67,13 +67,14 @@ def look_at_optimizers(
     way: str,
     stepped: torch.optim.Optimizer | None = None,
 ) -> ClippingWatch:
-    """Look once at each optimizer that steps a parameter of the model, as long as the hook lives.
+    """Check each optimizer of the model once, at its first step, as long as the hook lives.
 
-    Returns what looks at each step, whether gradients were clipped: the hook tells it of passes.
-    rank: in the world. says: also say what is better done before the selection, and whether the
-        density is too low.
-    way: how to have the hook make an Adam's steps, in words.
-    stepped: the optimizer whose steps the hook makes, which is the only one then.
+    Returns a watch that checks at each step whether gradients were clipped; the hook calls its
+    `agree` after each pass.
+    rank: in the world. says: also log what had better be done before the selection, and whether
+        the density is too low.
+    way: how to let the hook make an Adam's steps, in words.
+    stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
     clipping = ClippingWatch(compression)
@@ -98,7 +99,7 @@ def look_at_optimizers(
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(compression, trained)
             if stepped is None:
-                require_one_momentum(optimizer, compression)  # again, where the script goes on
+                require_one_momentum(optimizer, compression)  # in each step, if the script goes on
                 require_plain(optimizer.state.values(), rank)
                 if says:
                     takes = adam_before(optimizer, compression) is not None

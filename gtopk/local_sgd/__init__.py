@@ -1,4 +1,4 @@
-"""LocalSGD: ranks step by themselves, and now and then by what all of them have changed (DiLoCo).
+"""LocalSGD: ranks step by themselves, and combine their changes at intervals (DiLoCo).
 
 local_sgd.py        rounds of inner steps, and the outer step that ends one
 outer_exchange.py   what replicas have changed in a round, reduced to one gradient

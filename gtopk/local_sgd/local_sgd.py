@@ -1,4 +1,4 @@
-"""LocalSGD: ranks step by themselves, and now and then by what all of them have changed (DiLoCo).
+"""LocalSGD: ranks step by themselves, and combine their changes at intervals (DiLoCo).
 
     rank 0    z  x x x x |      | z'  x x x x |      | z"    x: a step of the wrapped optimizer
     rank 1    z  x x x x | wire | z'  x x x x | wire | z"    z: the same bits on every rank
@@ -12,7 +12,7 @@ and plain descent of rate 1 outside, z' is the mean of the ranks' models. Dense 
 momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
 With overlap_steps a rank goes on while changes are exchanged, as in Streaming DiLoCo (Douillard et
-al. 2025, arXiv 2501.18512) with one fragment. It moves by z' - x_i afterwards, and keeps its steps:
+al. 2025, arXiv 2501.18512) with one fragment. Then it moves by z' - x_i, and keeps its own steps:
 
     rank 0    z  x x x x y y x x y y x x      y: a step while the engine's thread exchanges z - x_i
     wire                 ---     ---
@@ -61,17 +61,17 @@ _FORMAT: Final = 1
 
 
 class _LocalSGD(Wrapping):
-    """What is mixed into the class of the wrapped optimizer.
+    """The result of `LocalSGD`: a mixin, which `wrap` combines with the user's optimizer class.
 
     outer:         the outer optimizer; a scheduler may set its rate, on all ranks alike.
-    inner_steps:   of a round, at least; None: rounds end where `outer_step` is called. May be set,
-                   on all ranks alike.
-    overlap_steps: that are made while changes are exchanged.
-    steps_made:    in this round, by this rank.
-    outer_steps:   so far, skipped ones included.
-    skipped_steps: outer steps that changed nothing.
-    lost_replicas: how often a rank's own was not finite, and became the others'.
-    last_step:     what the last outer step cost; None before the first.
+    inner_steps:   at least so many in a round; None: rounds end where `outer_step` is called. May
+                   be set, on all ranks alike.
+    overlap_steps: how many are made while changes are exchanged.
+    steps_made:    by this rank, in this round.
+    outer_steps:   so far, with skipped ones.
+    skipped_steps: how many outer steps changed nothing.
+    lost_replicas: how often a rank's replica was not finite, and became the others'.
+    last_step:     the report of the last outer step; None before the first.
     """
 
     def _distribute(
@@ -105,17 +105,17 @@ class _LocalSGD(Wrapping):
         self._wasted = 0  # of steps_made: made by a replica that was lost
         self._world = world.current()
         self._exchange = OuterExchange(self._names, compression, process_set, self._world)
-        self._are_alike = False  # the ranks' models, as far as is known
+        self._are_alike = False  # whether the ranks' models were found to be the same
         self._ended = time.perf_counter()
 
     @property
     def lost_replicas(self) -> int:
-        """How often a rank's own was not finite, and became the others'."""
+        """How often a rank's replica was not finite, and became the others'."""
         return self._lost.count
 
     @property
     def apart(self) -> Collection[torch.nn.Parameter]:
-        """Return the parameters that are each rank's own now: all of them, within a round."""
+        """Return the parameters whose values differ between ranks now: all, within a round."""
         return self._names.keys() if self._center else ()
 
     def besides(self) -> list[torch.optim.Optimizer]:
@@ -131,7 +131,7 @@ class _LocalSGD(Wrapping):
         self._are_alike = False
 
     def _as_center(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies, laid out as the parameters are; of no tensors none."""
+        """Return copies in the parameters' memory layout; of an empty list an empty one."""
         pairs = zip(self._names, tensors, strict=True) if tensors else ()
         return [torch.empty_like(p).copy_(tensor) for p, tensor in pairs]
 
@@ -150,7 +150,7 @@ class _LocalSGD(Wrapping):
         self._world.step += 1
         if self._before is not None and self.steps_made >= self.overlap_steps:
             self._move()
-        # More than that where it was lowered since, or an exchange that was due has failed.
+        # steps_made is larger where inner_steps was lowered, or an exchange has failed.
         if self.inner_steps is not None and self.steps_made >= self.inner_steps:
             self._end_round(
                 f"the round was over after inner_steps={self.inner_steps} (where ranks make unlike "
@@ -160,7 +160,7 @@ class _LocalSGD(Wrapping):
         return loss
 
     def _begin_round(self) -> None:
-        """Keep the center, where a round is about to begin; in the first, look at all ranks'."""
+        """Keep the center where a round begins; in a world's first compare it with all ranks'."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
                 if self._before is not None:
@@ -176,7 +176,7 @@ class _LocalSGD(Wrapping):
             signature = [*self._signature(), state_of(self.outer, self._names)]
             self.outer_steps = self._exchange.meet(self._center, signature, self.outer_steps)
             self._are_alike = True
-            self._ended += time.perf_counter() - begun  # of no round: links may be measured
+            self._ended += time.perf_counter() - begun  # links may be measured: no round's time
 
     def _require_known(self) -> None:
         require_known(
@@ -187,28 +187,29 @@ class _LocalSGD(Wrapping):
         )
 
     def _signature(self) -> list[str]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the options that must be equal on all ranks, in words."""
         steps = f"inner_steps={self.inner_steps}, overlap_steps={self.overlap_steps}"
         return [steps, options_of(self.outer)]
 
     def outer_step(self) -> bool:
-        """End the round: move the model of all ranks by what they have changed; they call it alike.
+        """End the round: combine the changes of all ranks in the model. All ranks call it alike.
 
-        Return whether it has moved. Where no rank has made a step there is nothing to end, and
-        nothing is counted. Ranks may have made different numbers of steps: a replica weighs as many
-        as it made. One that is not finite is lost: it becomes the others' model, and
-        the wrapped optimizer begins anew on its rank.
+        Returns whether the model has moved. Where no rank has made a step, nothing is done or
+        counted. Ranks may have made different numbers of steps, which are their replicas' weights.
+        A replica that is not finite is lost: it becomes the others' model, and the wrapped
+        optimizer begins anew on its rank.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         replicas and residuals are then as before. FloatingPointError when replicas were lost, or a
-        sum was not finite, more often in a row than may be.
+        sum was not finite, in more outer steps in a row than max_skipped_steps.
         """
         return self._end_round("the script called outer_step()")
 
     @torch.no_grad()
     def _end_round(self, why: str, overlap: bool = False) -> bool:
-        """End the round, for a reason that is the same on all ranks: else they end unlike rounds.
+        """End the round.
 
-        overlap: the next one begins before all changes are here; returns False then.
+        why: the reason, compared between ranks: with another one they would end different rounds.
+        overlap: do not wait for the exchange; returns False then.
         """
         self._begin_round()
         moved = self._before is not None and self._move()
@@ -229,9 +230,9 @@ class _LocalSGD(Wrapping):
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Wait for what all ranks have changed in the round before, and make the outer step.
+        """Wait for the exchange of the previous round, and make the outer step.
 
-        Where the rank has gone on, its replica stays as it is: it may receive before others do.
+        With overlap the replica does not move yet: a rank may receive earlier than others.
         """
         before = self._before
         if before is None or before.has_ended:
@@ -263,7 +264,7 @@ class _LocalSGD(Wrapping):
 
     @torch.no_grad()
     def _move(self) -> bool:
-        """Move the replica by what all have changed in the round before; tell whether that is any.
+        """Move the replica by all ranks' changes in the previous round; tell whether there are any.
 
         The steps that it has made since stay: they are changes of this round.
         """
@@ -284,7 +285,7 @@ class _LocalSGD(Wrapping):
             return True
         self._world.note_preempted(outcome.preempted)
         if outcome.empty:
-            self._ended += before.waited  # of no round
+            self._ended += before.waited  # no round's time
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
@@ -358,8 +359,8 @@ class _LocalSGD(Wrapping):
         """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
 
         In the middle of a round it holds the center, too: the model's own state is this rank's
-        replica then. Save it on every rank, as `gtopk.save_checkpoint` does. It waits for an
-        exchange that goes on.
+        replica then. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for an exchange
+        that has begun.
         """
         round_state = self.in_common()
         return {
@@ -377,9 +378,9 @@ class _LocalSGD(Wrapping):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Go on from a state; load the model's first.
 
-        On another number of ranks, the steps of a round that was under way are lost: all ranks go
-        back to its center. The sum of the residual stays. A plain optimizer's state is fine,
-        also a distributed one's, but for its residual.
+        On another number of ranks the steps of an unfinished round are lost: all ranks go back to
+        its center. The sum of the residuals stays. The state of a plain optimizer is fine, also of
+        a distributed one, whose residual is not loaded.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
@@ -430,28 +431,28 @@ def LocalSGD(
     process_set: ProcessSet = global_process_set,
     max_skipped_steps: int = 10,
 ) -> _LocalSGD:
-    """Return the optimizer, stepping on each rank by itself, and every so many steps with all.
+    """Return the optimizer: each rank steps by itself, and all combine their changes at intervals.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
     state, which stay each rank's own. All ranks begin with the same model (broadcast_parameters):
-    the first step looks. Between rounds their models are the same to the bit (see overlap_steps).
+    the first step checks. Between rounds their models are the same to the bit (see overlap_steps).
 
-    inner_steps: between two exchanges; None: they are where the script calls `outer_step()`, as all
-        ranks must. Ranks that make unlike numbers of steps need None: with a number, one's round is
-        over where another calls `outer_step()` at its epoch's end, which is an error on all.
-    outer: makes the optimizer that steps with the exchanged change, of a list of parameters.
+    inner_steps: between two exchanges; None: the script calls `outer_step()`, on all ranks alike.
+        Ranks that make different numbers of steps need None: with a number, one rank's round would
+        end while another calls `outer_step()` at its epoch's end, an error on all.
+    outer: makes, of a list of parameters, the optimizer that steps with the exchanged change.
         None: `nesterov`, as in DiLoCo; where a residual delays changes, `averaging`: momentum on
-        top of what comes late overshoots (docs/local_sgd.md).
+        top of late changes overshoots (docs/local_sgd.md).
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
-    overlap_steps: that a rank makes while changes are exchanged, at most inner_steps: about the
-        seconds of an exchange by those of a step. It then moves by what all have changed, which is
-        as many steps late, and keeps its own steps. The replicas are one model only after
-        `outer_step()`, which waits: call it before an evaluation. 0: every exchange is waited for.
+    overlap_steps: how many a rank makes while changes are exchanged, at most inner_steps: about the
+        seconds of an exchange over those of a step. It then moves by all ranks' changes, as many
+        steps late, and keeps its own steps. The replicas are one model only after `outer_step()`,
+        which waits: call it before an evaluation. 0: steps wait for every exchange.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
-        gives its counterparts on the other nodes, [0, 2] or [1, 3] say: DDP's ranks all exchange.
-    max_skipped_steps: in how many outer steps in a row replicas may be lost, not being finite.
+        gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
+    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """
     if inner_steps is not None:

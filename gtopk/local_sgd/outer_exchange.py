@@ -1,13 +1,11 @@
-"""OuterExchange: what the ranks' replicas have changed in a round, reduced to one gradient for all.
+"""OuterExchange: the changes of the ranks' replicas in a round, reduced to one gradient for all.
 
     gradients   of this rank's last step | z - x_i | as before | S in the outer step | as before
                                          ^ begin   ^           ^ ended               ^ let go
 
-z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of what was
-sent, weighed by the steps that each rank has made, and the same on every rank. What was not sent is
-the residual; where the sum does not count, it is to the bit as it was before.
-
-Lost replicas: those that were not finite when models were exchanged, and became the others'.
+z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of the
+changes that were sent, weighted by the steps that each rank has made, the same on every rank. The
+rest stays in the residual; where the sum does not count, that is to the bit as before.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ from ..telemetry.step_report import StepReport, outside
 
 _log = logging.getLogger("gtopk")
 
-# Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
-# parameters are frozen and as they were.
+# Flags, below the number of steps: this rank's replica is finite; it had SIGTERM; some of its
+# parameters are frozen and unchanged.
 _FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
 
@@ -55,7 +53,7 @@ Bounds = tuple[float, float]  # from, to; by time.perf_counter
 
 
 class Outcome(NamedTuple):
-    """What an exchange came to, the same on every rank, but for what it cost.
+    """The result of an exchange, the same on every rank, except for its seconds and bytes.
 
     preempted: the ranks that had SIGTERM.
     lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
@@ -180,14 +178,17 @@ def report_of(
 
 
 class LostReplicas(SkipCounter):
-    """How many there were, of all ranks; a row is of outer steps that went without some."""
+    """Counts replicas of all ranks that were not finite, and became the others'.
+
+    Raises when too many outer steps in a row have such, or a sum that is not finite.
+    """
 
     def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:
-        """Warn, on every rank, of replicas that are not finite.
+        """Count replicas that are not finite, and warn of them on every rank.
 
-        lost:  by rank, the parameters that are not; none: their sum is what is not.
+        lost:  by rank, the parameters that are not finite; empty: only the replicas' sum is not.
         moved: whether the outer step has changed the model, by the replicas of the others.
-        Raises FloatingPointError where that were more outer steps in a row than may be.
+        Raises FloatingPointError where these are more outer steps in a row than allowed.
         """
         self.count += len(lost)
         where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
@@ -208,11 +209,13 @@ class LostReplicas(SkipCounter):
 
 
 class OuterExchange:
-    """One rank's part in it, with its residual.
+    """Exchanges one rank's changes of the model, and keeps its residual.
+
+    In a world call `meet` first; then, each round, `begin` and `ended`.
 
     names: of the parameters, in the order in which they are exchanged.
     ranks: of the world that exchange, in order; rank: this one's place among them.
-    expected: what an exchange is to take; known when all have met.
+    expected: the expected seconds of an exchange; known after `meet`.
     """
 
     holds: ClassVar[str] = CHANGES
@@ -232,13 +235,13 @@ class OuterExchange:
         self._unmatched: dict[
             str, ResidualState
         ] = {}  # of names that no parameter has; saved again
-        # The operation, and what the ranks exchange in it, while it goes on.
+        # The operation and the changes that it exchanges, while it goes on.
         self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
         self._span: Bounds = (0.0, 0.0)
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
-        """Take part in the next world, after `shutdown` or a failure; `meet` before an exchange."""
+        """Enter the next world, after `shutdown` or a failure; `meet` before an exchange."""
         self._enter(here, self._take_out())
 
     def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
@@ -257,7 +260,7 @@ class OuterExchange:
 
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
         put_in([self._bucket_exchange], residuals)
-        # What the bucket has no room for, until the ranks agree to send it along.
+        # Residuals that the bucket has no room for, until the ranks agree to send them along.
         self._residuals = {} if self._bucket_exchange.has_room else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
@@ -267,11 +270,11 @@ class OuterExchange:
     def meet(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
     ) -> int:
-        """Make sure that all begin with one model, and know whether any has a residual that is new.
+        """Check that all ranks have the same model, and agree to send loaded residuals along.
 
-        All go on from the steps and the bucket's record of the first of them, and get its outer
-        steps returned: others may have loaded nothing.
-        signature: what must be equal on all ranks besides, in words.
+        All go on from the steps and the bucket's record of the first rank: others may have loaded
+        nothing. Returns the first rank's outer steps.
+        signature: what else must be equal on all ranks, in words.
         """
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
@@ -293,7 +296,7 @@ class OuterExchange:
             put_in([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
-            residual.astray = True  # where a state was loaded, on any rank
+            residual.astray = True  # any rank may have loaded a state
         self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 
@@ -306,11 +309,11 @@ class OuterExchange:
     def begin(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
     ) -> None:
-        """Let the engine reduce what this replica has changed since the center, until `ended`.
+        """Let the engine reduce this replica's changes since the center, until `ended`.
 
-        The replica may change meanwhile: what is exchanged has been taken.
-        signature: as in `meet`. steps: that this rank has made in the round.
-        preempted: it had SIGTERM.
+        The replica may change meanwhile: the changes are copies.
+        signature: as in `meet`. steps: how many this rank has made in the round.
+        preempted: this rank had SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
@@ -323,7 +326,7 @@ class OuterExchange:
             mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
             taken = [parameter.grad for parameter in bucket_exchange.parameters]
         if mine:
-            torch._foreach_zero_(changes)  # a weight of 0 makes no numbers of them
+            torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
             operation = self._engine.submit(
                 f"{self._name}.outer",
@@ -340,9 +343,9 @@ class OuterExchange:
 
     @contextmanager
     def ended(self) -> Iterator[Outcome]:
-        """Wait for what `begin` began; the gradients are S meanwhile, where there is one.
+        """Wait for the exchange of `begin`; within the context the gradients are S, if it counts.
 
-        A frozen parameter has none where S is zero: the outer momentum is not to move it.
+        A frozen parameter has no gradient where S is zero: outer momentum must not move it.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         the residual is then as before.
         """
@@ -369,7 +372,7 @@ class OuterExchange:
 
     @contextmanager
     def _gradients_for_a_while(self) -> Iterator[None]:
-        """Give the parameters the gradients back that they have now."""
+        """Restore the parameters' gradients of now at the end of the context."""
         gradients = [parameter.grad for parameter in self._bucket_exchange.parameters]
         try:
             yield
@@ -382,7 +385,7 @@ class OuterExchange:
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
-        """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
+        """Exchange on the engine's thread; return the first four fields of an `Outcome`."""
         steps = [flags >> _STEPS_SHIFT for flags in all_flags]
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
@@ -405,12 +408,12 @@ class OuterExchange:
         return preempted, lost, everywhere, exchanged
 
     def residual_size(self) -> ResidualSize | None:
-        """Return this rank's residual, in sums; None where this way has no residual."""
+        """Return the size of this rank's residual; None: the exchange has none."""
         return self._bucket_exchange.residual_size()
 
     @property
     def steps(self) -> int:
-        """Return how many exchanges there were that have moved the model."""
+        """Return how many exchanges have moved the model."""
         return self._progress.steps
 
     def known_names(self) -> Collection[str]:
@@ -423,7 +426,7 @@ class OuterExchange:
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
+        """Replace the residual, and go on from these steps; `meet` before an exchange."""
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._unmatched = unmatched(

@@ -12,9 +12,9 @@ step_transaction.py all buckets of a step count, or none does
 peers.py            the ranks of a step; join_shadow.py: takes the place of one that has joined
 samples.py          how many samples a rank's gradient stands for, and its weight
 grad_scaler.py      GradScaler's scale
-skip_counter.py     steps that no rank applied, and the limit in a row
+skip_counter.py     counts skipped steps, with a limit in a row
 expected_step.py    the predicted time of a step, once the links are measured
-step_policy.py      what the adaptive modes ask of an optimizer, and how they follow a step
+step_policy.py      the interface by which the adaptive modes drive an optimizer
 replica_check.py    checks that parameters are bit-identical on all ranks
 learning_rates.py   `gtopk.ramp`
 """

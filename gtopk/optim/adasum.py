@@ -1,13 +1,11 @@
-"""The Adasum optimizer: every rank steps by itself, and what the steps changed is combined.
+"""The Adasum optimizer: every rank steps by itself, and the changes are combined.
 
     gradients of this rank -> step of the wrapped optimizer -> delta = after - before
         -> compress -> Adasum over the ranks, each tensor by itself -> decompress -> before + delta
 
 So momentum and the like follow this rank's own gradients and differ from rank to rank; parameters
-do not. What is alike in the deltas is averaged and what differs adds up: the learning rate is that
-of a single rank, however many there are (Maleki et al. 2021).
-
-Deltas: what a step changed, compressed and side by side, as the ranks combine it.
+do not. Parallel deltas are averaged and orthogonal ones added: the learning rate is that of a
+single rank, however many there are (Maleki et al. 2021).
 """
 
 from __future__ import annotations
@@ -59,10 +57,10 @@ class _Fused(NamedTuple):
 
 
 class Deltas:
-    """Tensors that become those of all ranks, combined each by itself.
+    """The changes of a step, compressed and fused by dtype; `allreduce` combines each tensor alone.
 
-    compressor: its compressed form is what is combined. Raises ValueError where that is not of
-    floating-point numbers.
+    compressor: the ranks combine its compressed form. Raises ValueError where that is not of
+        floating-point numbers.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], compressor: type[Compressor]) -> None:
@@ -85,16 +83,16 @@ class Deltas:
 
     @property
     def elements(self) -> int:
-        """Return how many values they have."""
+        """Return the number of compressed values."""
         return sum(fused.array.size for fused in self._fused)
 
     def allreduce(self, transport: Transport) -> None:
-        """Combine them over the ranks by Adasum."""
+        """Combine the changes over the ranks by Adasum, in place; a collective."""
         for _, lengths, array in self._fused:
             adasum.allreduce(transport, array, lengths)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return them decompressed, the same bits on every rank after `allreduce`."""
+        """Return the tensors decompressed: the same bits on every rank after `allreduce`."""
         decompressed: list[torch.Tensor] = [tensor for tensor, _ in self._compressed]
         for places, lengths, array in self._fused:
             parts = np.split(array, np.cumsum(lengths)[:-1])
@@ -111,7 +109,7 @@ _FORMAT: Final = 1
 
 
 class _AdasumOptimizer(Wrapping):
-    """What is mixed into the class of the wrapped optimizer."""
+    """The result of `distribute_adasum`: a mixin, which `wrap` combines with the user's class."""
 
     op = Adasum
 
@@ -133,7 +131,7 @@ class _AdasumOptimizer(Wrapping):
             self._hooks.await_buckets([trained])
             place(self._parameter_names)
         self._enter(self._world)
-        self._begun = time.perf_counter()  # this step, when the last one ended
+        self._begun = time.perf_counter()  # of this step: the end of the last one
         self._traffic = Traffic()  # of this step
         self._communicate_seconds = 0.0
         self._select_seconds = 0.0
@@ -141,15 +139,15 @@ class _AdasumOptimizer(Wrapping):
         self.last_step: StepReport | None = None
 
     def _enter(self, here: World) -> None:
-        """Take part in a world: the first, or the next one after `shutdown`, or a failure."""
+        """Enter a world: the first, or the next one after `shutdown` or a failure."""
         self._world = here
         self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
         self._expected: ExpectedStep | None = None  # before the first exchange
-        self._are_finite: bool | None = None  # the gradients, on all ranks; nobody has asked yet
+        self._are_finite: bool | None = None  # the gradients, on all ranks; None: not agreed yet
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps changed nothing, as a number was not finite on some rank."""
+        """How many steps changed nothing, as a value was not finite on some rank."""
         return self._skipped.count
 
     @property
@@ -168,14 +166,14 @@ class _AdasumOptimizer(Wrapping):
         return trained
 
     def synchronize(self) -> None:
-        """Agree whether the gradients are finite on all ranks; they stay this rank's own.
+        """Agree with all ranks whether gradients are finite; they stay this rank's own.
 
-        Where they are not they become NaN on every rank: a GradScaler that looks at them next skips
-        the step on all of them. `step` asks by itself, unless this was called before.
+        Where one is not, all become NaN on every rank: a GradScaler that looks at them next skips
+        the step on all of them. `step` calls this itself, unless it was called before.
         Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
         FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
         """
-        # Not twice of the same gradients, where `step` asks again. Alone a rank hears of no pass.
+        # `step` may ask again of the same gradients: count one skip. A single rank has no hooks.
         again = self._world.size > 1 and not self._hooks.has_counted
         noted = self._are_finite is False and again
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
@@ -198,7 +196,7 @@ class _AdasumOptimizer(Wrapping):
             self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
     def _signature(self) -> list[str]:
-        """Return what must be equal on all ranks."""
+        """Return the options, shapes and dtypes that must be equal on all ranks."""
         return [
             f"op=Adasum compression={self._compression.__name__} "
             f"max_skipped_steps={self._skipped.allowed}",
@@ -221,7 +219,7 @@ class _AdasumOptimizer(Wrapping):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Refuse: what is exchanged here is known only after the step."""
+        """Raise AssertionError: the exchange comes after the step, not before."""
         raise AssertionError(
             "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
             "changed is; clip or unscale this rank's gradients before step()"
@@ -229,7 +227,7 @@ class _AdasumOptimizer(Wrapping):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer on this rank, and combine what it changed with the others.
+        """Step the wrapped optimizer on this rank, and combine its changes with the others'.
 
         Where a rank's gradient, or the result, is not finite, no parameter changes on any rank.
         closure: called once, before, to compute the loss and the gradients.
@@ -250,7 +248,7 @@ class _AdasumOptimizer(Wrapping):
 
     @torch.no_grad()
     def _step_together(self) -> bool:
-        """Step, and make the change that of all ranks; tell whether it is finite."""
+        """Step, replace the changes by all ranks' combined ones; tell whether these are finite."""
         if self._world.size == 1:
             self._step_wrapped()
             return True
@@ -260,7 +258,7 @@ class _AdasumOptimizer(Wrapping):
         begun = time.perf_counter()
         changes = [p - old for p, old in zip(parameters, before, strict=True)]
         for parameter, old in zip(parameters, before, strict=True):
-            parameter.copy_(old)  # nothing has changed until it is combined, nor where it cannot be
+            parameter.copy_(old)  # parameters change only once the changes are combined
         deltas = Deltas(changes, self._compression)
         taken = time.perf_counter()
         self._expect(deltas)
@@ -278,7 +276,7 @@ class _AdasumOptimizer(Wrapping):
         return finite
 
     def _expect(self, deltas: Deltas) -> None:
-        """Before the first exchange, have rank 0 say what the model knows of links like these."""
+        """Before the first exchange, let rank 0 log advice from the cost model."""
         if self._expected is None:
             ranks = range(self._world.size)
             peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
@@ -334,13 +332,13 @@ class _AdasumOptimizer(Wrapping):
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and whose it is: DCP must not mix ranks' own."""
+        """Return the wrapped optimizer's state, marked as this rank's own, so that DCP keeps it."""
         return {**super().state_dict(), _KEY: {"format": _FORMAT}}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
 
-        Gradients in its residual are lost, and warned of: nothing adds up here.
+        Warns of gradients in a residual of the state: op=Adasum adds none up, they are lost.
         """
         self._forget()
         self._skipped.end_row()
@@ -362,7 +360,7 @@ class _AdasumOptimizer(Wrapping):
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that a gradient holds: all, or a sparse one's values."""
+    """Return a gradient's values; of a sparse one those that it stores."""
     return gradient._values() if gradient.is_sparse else gradient.detach()
 
 
@@ -377,7 +375,7 @@ def distribute_adasum(
 
     compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
         smaller than gradients by about the learning rate.
-    max_skipped_steps: how many in a row may be before the next is an error.
+    max_skipped_steps: how many steps in a row may be skipped before the next is an error.
     A parameter without a gradient on this rank has not changed here, and takes the others' change.
     Raises TypeError for another compression; else as DistributedOptimizer does.
     """

@@ -1,4 +1,4 @@
-"""The buckets of an optimizer: which there are is rank 0's to say, and all make the same."""
+"""The bucket layout: rank 0 decides which parameters share a bucket, and all ranks follow."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from .step_transaction import AnyBucketExchange
 
 
 class Agreed(NamedTuple):
-    """What rank 0 says, and every rank goes by.
+    """The layout that all ranks go by.
 
-    steps:   taken: a checkpoint may have been loaded on some ranks only.
-    records: of buckets that its checkpoint had.
-    unsent:  names of parameters of which any rank holds something back.
-    sparse:  those whose gradients are sparse on any rank.
+    parts:   the buckets, as rank 0 arranged them.
+    steps:   taken by rank 0: a checkpoint may have been loaded on some ranks only.
+    records: of the buckets in rank 0's checkpoint.
+    unsent:  names of parameters that have a residual on any rank.
+    sparse:  names of parameters whose gradients are sparse on any rank.
     """
 
     parts: list[Part]
@@ -38,14 +39,14 @@ class Agreed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan is made for, as one rank sees it.
+    """The inputs of a layout on one rank: `agree` on it, then `open_bucket_exchanges`.
 
-    names:  of the trained parameters.
-    order:  the parameters whose gradients are complete, the first to be first; others follow.
-    sparse: names of parameters whose gradients are sparse tensors here.
-    wanted: records of buckets that a checkpoint had; none of them where it is empty.
-    steps:  taken.
-    unsent: names of parameters of which this rank holds something back.
+    trained: the parameters that may have a gradient; names: theirs.
+    order:  the parameters whose gradients are complete, in that order; others follow.
+    sparse: names of parameters whose gradients are sparse tensors on this rank.
+    wanted: records of the buckets in a checkpoint; empty: there are none to resume.
+    steps:  taken by this rank.
+    unsent: names of parameters that have a residual on this rank.
     """
 
     options: Options
@@ -58,7 +59,7 @@ class Plan:
     unsent: Sequence[str]
 
     def signature(self) -> list[str]:
-        """Return what must be equal on all ranks."""
+        """Return the options, shapes, dtypes and strides that must be equal on all ranks."""
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
             said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
@@ -69,7 +70,10 @@ class Plan:
         return signature
 
     def agree(self, transport: Transport) -> Agreed:
-        """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""
+        """Return the layout of rank 0, on every rank; all ranks call it together.
+
+        A parameter that is sparse, or has a residual, on any rank counts as such on all.
+        """
         sparse = set().union(*transport.gather_object(list(self.sparse)))
         unsent = set().union(*transport.gather_object(list(self.unsent)))
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
@@ -83,10 +87,10 @@ class Plan:
     def open_bucket_exchanges(
         self, agreed: Agreed, name: str, progress: Progress, ranks: int
     ) -> list[AnyBucketExchange]:
-        """Return the buckets of its parts, with room for what is unsent, and nothing there yet."""
+        """Return the buckets of the agreed parts, with room for unsent residuals; all are empty."""
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
-        # The last one begins when backward has ended, and is in nobody's way before.
+        # The last bucket begins when backward has ended: it takes no room from the others.
         waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
         bucket_exchanges = [
             self._open_bucket_exchange(
@@ -127,7 +131,7 @@ class Plan:
     def _by_hand(
         self, numbers: Mapping[torch.nn.Parameter, int]
     ) -> tuple[list[list[int]] | int, list[int]]:
-        """Return the buckets that are given, and in which order their parameters lie."""
+        """Return the buckets that the user or a checkpoint gives, and their parameters' order."""
         groups = self.options.groups
         if isinstance(groups, int):
             return groups, []
@@ -164,8 +168,8 @@ class Plan:
     ) -> AnyBucketExchange:
         """Return the bucket of a part.
 
-        compressed, waiting: elements of all buckets that are, and of those that become ready from
-        this one on while backward goes on.
+        compressed: elements of all buckets that are compressed.
+        waiting: elements of this bucket and the later ones that become ready during backward.
         """
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]

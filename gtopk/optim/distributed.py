@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the wrapped optimizer, stepping with what all ranks agreed on."""
+"""DistributedOptimizer: the wrapped optimizer steps with gradients that all ranks agreed on."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _log = logging.getLogger("gtopk")
 
 
 class _DistributedOptimizer(Readings):
-    """What is mixed into the class of the wrapped optimizer.
+    """The result of `DistributedOptimizer`: a mixin, which `wrap` combines with the user's class.
 
-    last_step: what the last step cost; None before the first.
+    last_step: the report of the last step; None before the first.
     """
 
     def _distribute(
@@ -72,7 +72,7 @@ class _DistributedOptimizer(Readings):
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
-        self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
+        self._stands_in = False  # the batch is a stand-in where this rank has none: it weighs 0
         self._listener = StepListener()
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
@@ -84,7 +84,7 @@ class _DistributedOptimizer(Readings):
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler whose scale the gradients have when they are synchronized, or None."""
+        """The GradScaler that has scaled the gradients when they are synchronized, or None."""
         return self._reducer.scaler
 
     @scaler.setter
@@ -100,12 +100,12 @@ class _DistributedOptimizer(Readings):
     ) -> None:
         """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
 
-        The update is then that of one mean over the samples of all ranks: a mean's gradient weighs
-        samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
-        None: every rank weighs alike. Where some ranks only say a number, the step is an error.
-        Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
-        Where the model has a SyncBatchNorm say it before the forward pass, which goes by it.
-        While a batch of an adapted loader stands in for none, a number stays 0.
+        The update is then that of one mean over the samples of all ranks: the gradient of a mean is
+        weighted by samples / total, of a sum by 1 / total; a gradient of no samples by 0, even NaN.
+        None: all ranks have the same weight. If only some ranks set a number, a step is an error.
+        Call it before the backward pass; after it, all that backward has exchanged is sent again.
+        With SyncBatchNorm call it before the forward pass, which uses the number, too.
+        While a batch of an adapted loader only stands in for a missing one, the number stays 0.
         Raises ValueError for a number out of range, or with op=Sum; TypeError for no whole number.
         """
         if samples is not None and self.op != Average:
@@ -117,9 +117,9 @@ class _DistributedOptimizer(Readings):
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def _tell_of_compression(self, *, by_mode: bool = False) -> None:
-        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged.
+        """Warn, once and on rank 0, where the compression may cost accuracy.
 
-        by_mode: a mode of `adapt` has the wrapped optimizer step, with what was exchanged.
+        by_mode: a mode of `adapt` steps the wrapped optimizer with the exchanged gradients.
         """
         if self._world.rank == 0 and not self._has_told:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
@@ -131,12 +131,12 @@ class _DistributedOptimizer(Readings):
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
-        When a gradient was not finite on any rank, a dense sum is not in its dtype, or a sparse one
-        in float32, all ranks skip: the residuals stay as they were, the gradients become NaN on
-        every rank, and `step` applies nothing. What a sparse sum has beyond float16 stays
-        in the residual.
+        All ranks skip the step when a gradient is not finite on any of them, or a sum is not: a
+        dense one in the gradients' dtype, a sparse one in float32. Residuals then stay as they
+        were, gradients become NaN on every rank, and `step` applies nothing. What a sparse sum has
+        beyond float16 stays in the residual.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
-        FloatingPointError when more steps in a row were skipped than may be.
+        FloatingPointError when more steps in a row were skipped than max_skipped_steps.
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
@@ -203,9 +203,9 @@ class _DistributedOptimizer(Readings):
         self._shared.note_agreed()
 
     def _clip(self, scale: float) -> None:
-        """Shorten the agreed update, which is as large as the loss was scaled."""
+        """Shorten the agreed update to global_clip_norm; scale: of the loss, which it includes."""
         allowed = self._options.global_clip_norm
-        if allowed is None or self._makes_adam_steps:  # it was shortened before
+        if allowed is None or self._makes_adam_steps:  # Adam's gradients were shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         norm = shorten(gradients, allowed, scale)
@@ -272,32 +272,32 @@ class _DistributedOptimizer(Readings):
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:
-        """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""
+        """Step as the wrapped optimizer does, or by the agreed AdamW steps where there are some."""
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
 
-            # By the step itself: hooks of the optimizer, which come before it, may clip, too.
+            # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
             self._take_agreed_step(partial(adam_step.step, agreed=agreed))
         else:
             super()._step_wrapped()
 
     def eval(self) -> None:
-        """Let the parameters be the model that is the same on all ranks, until `train`.
+        """Make the parameters the model that is the same on all ranks, until `train`.
 
-        With local_residual they are that between a step and the next forward pass, and in a model
-        in eval mode, by themselves: this is for what else looks at them.
+        With local_residual they are that by themselves between a step and the next forward pass,
+        and in a model in eval mode: call this before code that reads them at other times.
         """
         if self._local is not None:
             self._local.eval()
 
     def train(self) -> None:
-        """Let forward passes see what this rank has not sent yet, as before `eval`."""
+        """Let forward passes in training include this rank's residual again, as before `eval`."""
         if self._local is not None:
             self._local.train()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let the parameters be the model that is the same on all ranks, within the context."""
+        """Make the parameters the model that is the same on all ranks, within the context."""
         self.eval()
         try:
             yield
@@ -305,13 +305,13 @@ class _DistributedOptimizer(Readings):
             self.train()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; what was computed towards the next step is forgotten.
+        """Clear the gradients, and forget what was computed towards the next step.
 
-        So is an update that `synchronize` has put there, as of a discriminator's gradients from the
-        generator's loss: each rank has the residual of before. It stays sent where a parameter has
-        changed since, by an optimizer that steps in this one's place, say.
-        Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
-        skips a step on this rank alone, it is a step behind the others from then on.
+        An update that `synchronize` has put there is undone, too (say of a discriminator's
+        gradients from the generator's loss): the residual is as before. It stays sent where a
+        parameter has changed since, as where another optimizer steps in this one's place.
+        Warns of gradients that are not finite and were not exchanged: if a GradScaler has skipped
+        the step on this rank alone, the rank is a step behind the others from then on.
         """
         if not self._synchronized and self._reducer.drops_overflow():
             _log.warning(
@@ -330,7 +330,7 @@ class _DistributedOptimizer(Readings):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" this rank's residual.
 
-        Before the first step there is nothing of the latter.
+        Before the first step there is no "gtopk".
         """
         own = optimizer_checkpoint.save(self._reducer)
         return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
@@ -351,7 +351,7 @@ class _DistributedOptimizer(Readings):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        A plain optimizer's state is fine: the residual stays then. Raises as `require_plain` does.
+        A plain optimizer's state is fine: it leaves the residual. Raises as `require_plain` does.
         """
         if not self._makes_adam_steps:
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
@@ -369,7 +369,7 @@ class _DistributedOptimizer(Readings):
                 self._local.look_for_models()
 
     def forget_steps(self) -> None:
-        """Hold back nothing, as before the first step: a state from then does not say so itself."""
+        """Empty the residual, as before the first step; a state_dict from then cannot do that."""
         self._reducer.put_state_in({}, [], 0)
 
 
@@ -403,8 +403,8 @@ def DistributedOptimizer(
     state. On several ranks, every parameter that requires a gradient has one of zeros from now on,
     as with Horovod, until it is cleared.
 
-    Every rank must step its distributed optimizers alike. They are told apart by the names of their
-    parameters; only those whose parameters have the same names must be made in the same order on
+    Every rank must step its distributed optimizers alike. Ranks match them by the names of their
+    parameters; optimizers whose parameters have the same names must be made in the same order on
     every rank.
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
@@ -413,49 +413,48 @@ def DistributedOptimizer(
         class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
         not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
-        gradients are exchanged does not matter then, and clipping them is the script's.
-    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; not
-        those of which there is a residual, whose sums are at least of float32.
-    groups: into how many buckets gradients go, or lists of the parameters that share one; others
-        are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
+    op: Average or Sum; or Adasum, which combines the changes of each rank's own step (`adasum`):
+        options of the gradients' exchange do not apply then, and the script must clip them itself.
+    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; except
+        where there is a residual: those sums are in float32 at least.
+    groups: the number of buckets, or lists of the parameters that share one; other parameters are
+        placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: exchange sparse gradients (embeddings') as dense ones; afterwards they are
         sparse again, by rows. Otherwise the ranks' entries are gathered as they are, uncompressed,
         and without momentum_correction.
     process_set: the ranks that reduce together; others step by themselves.
-    missing_gradients: what it means when a parameter has a gradient on some ranks only: on the
-        others it counts as zeros, and rank 0 says so once; or it is an error on all of them. One
-        that has none on any rank is passed over, as without gtopk; its residual waits.
-    overlap: exchange buckets while backward goes on; what counts is the same.
-    bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
+    missing_gradients: for a parameter with a gradient on some ranks only. "zeros": on the others
+        zeros count, and rank 0 warns once. "error": it is an error on all ranks. A parameter
+        without a gradient on any rank is passed over, as without gtopk; its residual waits.
+    overlap: exchange buckets while backward goes on; the result is the same.
+    bucket_bytes: the size from which a bucket is exchanged; None: the cost model chooses.
     scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
-        changes. It must unscale between `synchronize()` and `step()`, told or not.
-    local_clip_norm: shortens each rank's part of the sum to its share of this norm before it is
-        added to the residual: its gradient, already times its weight, to 1/sqrt(ranks) of it, or
-        to sqrt(weight) where ranks weigh by samples. A mean of independent gradients is thus let
-        be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
-        full after backward only: there is no overlap.
-    global_clip_norm: shortens the agreed update to this norm. Of Adam, the mean gradient before its
-        moments: each rank shortens its own by what it takes the mean's norm to be, its own norm
-        times a ratio that it learns from what the ranks share; also after backward.
-    check_every: compare the parameters of all ranks after the first step and every so many, by
-        hash; 0: never; None: every 100. Steps that are skipped do not count, those that others take
-        while this rank has joined do.
-    on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
+        changes. Given or not, it must unscale between `synchronize()` and `step()`.
+    local_clip_norm: shortens each rank's part of the sum before it is added to the residual: its
+        gradient, already times its weight, to this norm / sqrt(ranks); or times sqrt(weight) where
+        ranks weigh by samples. So a mean of independent gradients may have this norm, though each
+        of them is sqrt(ranks) times as long. The norm of all gradients is known only after
+        backward: there is no overlap.
+    global_clip_norm: shortens the agreed update to this norm. With Adam's steps made before, the
+        mean gradient before the moments: each rank estimates its norm as that of its own gradient
+        times a ratio learnt from shared samples; there is no overlap then.
+    check_every: compare the parameters of all ranks by hash, after the first step and after every
+        `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
+        others take while this rank has joined do.
+    on_divergence: where they differ, "error": an error on every rank; "warn": a warning; "heal":
         each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
-        than half of them, and a warning says so. Without such a majority it is an error. The
-        residuals are each rank's own, and stay. None: an error where check_every is given, else a
-        warning.
+        than half of them, with a warning. Without such a majority it is an error. The residuals
+        are each rank's own, and stay. None: "error" where check_every is given, else "warn".
     max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
         is not finite; 0: the first is an error.
     adam_steps: whether Adam's and AdamW's steps are made of each rank's gradients, "before" some of
         them are selected and sent, with a second moment that the ranks share (`exchange.adamw`); or
-        "after", of the agreed sparse update, which loses accuracy. Of torch's own two, with a
-        compression that holds something back, without momentum_correction and adam_correction, and
-        not inside="dense". Gradients are then, from `synchronize` to `step`, the agreed steps.
-    local_residual: whether forward passes in training see what this rank has not sent yet
-        (`wrapped.local_residual`); None: where Adam's steps are made before. Parameters are the
-        same on all ranks again from `step` on, and in a model in eval mode.
+        "after", of the agreed sparse update, which loses accuracy. "before" needs torch's own Adam
+        or AdamW, and a compression with a residual, without momentum_correction, adam_correction
+        and inside="dense"; from `synchronize` to `step` gradients are then the agreed steps.
+    local_residual: whether forward passes in training include this rank's unsent steps
+        (`wrapped.local_residual`); None: yes, where Adam's steps are made before. Parameters are
+        the same on all ranks again from `step` on, and in a model in eval mode.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """

@@ -1,4 +1,4 @@
-"""ExpectedStep: what a step's exchange is to take, once all ranks have measured their links."""
+"""ExpectedStep: the time that the cost model expects a step's exchange to take."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from .peers import Peers
 
 
 class ExpectedStep:
-    """That of one way to train; nothing is expected before `measure`.
+    """The expected seconds of a step's exchange. Call `measure` first: before, nothing is expected.
 
-    per: what an exchange ends.
-    beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
-    is_planned: whether buckets are those of `bucket_plan`, by what a compression sends: if all
-            travelled whole, they would be others.
+    per: the kind of step that one exchange ends, for messages: "step" or "outer step".
+    beyond: the name of a method that the cost model does not know; "": gradients are reduced by
+        compression.
+    is_planned: whether `bucket_plan` made the buckets, for what the compression sends: dense
+        gradients would go in other buckets.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class ExpectedStep:
         self._dense_seconds: float | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
-        """Expect what these buckets will take; rank 0 says, once a world, what compressing saves.
+        """Measure links and predict these buckets; rank 0 logs, once a world, what they save.
 
-        All peers call it together. Where all of them want it; ranks that are threads of one process
-        have no links to speak of. Groups that exchange side by side measure side by side, too, and
-        so share links as they do in every step.
+        All peers call it together. It measures only where all of them ask for advice
+        (settings.ADVICE), and not between threads of one process, which have no links. Groups that
+        exchange side by side also measure side by side, and so share links as in every step.
         """
         self._calibration = self._seconds = self._dense_seconds = None
         here = peers.world
@@ -80,7 +81,7 @@ class ExpectedStep:
     def _say(
         self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
     ) -> None:
-        """Say it of what is compressed, else of what could be, where there is any."""
+        """Log the advice on what is compressed, or on what could be where nothing is."""
         every = _lengths(bucket_exchanges)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
         lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
@@ -101,7 +102,7 @@ class ExpectedStep:
     def _other_buckets(
         self, asked: Sequence[Exchanging], is_compressed: bool, calibration: Calibration
     ) -> int | None:
-        """Return in how many buckets the values would be if they travelled the other way."""
+        """Return how many buckets there would be, dense for compressed ones, or the reverse."""
         if not self._is_planned or not asked:
             return None
         parameters = [
@@ -111,7 +112,7 @@ class ExpectedStep:
         return buckets_by(None if is_compressed else sparse, parameters, calibration.network.ranks)
 
     def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
-        """Expect what these buckets will take from now on, where links were measured."""
+        """Predict what these buckets take from now on, where links were measured."""
         if self._calibration is None:
             return
         self._seconds = expected_seconds(bucket_exchanges, self._calibration)
@@ -125,19 +126,19 @@ class ExpectedStep:
 
     @property
     def dense_seconds(self) -> float | None:
-        """Return what a dense exchange is expected to take; None where nothing is compressed."""
+        """Return the seconds that a dense exchange would take; None where nothing is compressed."""
         return self._dense_seconds
 
     @property
     def seconds(self) -> float | None:
-        """Return what it is expected to take, where that is known.
+        """Return the expected seconds of a step's exchange; None where they are not known.
 
-        While the density is on its way to what was asked for, it is not.
+        They are not known while the density warms up.
         """
         warming = getattr(self._compression, "warmup_steps", 0) > self._progress.steps
         return None if warming else self._seconds
 
 
 def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:
-    """Return how many values each has that has any."""
+    """Return the number of values of each bucket that has any."""
     return [each.elements for each in bucket_exchanges if each.elements]

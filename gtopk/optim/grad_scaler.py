@@ -1,4 +1,4 @@
-"""GradScaler: what its scale is to gradients that are reduced, and when it may take it away.
+"""GradScaler: reads its scale, and refuses to let it unscale gradients before they are reduced.
 
 Each rank's scaler looks for overflows in what it unscales. In the reduced gradients, which are the
 same on all ranks, all of them see the same; in a rank's own it alone does, and the ranks' scales
@@ -22,7 +22,7 @@ RECIPE: Final = (
 
 
 class _Reading:
-    """A scale on its way from a GPU to the host."""
+    """An asynchronous copy of a scale from a GPU to the host."""
 
     def __init__(self, scale: torch.Tensor) -> None:
         self._scale, self._version = scale, scale._version
@@ -33,11 +33,11 @@ class _Reading:
         )
 
     def is_of(self, scale: torch.Tensor) -> bool:
-        """Tell whether this is what the scale is now: `update` changes it in place."""
+        """Tell whether the copy is of the scale as it is now: `update` changes it in place."""
         return scale is self._scale and scale._version == self._version
 
     def value(self) -> float:
-        """Return it; waits for the GPU where it has not come to the copy yet."""
+        """Return the scale; wait until the GPU has made the copy."""
         if self._come is not None:
             self._come.synchronize()
         return float(self._here)
@@ -47,14 +47,14 @@ _readings: Final[WeakKeyDictionary[Any, _Reading]] = WeakKeyDictionary()
 
 
 def begin_to_read_scale(scaler: Any) -> None:
-    """Have a GPU send the scale, so that `loss_scale` need not wait for it in the next backward."""
+    """Begin to copy the scale from a GPU, so that `loss_scale` need not wait during backward."""
     scale = None if scaler is None or not scaler.is_enabled() else _on_gpu(scaler)
     if scale is not None and not (scaler in _readings and _readings[scaler].is_of(scale)):
         _readings[scaler] = _Reading(scale)
 
 
 def loss_scale(scaler: Any) -> float:
-    """Return what a GradScaler has multiplied the gradients with; 1 without one.
+    """Return the factor that a GradScaler has multiplied the gradients with; 1 without one.
 
     A scale on a GPU is read once for each time that it is updated.
     """
@@ -67,13 +67,13 @@ def loss_scale(scaler: Any) -> float:
 
 
 def _on_gpu(scaler: Any) -> torch.Tensor | None:
-    """Return the tensor that holds the scale where to read it is to wait for a GPU."""
+    """Return the tensor that holds the scale, if it is on a GPU, else None."""
     scale: torch.Tensor | None = getattr(scaler, "_scale", None)  # none before the first loss
     return scale if scale is not None and scale.is_cuda else None
 
 
 def is_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the scaler has unscaled this optimizer's gradients in the step that goes on."""
+    """Tell whether the scaler has unscaled this optimizer's gradients since its last update."""
     states = getattr(scaler, "_per_optimizer_states", {})
     return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 
@@ -85,7 +85,7 @@ def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_no_fused_unscaling(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError in a scaler's step of a fused optimizer, which reduces as it unscales."""
+    """Raise ValueError in a scaler's step of a fused optimizer, which unscales within `step`."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
 

@@ -1,11 +1,11 @@
-"""Hooks: what backward tells of each parameter, as it tells it.
+"""Hooks: which gradients the backward pass has completed, noted while it goes on.
 
-Torch itself appends each parameter to a list, once its gradient has come. A call of Python code
-costs more, a few microseconds; only where it is needed does one count what is in the list:
+Torch appends each parameter to a list when its gradient has come. Python code costs a few
+microseconds a call, so it runs only for some parameters, and counts what is in the list by then:
 
     buckets   a b c d | e f g | h i       in the order in which gradients are complete
-    counts    ^     ^       ^     ^       the first tells when backward began, the others what is
-                                          complete
+    counts    ^     ^       ^     ^       the first tells when backward began, the others which
+                                          buckets are complete
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class BackwardHooks:
-    """Counts the backward passes of each parameter, and says when a bucket is complete.
+    """Counts the backward passes of each parameter, and tells when a bucket is complete.
 
     limit: how many passes add up to a gradient; one more is an error: in the pass itself, or where
            no gradient that counts follows, in the `check` before a step.
@@ -42,12 +42,12 @@ class BackwardHooks:
         """on_complete: a method, called with the place of each awaited bucket that is complete."""
         self.began = self._ended = 0.0
         self._names = names
-        # In two: a WeakMethod is Python code at each call.
+        # Function and weak reference apart: a WeakMethod runs Python code at each call.
         method = cast(MethodType | None, on_complete)
         self._hear: Any = None if method is None else method.__func__
         self._listener = None if method is None else weakref.ref(method.__self__)
         self._heard: list[torch.nn.Parameter] = []  # since `forget`
-        self._counted = 0  # of these
+        self._counted = 0  # how many of _heard
         self._passes: Counter[int] = Counter()
         self._order: list[torch.nn.Parameter] = []
         self._seen: list[torch.nn.Parameter] = []  # in the step before
@@ -58,20 +58,20 @@ class BackwardHooks:
         self._recording: list[RemovableHandle] = []
         self._counting: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
-        # Gradients on the host and on a GPU come from threads of their own.
+        # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
         self._lock = threading.Lock()
         self._excess = ""  # the parameter that had a pass too many
         self.set_limit(limit)
 
     def set_limit(self, passes: int) -> None:
-        """Set the limit; raise ValueError where it is none."""
+        """Set the limit; raise ValueError where it is below 1."""
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self._count()  # by the limit that they were made under
         self.limit = passes
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Listen to these from now on; to those already watched once only."""
+        """Count these parameters' gradients from now on; each once, also if it is given again."""
         known = set(map(id, self._watched))
         asked = {id(p): p for p in parameters if p.requires_grad}
         news = [parameter for key, parameter in asked.items() if key not in known]
@@ -82,10 +82,11 @@ class BackwardHooks:
             self._count_at(news)
 
     def await_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        """Tell of these once all of their gradients are complete; call `watch` before.
+        """Call on_complete for each of these buckets once it is complete; call `watch` before.
 
-        Each bucket's parameters in the order in which they are complete; one that is complete in
-        another order is told of when the next one is. None: count at every gradient.
+        buckets: the parameters of each, in the order in which their gradients are complete. In a
+            pass of another order, a bucket is told of later: at the next gradient that counts. An
+            empty list: count at every gradient.
         """
         self._members = [frozenset(map(id, parameters)) for parameters in buckets]
         self._untold = [*range(len(buckets))]
@@ -106,12 +107,12 @@ class BackwardHooks:
 
     @property
     def seconds(self) -> float:
-        """Return what it took from `began` to the last gradient of that pass that counts."""
+        """Return the seconds from `began` to the last gradient of that pass that counts."""
         return self._ended - self.began
 
     @property
     def has_counted(self) -> bool:
-        """Tell whether there was a backward pass since `forget`, of a parameter that is watched."""
+        """Tell whether a watched parameter had a gradient since `forget`."""
         return bool(self._heard)
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
@@ -145,7 +146,7 @@ class BackwardHooks:
         ]
 
     def _reach(self) -> None:
-        """Count, and tell of the buckets that are complete by now."""
+        """Count, and tell the listener which buckets are complete by now."""
         with self._lock:
             now = time.perf_counter()
             self.check()
@@ -169,7 +170,7 @@ class BackwardHooks:
             )
 
     def _count(self) -> None:
-        """Count what was heard since the last time."""
+        """Count the gradients that came since the last count."""
         news = self._heard[self._counted :]
         if not news:
             return

@@ -1,4 +1,4 @@
-"""Join shadow: a rank that has joined takes part in the operations of optimizers that go on."""
+"""Join shadow: takes part, for a rank that has joined, in the operations of optimizers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ..runtime.coordinator import Engine, Work
 
-LEFT_OUT: Final = b"not where a rank has joined"  # the join descriptor of what it does nothing of
+LEFT_OUT: Final = b"not where a rank has joined"  # descriptor of operations that it does not run
 
 
 class StandsIn(Protocol):
-    """What reduces an optimizer's gradients, also while this rank has joined."""
+    """An object that reduces an optimizer's gradients, also while this rank has joined."""
 
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join."""
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank does of a bucket in the others' transaction."""
+        """Return this rank's work for a bucket of the others' transaction."""
 
 
-# Of each engine, by the name of its operations; none is kept for this alone.
+# By engine, and by the name of its operations. Weak: this keeps no reducer alive.
 _by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, StandsIn]] = WeakKeyDictionary()
 
 
 def stands_in(reducer: StandsIn, engine: Engine, name: str) -> None:
-    """Make this what stands in for operations `name.0`, `name.1`, ..., one for each bucket."""
+    """Let a reducer stand in for operations `name.0`, `name.1`, ..., one for each bucket."""
     _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
     engine.stand_in = partial(_stand_in, _by_name[engine])
 

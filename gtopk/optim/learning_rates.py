@@ -18,12 +18,12 @@ def ramp(
     start: float = 0.5,
     until: float = 0.5,
 ) -> LambdaLR:
-    """Return a scheduler that begins at a part of the rate and raises it in a straight line.
+    """Return a scheduler that begins at a fraction of the rate and raises it linearly.
 
     The factor of step t is min(1, start + (1 - start) * t / (until * steps)), times schedule(t).
 
-    optimizer: distributed or plain; its rate now is the one that the ramp leads to.
-    steps: of the whole training. schedule: a factor by step, a cosine's say; None: 1 throughout.
+    optimizer: distributed or plain; the ramp leads to the rate that it has now.
+    steps: of the whole training. schedule: a factor by step, as of a cosine; None: 1 throughout.
     start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
         1, at which the ramp ends.
     Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.

@@ -1,7 +1,7 @@
-"""Momentum before the selection, by the compression, or behind it, by the optimizer: not both.
+"""Momentum: the compression takes it before the selection, or the optimizer after it; not both.
 
-What is refused, and what is said of an optimizer where it is behind one, and of clipping what a
-correction has made.
+Refuses optimizers that would take it a second time, and warns of optimizers that lose accuracy
+after a selection, and of clipping that a correction makes wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .wrapped.adam_step import AgreedSteps
 
 _log = logging.getLogger("gtopk")
 
-# Clipping that is meant removes less, also of a momentum of ten gradients.
+# Clipping on purpose removes less, even of a velocity that sums ten gradients.
 _FAR_SHORTER: Final = 0.1
 _IN_A_ROW: Final = 3
-_FIRST, _EVERY = 20, 50  # passes that are measured
+_FIRST, _EVERY = 20, 50  # the first passes are all measured, then every 50th
 _INSTEAD: Final = (
     "Leave clipping out, or give DistributedOptimizer local_clip_norm=, which clips each rank's "
     "gradients before the momentum"
@@ -41,7 +41,7 @@ def require_one_momentum(
 ) -> None:
     """Raise ValueError for an optimizer whose momentum would be taken twice.
 
-    outer: it is that of LocalSGD, which has no adam_correction to offer.
+    outer: it is LocalSGD's outer optimizer, which cannot have adam_correction.
     """
     if compression is None or not compression.corrects:
         return
@@ -70,9 +70,9 @@ def require_one_momentum(
 
 
 def tell_of_optimizer(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
-    """Say what of this optimizer is better done before the selection; rank 0 does.
+    """Log what this optimizer had better do before the selection; called on rank 0.
 
-    way: how this one's steps can be made before, in words; "": they cannot.
+    way: how to make its steps before the exchange, in words; "": they cannot be.
     """
     if isinstance(compression, ErrorFeedback):
         _warn_of_second_moments(optimizer, compression, way)
@@ -82,7 +82,7 @@ def tell_of_optimizer(optimizer: torch.optim.Optimizer, compression: object, way
 def _warn_of_second_moments(
     optimizer: torch.optim.Optimizer, compression: ErrorFeedback, way: str
 ) -> None:
-    """Warn of Adam and its kin behind a selection, and say the ways out."""
+    """Warn of Adam and its kin after a selection, and say what to do instead."""
     betas = next((each["betas"] for each in optimizer.param_groups if "betas" in each), None)
     if betas is None:
         return
@@ -112,9 +112,9 @@ def _warn_of_second_moments(
 
 
 def _tell_of_momentum(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
-    """Say, where SGD takes its momentum of what was selected, how it is taken before.
+    """Log how to take SGD's momentum before the selection, where SGD takes it after.
 
-    Of plain momentum alone: `momentum_correction` is neither Nesterov's nor dampened.
+    Only for plain momentum: `momentum_correction` is neither Nesterov's nor dampened.
     """
     if compression.corrects or not isinstance(optimizer, torch.optim.SGD):
         return
@@ -137,9 +137,10 @@ def _tell_of_momentum(optimizer: torch.optim.Optimizer, compression: ErrorFeedba
 
 
 def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return, in words to add to "momentum=0", what weight decay does the same without it.
+    """Return words to add to "momentum=0": the weight decay that has the same effect without it.
 
-    SGD adds it to the gradient before its momentum, which makes 1 / (1 - momentum) of it.
+    SGD adds the decay to the gradient before its momentum, which multiplies it by
+    1 / (1 - momentum). Empty where there is no weight decay.
     """
     if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
         return ""
@@ -147,11 +148,12 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
 
 
 class ClippingWatch:
-    """Warns, once, where a script clips what a correction has made steps of.
+    """Warns, once, where a script clips the steps that a correction has made of gradients.
 
-    Those are far longer than gradients: a norm that is right for gradients takes away nearly all of
-    them, and training stands still. Norms are measured only while somebody changes gradients
-    between the exchange and the optimizer's step, and never without a correction.
+    Such steps are far longer than gradients: a limit that is right for gradients removes nearly all
+    of them, and training stands still. Call `agree` after an exchange and `step` before the
+    optimizer's. Norms are measured only while the script changes gradients between the two, and
+    never without a correction.
     """
 
     def __init__(self, compression: object) -> None:
@@ -161,13 +163,13 @@ class ClippingWatch:
         self._scaler: Any = None
         self._agreed: AgreedSteps | None = None
         self._norms: dict[torch.Tensor, float] = {}  # of the agreed gradients, where measured
-        self._is_changing = False  # somebody changes them
-        self._passes = self._short = 0  # in which they are; in a row, with far too short ones
+        self._is_changing = False  # the script changed gradients before the last step
+        self._passes = self._short = 0  # passes with changes; passes in a row that were too short
 
     def agree(self, parameters: Iterable[torch.Tensor], scaler: Any) -> None:
-        """Note that these parameters' gradients are what the ranks have agreed on.
+        """Note that these parameters' gradients are now the agreed ones.
 
-        scaler: the GradScaler whose scale they have, or None.
+        scaler: the GradScaler that scales them, or None.
         """
         if self._compression is None:
             return
@@ -193,7 +195,7 @@ class ClippingWatch:
             self.compare(before, _norm(measured, scale))
 
     def compare(self, agreed: float, applied: float) -> None:
-        """Compare the norms of what was agreed on and of what is stepped with."""
+        """Compare the norms of the agreed gradients and of those that are stepped with."""
         if self._compression is None or not math.isfinite(agreed):
             return
         self._short = self._short + 1 if applied < _FAR_SHORTER * agreed else 0
@@ -216,12 +218,12 @@ class ClippingWatch:
 
 
 def _norm(parameters: Iterable[torch.Tensor], scale: float) -> float:
-    """Return that of their gradients, of a shard on this rank where they are sharded."""
+    """Return the norm of the parameters' gradients; of sharded ones, of this rank's shards."""
     gradients = map(_local, parameters)
     return norm_of([each for each in gradients if each is not None]) / scale
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's gradient, or what of it is on this rank."""
+    """Return a parameter's gradient; of a sharded one this rank's shard."""
     gradient: torch.Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
     return gradient

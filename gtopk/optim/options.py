@@ -1,4 +1,4 @@
-"""What may be asked of DistributedOptimizer besides what is reduced, checked."""
+"""Options: the arguments of DistributedOptimizer that say how gradients are reduced, checked."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ..runtime.world.process_sets import ProcessSet
 _log = logging.getLogger("gtopk")
 FEW_ENTRIES: Final = 500
 
-# A number of groups, or lists of the parameters that each is made of.
+# A number of groups, or lists of the parameters in each.
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means.
+    """Options for reducing an optimizer's gradients; `DistributedOptimizer` documents each.
 
-    adam: of the AdamW whose steps are made before the selection; None: the optimizer steps itself.
-    local_residual: whether forward and backward see what this rank has not sent yet.
+    adam: groups of the AdamW whose steps are made before the selection; None: it steps itself.
+    local_residual: whether forward and backward include this rank's unsent steps.
     """
 
     compression: Any
@@ -142,7 +142,7 @@ class Options:
         return self.compression if isinstance(self.compression, ErrorFeedback) else None
 
     def signature(self) -> list[str]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the options that must be equal on all ranks, in words."""
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
@@ -157,7 +157,7 @@ class Options:
 
 
 def signature_of(compression: Any) -> str:
-    """Return what must be equal on all ranks of a compression, which was checked, in words."""
+    """Return the options of a checked compression that must be equal on all ranks, in words."""
     if isinstance(compression, ErrorFeedback):
         return compression.signature()
     name = compression.__name__
@@ -165,7 +165,7 @@ def signature_of(compression: Any) -> str:
 
 
 def _check_groups(groups: Groups) -> None:
-    """Raise ValueError for what is neither a number of groups nor disjoint lists."""
+    """Raise ValueError for groups that are neither a number nor disjoint lists of parameters."""
     if groups is None:
         return
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -194,7 +194,7 @@ def warn_of_few_entries(compression: object, elements: int) -> None:
     if not isinstance(compression, SparseCompression | Automatic):
         return
     if isinstance(compression, Shards):
-        return  # each entry has its turn
+        return  # shards send every entry in turn
     density = compression.density
     if density is None:
         return

@@ -1,6 +1,6 @@
-"""Overlap: buckets are exchanged while backward goes on, each once its gradients are complete.
+"""Overlap: whether buckets are exchanged while backward goes on, as their gradients get complete.
 
-The last one never is: when it is complete, backward has ended.
+The last bucket never is: when it is complete, backward has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger("gtopk")
 class Overlap:
     """Whether buckets are exchanged before backward has ended.
 
-    is_on: as long as all of a step's gradients are known to count as backward has left them.
+    is_on: until gradients, or weights, are changed between backward and the step.
     """
 
     def __init__(self, is_on: bool, compression: object) -> None:
@@ -25,7 +25,7 @@ class Overlap:
         self._hides = hides_behind_backward(compression)
 
     def stop(self, peers: Peers) -> None:
-        """Exchange buckets after backward from now on, as gradients change after it, or weights."""
+        """Exchange buckets after backward from now on: gradients or weights change after it."""
         if not self.is_on:
             return
         self.is_on = False
@@ -42,7 +42,7 @@ class Overlap:
         )
 
     def warn_of_a_single_bucket(self, buckets: int, peers: Peers) -> None:
-        """Warn where that was to hide behind backward."""
+        """Warn where hide_behind_backward is asked for, and a single bucket cannot hide."""
         if self._hides and self.is_on and buckets == 1 and peers.size > 1:
             _log.warning(
                 "rank %d: %s are exchanged in one bucket, when backward has ended, and "

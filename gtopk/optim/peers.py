@@ -1,4 +1,4 @@
-"""Peers: the ranks that reduce an optimizer's gradients together, and what else they run."""
+"""Peers: the ranks that reduce an optimizer's gradients together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from .join_shadow import LEFT_OUT
 
 @dataclass(frozen=True)
 class Peers:
-    """Those of one world; the next one has others.
+    """The ranks of one world that reduce an optimizer's gradients together.
+
+    `run` and its variants run an operation on all of them. In the next world, after `shutdown` or
+    a failure, `peers_in` makes another.
 
     engine: runs their operations.
-    name:   of these: every rank's optimizer of these parameters has the same.
-    ranks:  of the world that reduce together, in order.
-    takes_part: whether this rank is one of them: it steps by itself otherwise.
+    name:   begins the operations' names: the same on every rank for one optimizer.
+    ranks:  the peers' ranks in the world, in order.
+    takes_part: whether this rank is one of them; otherwise it steps by itself.
     """
 
     world: World
@@ -32,24 +35,27 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """Return this one's place among them."""
+        """Return this rank's place among the peers."""
         return self.ranks.index(self.world.rank)
 
     @property
     def size(self) -> int:
-        """Return how many they are."""
+        """Return the number of peers."""
         return len(self.ranks)
 
     def run(self, what: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
-        """Run something that concerns these parameters on all ranks together."""
+        """Run `work` on all peers together, as an operation of this optimizer; return its result.
+
+        what: ends the operation's name. signature: what must be equal on all ranks, in words.
+        """
         return self.engine.submit(f"{self.name}.{what}", signature, work, flags=flags).wait()
 
     def run_without_joined(
         self, what: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
     ) -> Any:
-        """Run it on all ranks but those that have joined, which do nothing of it.
+        """Run `work` on all peers together but those that have joined.
 
-        work: is given those that have, by their ranks in the world; the same on all that run it.
+        work: is also given the ranks in the world that have joined; all that run it get the same.
         """
 
         def without(transport: Transport, all_flags: list[int]) -> Any:
@@ -62,16 +68,16 @@ class Peers:
         ).wait()
 
     def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
-        """Run it on all ranks together; return None, on all alike, where one of them has joined."""
+        """Run `work` on all peers together; return None, on all alike, where one has joined."""
         return self.run_without_joined(
             what, [], lambda transport, joined: None if joined else work(transport)
         )
 
 
 def peers_in(here: World, process_set: ProcessSet, parameters: Iterable[str]) -> Peers:
-    """Return the peers in a world; ValueError where the process set is not registered there.
+    """Return the peers in a world; raise ValueError where the process set is not registered there.
 
-    parameters: their names, which the peers are named by.
+    parameters: the names that the optimizer's operations are named by.
     """
     members = process_set.registered()
     name = f"gradients.{here.name_optimizer(parameters, members.ranks)}"

@@ -1,9 +1,4 @@
-"""PlannedBuckets: an optimizer's buckets, as all ranks planned them, and what waits outside.
-
-residual    in the buckets; here, of what is in none: of frozen parameters, of names nobody has
-loaded      the residual goes to the buckets at once; their records and the steps wait, as
-            other ranks may have loaded nothing, and rank 0's are what all go on from
-"""
+"""PlannedBuckets: an optimizer's buckets, as all ranks planned them."""
 
 from __future__ import annotations
 
@@ -33,30 +28,34 @@ _log = logging.getLogger("gtopk")
 
 
 class PlannedBuckets:
-    """Those of one optimizer.
+    """The buckets of one optimizer, and the residual of parameters that are in no bucket.
+
+    The latter is that of frozen parameters, and of names that no parameter has. `plan` makes the
+    buckets. A residual that is loaded goes into them at once; the loaded records and steps wait for
+    the next plan, as other ranks may have loaded nothing: all go on from rank 0's.
 
     bucket_exchanges: in the order in which backward completes them; none before the first plan.
-    signature: what was planned, in short: equal on all ranks.
+    signature: a hash of the plan: equal on all ranks.
     """
 
     def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
-        """progress: what exchanges go by; a plan sets its steps."""
+        """progress: given to the exchanges; a plan sets its steps."""
         self.bucket_exchanges: list[AnyBucketExchange] = []
         self.signature = ""
         self._names = names
         self._options = options
         self._progress = progress
-        self._index: dict[torch.nn.Parameter, int] = {}  # of the bucket that a parameter is in
-        self._trained: Sequence[torch.nn.Parameter] = ()  # that were planned
+        self._index: dict[torch.nn.Parameter, int] = {}  # of each parameter's bucket
+        self._trained: Sequence[torch.nn.Parameter] = ()  # as planned
         self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
         self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
-        self._unmatched: set[str] = set()  # names that no parameter has, and were warned of
-        self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
+        self._unmatched: set[str] = set()  # names that no parameter has: already warned of
+        self._without_momentum: set[str] = set()  # sparse gradients' names: already warned of
         self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
     def takes(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Tell whether the buckets these are in take their gradients as they are."""
+        """Tell whether these parameters' buckets take their gradients, sparse ones included."""
         sparse = [p for p in parameters if (g := p.grad) is not None and g.is_sparse]
         return self._sparse.issuperset(sparse)
 
@@ -79,10 +78,10 @@ class PlannedBuckets:
         order: Sequence[torch.nn.Parameter],
         peers: Peers,
     ) -> None:
-        """Make the buckets, the same on every rank, with the residual that there was.
+        """Make the buckets, the same on every rank, and put the residual into them.
 
         trained: the parameters that may have a gradient; all have a name.
-        order:   those whose gradients are complete, the first to be first.
+        order:   those whose gradients are complete, in the order in which they became so.
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
@@ -127,13 +126,13 @@ class PlannedBuckets:
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
     def dissolve(self) -> None:
-        """Be without buckets, and keep their residual: they were of a world that is no more."""
+        """Drop the buckets, which belong to a world that has ended; keep their residual."""
         if self.bucket_exchanges:
             self._residuals, self._wanted = self.take_state_out()
             self.bucket_exchanges, self._index, self._sparse, self._trained = [], {}, set(), ()
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and buckets' records."""
+        """Return the residual of each parameter after the last step, and the buckets' records."""
         if not self.bucket_exchanges:
             return self._residuals, self._wanted
         residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
@@ -142,9 +141,9 @@ class PlannedBuckets:
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the parameters that have a residual, each with it, in the parameter's shape.
+        """Return each parameter that has a residual, and the residual in the parameter's shape.
 
-        That of a bucket is the bucket's memory; before a plan it is what was loaded.
+        In a bucket it is a view of the bucket's memory; before a plan it is what was loaded.
         """
         yield from residuals_of(self.bucket_exchanges)
         for parameter, name in self._names.items():
@@ -154,9 +153,9 @@ class PlannedBuckets:
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Have this residual from now on; where rank 0 does, go on from its steps in such buckets.
+        """Replace the residual; the next plan takes the records and steps that rank 0 loaded.
 
-        Other ranks may load nothing: until the next plan what all agree on stays as it is.
+        Other ranks may load nothing: until that plan, what all agree on stays as it is.
         """
         if self.bucket_exchanges:
             put_in(self.bucket_exchanges, residuals)
@@ -164,11 +163,11 @@ class PlannedBuckets:
 
     @property
     def steps(self) -> int:
-        """Return how many were taken, those before what was loaded last included."""
+        """Return the number of steps taken, with those before the state that was loaded last."""
         return self._progress.steps if self._loaded_steps is None else self._loaded_steps
 
     def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
-        """Return the names of those whose gradients are sparse here, or were on some rank."""
+        """Return the names of parameters with sparse gradients, here now or on any rank before."""
         return [
             self._names[parameter]
             for parameter in trained
@@ -177,7 +176,7 @@ class PlannedBuckets:
         ]
 
     def _warn_of_unmatched(self, rank: int) -> None:
-        """Warn of the residual of names that no parameter has; it stays, and is saved."""
+        """Warn of residuals whose names no parameter has; they are kept, and saved again."""
         news = {
             name: parts for name, parts in self._residuals.items() if name not in self._unmatched
         }
@@ -190,7 +189,7 @@ class PlannedBuckets:
         ).keys()
 
     def _warn_of_lost_momentum(self) -> None:
-        """Warn of sparse gradients that take no momentum, as the wrapped optimizer has none."""
+        """Warn of sparse gradients, which get no momentum: the wrapped optimizer has none."""
         feedback = self._options.feedback
         if feedback is None or not feedback.corrects:
             return
@@ -212,7 +211,7 @@ class PlannedBuckets:
 
 
 def _agree_on(plan: Plan, signature: Sequence[str], peers: Peers) -> Agreed:
-    """Return what all ranks plan; an error, on all alike, where one of them has joined."""
+    """Return what all ranks plan; raise MismatchError, on all alike, where one has joined."""
 
     def agree(transport: Transport, joined: list[int]) -> Agreed:
         if joined:

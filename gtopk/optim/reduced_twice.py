@@ -1,4 +1,4 @@
-"""Gradients that would be exchanged twice, by DDP or by another optimizer, too: refused by name."""
+"""Refuses, by name, gradients that DDP or another optimizer would exchange a second time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.utils.weak import TensorWeakRef
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise ValueError where DDP reduces the gradients of one of these parameters already.
 
-    DDP leaves no mark on a parameter, but keeps all of them in a list, which is found from them. A
-    walk over all objects would hold tuples that other threads are making: CPython raises then.
+    DDP leaves no mark on a parameter, but keeps its parameters in a list, to which the garbage
+    collector leads from a parameter. A walk over all objects would hold tuples that other threads
+    are still filling: CPython raises then.
     """
     ddp = sys.modules.get("torch.nn.parallel.distributed")
     ours = list(parameters)
@@ -38,7 +39,10 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 class SharedParameters:
-    """Of one optimizer: the others that step some of its parameters, too."""
+    """Knows, for one optimizer, which others step some of its parameters, too.
+
+    `note_agreed` after an exchange; `refuse_agreed` before the next.
+    """
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
         self._names = names
@@ -52,7 +56,7 @@ class SharedParameters:
             _living.add(self)
 
     def note_agreed(self) -> None:
-        """Note that gradients are what the ranks have agreed on."""
+        """Note that the gradients are agreed ones, exchanged by this optimizer."""
         self._agreed = {
             p: (TensorWeakRef(p.grad), p.grad._version)
             for p in (self._names if self._others else ())
@@ -60,7 +64,7 @@ class SharedParameters:
         }
 
     def refuse_agreed(self, rank: int) -> None:
-        """Raise ValueError where a gradient is what another of them has agreed on."""
+        """Raise ValueError where another optimizer has exchanged a gradient already."""
         with _adding:
             others = [*self._others]
         for parameter in self._names if others else ():
@@ -73,7 +77,7 @@ class SharedParameters:
                 )
 
     def _has_agreed(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether nobody has written a gradient since this one noted it."""
+        """Tell whether a gradient is the one that was noted, and unchanged since."""
         if parameter.grad is None or parameter not in self._agreed:
             return False
         gradient, version = self._agreed[parameter]

@@ -1,7 +1,7 @@
-"""Reducer: an optimizer's gradients become what all ranks agreed on, while backward goes on.
+"""Reducer: exchanges an optimizer's gradients, bucket by bucket, while backward goes on.
 
-first step   nothing is known of the order of gradients: all ranks plan, then exchange
-later        a bucket is submitted when its gradients are complete, the last by `reduce`
+first step   the order of gradients is not known yet: all ranks plan the buckets, then exchange
+later        a bucket is submitted when its gradients are complete, the last one by `reduce`
 any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
              embedding became sparse): the transaction is void, all ranks plan anew and exchange
 """
@@ -43,18 +43,18 @@ _log = logging.getLogger("gtopk")
 
 
 class Reducer:
-    """Reduces the gradients of an optimizer's parameters.
+    """Reduces the gradients of an optimizer's parameters: `reduce`, `apply`, then `commit`.
 
     names:    of all parameters; those that come later are added.
-    progress: what exchanges go by; its steps are counted by whoever applies the transactions.
+    progress: steps and backward times, for the exchanges; `apply` counts the steps.
     planned:  the buckets that are exchanged.
-    scaler:   the GradScaler that the gradients are scaled by, where there is one.
-    samples:  that this rank's gradients come from; where nobody says, op weighs them.
-    overlap:  which buckets are exchanged while backward goes on.
-    expected: what a step's exchange is to take.
-    aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
+    scaler:   the GradScaler that scales the loss, or None.
+    samples:  the number behind this rank's gradients; without one, `op` sets the weight.
+    overlap:  whether buckets are exchanged while backward goes on.
+    expected: the seconds that a step's exchange is expected to take.
+    aside_for: the mode of `adapt` that exchanges gradients in this one's place; "": none.
     peers:    the ranks that reduce together, in the world that was entered last.
-    stragglers: how fast they compute beside each other.
+    stragglers: how fast these ranks compute, beside each other.
     """
 
     holds: ClassVar[str] = "gradients"
@@ -82,17 +82,17 @@ class Reducer:
         self._optimizer = optimizer
         self._transaction: StepTransaction | None = None
         self._applied: StepTransaction | None = (
-            None  # its update: in the gradients, and not stepped with yet
+            None  # its update is in the gradients, and no step has used it yet
         )
         self._has_told_of_lacking = False
-        self._rolled_back = False  # the last one was
-        # Of the others, while this rank has joined; or its own, which it has broken off.
+        self._rolled_back = False  # the transaction that was applied last
+        # The others', while this rank has joined; or its own, which it has broken off.
         self._shadow: StepTransaction | None = None
         self.hooks = BackwardHooks(names, on_complete=self._complete)
         self.enter(here)
 
     def enter(self, here: World) -> None:
-        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+        """Enter a world: the first, or the next one after `shutdown` or a failure.
 
         This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
@@ -110,19 +110,19 @@ class Reducer:
         stands_in(self, self.peers.engine, self.peers.name)
 
     def place_zeros(self) -> None:
-        """Make zeros the gradients, where there are others to reduce them with."""
+        """Set the gradients to zeros, where there are other ranks to reduce with."""
         if self.peers.size > 1 and self.peers.takes_part:
             place(self.names)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
-        """Look the groups up: a state that is loaded brings others."""
+        """The parameter groups, looked up each time: loading a state replaces them."""
         return self._optimizer.param_groups
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that may have a gradient of some values, in the optimizer's order.
+        """Return the parameters that may have a gradient, in the optimizer's order.
 
-        An empty one takes part in nothing: there is nothing of it to exchange.
+        Empty ones are left out: they have nothing to exchange.
         """
         return [
             p
@@ -132,7 +132,7 @@ class Reducer:
         ]
 
     def trains(self) -> bool:
-        """Tell whether there are such parameters; no more of them is looked at than it takes."""
+        """Tell whether `trained` has any; stops at the first."""
         return any(
             p.numel() and (p.requires_grad or not lacks_gradient(p))
             for group in self._param_groups
@@ -140,20 +140,20 @@ class Reducer:
         )
 
     def stand_aside(self, mode: str) -> None:
-        """Exchange nothing, and look at nothing: a mode of `adapt` does."""
+        """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
         self.aside_for, self.overlap.is_on = mode, False
         take_away(self.names)
-        self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
+        self.hooks = BackwardHooks(self.names)  # watches nothing; the old hooks are removed
 
     def _complete(self, index: int) -> None:
         """Exchange a bucket whose last gradient has come, while backward goes on."""
         if not self.overlap.is_on or index == len(self.planned.bucket_exchanges) - 1:
             return  # the last one ends the step: `reduce` submits it
         if self.samples.count == 0:
-            return  # what weighs nothing is overwritten; not before it is sure that it does
+            return  # gradients of no samples become zeros, but the number may still change
         parameters = self.planned.bucket_exchanges[index].parameters
         if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
-            return  # nothing is computed yet: a CUDA graph will do that, without a hook
+            return  # a CUDA graph is captured: it computes gradients later, without hooks
         if not self._is_here():
             return
         if self._transaction is not None and index in self._transaction.operations:
@@ -169,10 +169,10 @@ class Reducer:
         return world.is_initialized() and world.current() is self.peers.world
 
     def reduce(self) -> StepTransaction:
-        """Exchange all gradients; the transaction that counts is to be applied, or skipped.
+        """Exchange all gradients; return the transaction, for the caller to apply or skip.
 
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
-        then what they were.
+        then as before.
         """
         self._settle_applied()
         self.hooks.check()
@@ -184,7 +184,7 @@ class Reducer:
         finally:
             self.hooks.forget()  # also where this fails: the next step counts
         transaction, self._transaction = self._transaction, None
-        if transaction is not None and transaction.samples != self.samples:  # said after backward
+        if transaction is not None and transaction.samples != self.samples:  # set after backward
             transaction.invalidate()
         if not self.planned.bucket_exchanges:
             self._plan(order)
@@ -236,7 +236,7 @@ class Reducer:
         self._tell_of_lacking(transaction.lacking)
 
     def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
-        """Say, once, that a gradient counts as zeros on some ranks: it may be meant, or a slip."""
+        """Warn, once, that gradients count as zeros on some ranks: it may be a mistake."""
         if not lacking or self._has_told_of_lacking:
             return
         self._has_told_of_lacking = True
@@ -256,14 +256,14 @@ class Reducer:
         self.progress.steps += 1
 
     def commit(self) -> None:
-        """Have stepped with the update that was applied last."""
+        """Make the update that was applied last final: the optimizer has stepped with it."""
         if self._applied is not None:
             self._applied.commit()
             self._applied = None
 
     @property
     def is_discarded(self) -> bool:
-        """Tell whether the update that was applied last is in no gradient, nor was stepped with."""
+        """Tell whether the update applied last is in no gradient any more, and no step used it."""
         if (applied := self._applied) is None:
             return self._rolled_back
         return applied.is_discarded and not applied.may_have_stepped
@@ -274,7 +274,7 @@ class Reducer:
         self.commit()
 
     def _roll_back(self) -> None:
-        """Make it as if the update that was applied last had never been exchanged."""
+        """Undo the exchange of the update that was applied last."""
         if self._applied is not None:
             self._applied.undo()
             self._applied, self._rolled_back = None, True
@@ -283,7 +283,7 @@ class Reducer:
     def _open(self) -> StepTransaction:
         self._settle_applied()
         if self._shadow is not None:
-            self._shadow.undo()  # where it came to no end
+            self._shadow.undo()  # in case it did not end
             self._shadow = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
@@ -311,14 +311,14 @@ class Reducer:
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
-        The others try anew without its gradients; its residual is what it was before.
+        The others try again without its gradients; its residual is as before the step.
         """
         if self._transaction is not None:
             self._transaction.break_off()
             self._shadow, self._transaction = self._transaction, None
 
     def stand_in(self, index: int) -> Work:
-        """Return what this rank, which has joined, does of a bucket in the others' transaction."""
+        """Return this rank's work for a bucket of the others' transaction, once it has joined."""
         here = self.peers.world
         if index >= len(self.planned.bucket_exchanges):
             raise RuntimeError(
@@ -338,12 +338,12 @@ class Reducer:
         return work
 
     def drop(self) -> None:
-        """Forget what was computed towards the next step.
+        """Forget the gradients computed towards the next step.
 
-        An update that nobody has stepped with is taken back: this rank has the residual that it had
-        before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
-        A transaction that has begun goes on until `reduce`: the other ranks may be in it. By then
-        other gradients will be there, so that it will be void.
+        An update that no step has used is undone: the residual is as before it. All ranks do so
+        alike; where one does not, its replica differs from theirs anyway. A transaction that has
+        begun goes on until `reduce`: the other ranks may be in it. It will be void, as the
+        gradients will be others by then.
         """
         if self._applied is not None and not self._applied.may_have_stepped:
             self._roll_back()
@@ -351,14 +351,14 @@ class Reducer:
         self.hooks.forget()
 
     def drops_overflow(self) -> bool:
-        """Tell whether `drop` forgets complete gradients that are not finite here."""
+        """Tell whether `drop` would forget complete gradients that are not finite on this rank."""
         if self.aside_for or not self.hooks.order or self.peers.size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
-        """Return the operations on their way, by parameter."""
+        """Return the operations of buckets submitted so far in this step, by parameter."""
         if self._transaction is None:
             return {}
         return {
@@ -368,32 +368,32 @@ class Reducer:
         }
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the parameters that have a residual, each with it, in the parameter's shape."""
+        """Return each parameter that has a residual, and the residual in the parameter's shape."""
         return self.planned.residuals()
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Return those of the world that reduce together, in order."""
+        """Return the ranks of the world that reduce together, in order."""
         return self.peers.ranks
 
     @property
     def rank(self) -> int:
-        """Return this one's place among them."""
+        """Return this rank's place among them."""
         return self.peers.rank
 
     @property
     def steps(self) -> int:
-        """Return how many were taken, those before what was loaded last included."""
+        """Return the number of steps taken, with those before the state that was loaded last."""
         return self.planned.steps - (self._applied is not None)
 
     def known_names(self) -> set[str]:
-        """Return the names of all parameters, those that are not stepped yet included."""
+        """Return the names of all parameters, with those that no step has included yet."""
         return self.names.known()
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and buckets' records.
+        """Return the residual of each parameter after the last step, and the buckets' records.
 
-        Without an update that nobody has stepped with: the parameters do not have it, either.
+        An update that no step has used does not count: the parameters lack it, too.
         """
         if self._transaction is not None:
             self._transaction.settle()
@@ -404,7 +404,7 @@ class Reducer:
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Hold this back from now on; see `PlannedBuckets.put_state_in`."""
+        """Replace the residual, and go on from these steps; see `PlannedBuckets.put_state_in`."""
         if self._transaction is not None:
             self._transaction.invalidate()
         self.commit()

@@ -1,14 +1,11 @@
-"""ReplicaCheck: looks now and then whether replicas are apart, and does what was asked for then.
+"""ReplicaCheck: checks at intervals that the ranks' parameters are the same bits; heals them.
 
-Replicas: whether the ranks' parameters are still the same, to the bit.
+    all ranks                      compare checksums of their parameters
+    where some differ, to heal     compare checksums of these with the optimizer's state of them;
+                                   the lowest rank of the majority sends its own to the others
 
-Healing: replicas that have parted become the same again, as most ranks have it.
-
-    all ranks       checksums of the parameters that parted, each with the optimizer's state of it
-    the lowest of most ranks       sends its own to those that have another
-
-The state goes along: a momentum that has parted makes the parameter part again after that one alone
-was mended. A rank's residual is its own, and stays.
+The state goes along: if only the parameter was mended, a momentum that differs would make it differ
+again. A rank's residual is its own, and stays.
 """
 
 from __future__ import annotations
@@ -32,25 +29,25 @@ from ..runtime.world import world
 from ..telemetry.run_record import recorder_of
 from .reducer import Reducer
 
-# Said of ranks whose replica was not finite, and became the others' model: nobody knows the rest.
+# For ranks whose replica was not finite and became the others': only parameters were replaced.
 BUFFERS_STAY: Final = (
     "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
 )
 
 
 class Parted(NamedTuple):
-    """A parameter whose bits are not the same on all ranks; sides: checksums, and who has them."""
+    """A parameter whose bits differ between ranks; sides: by checksum, the ranks that have it."""
 
     name: str
     sides: dict[int, list[int]]
 
     def describe(self) -> str:
-        """Return the parameter and both sides, as errors say them."""
+        """Return the parameter and its sides in words, for errors."""
         sides = "; ".join(f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.sides.items())
         return f"parameter '{self.name}' has the checksums {sides}"
 
     def majority(self) -> list[int] | None:
-        """Return the ranks of the side that more than half of all are on, if there is one."""
+        """Return the ranks of the side that has more than half of all ranks; None: none has."""
         most = max(self.sides.values(), key=len)
         return most if 2 * len(most) > sum(map(len, self.sides.values())) else None
 
@@ -61,7 +58,10 @@ def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
 
 
 def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Parted]:
-    """Return what parted, the same on every rank; all ranks call it together, with checksums."""
+    """Return the parameters that differ, the same on every rank; all ranks call it together.
+
+    own: this rank's `checksums`.
+    """
     rows = [row.view(np.uint64) for row in transport.allgather(own.view(np.uint8))]
     found = []
     for place, name in enumerate(names):
@@ -89,7 +89,7 @@ def _bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Healing(NamedTuple):
-    """What comes of it: the ranks that were mended, and what this one has to take over, by name."""
+    """The result of a healing: the ranks that were mended, and bytes for this rank, by name."""
 
     ranks: list[int]
     mended: dict[str, bytes]
@@ -102,7 +102,7 @@ def pack(
 ) -> dict[str, bytes]:
     """Return parameters of these names with the optimizer's state of them, as bytes, by name.
 
-    Raises TypeError for a state that `the object codec` does not know.
+    Raises TypeError for a state of types that `runtime.object_codec` does not know.
     """
     wanted = set(wanted)
     return {
@@ -113,9 +113,9 @@ def pack(
 
 
 def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
-    """Send what most ranks have to those that have another; all ranks call it together.
+    """Send the majority's parameters to ranks that have others; all ranks call it together.
 
-    own: what each rank has of the same names, from `pack`.
+    own: this rank's, from `pack`; all ranks pack the same names.
     Raises MismatchError, on every rank alike, where no side has more than half of the ranks.
     """
     sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
@@ -159,7 +159,7 @@ def put_in(
         for key, value in theirs.items():
             here = own.get(key)
             if isinstance(here, torch.Tensor) and _are_alike(here, value):
-                here.copy_(value)  # in place: others may hold it
+                here.copy_(value)  # in place: other objects may refer to it
             elif isinstance(value, torch.Tensor) and value.dim():
                 own[key] = value.to(parameter.device)
             else:
@@ -176,7 +176,7 @@ _log = logging.getLogger("gtopk")
 
 Look = Callable[[Transport], list[Parted]]
 
-EVERY: Final = 100  # where nobody says
+EVERY: Final = 100  # steps, where check_every is None
 _STAY: Final = (
     "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
     "alike on all ranks"
@@ -184,11 +184,12 @@ _STAY: Final = (
 
 
 class ReplicaCheck:
-    """One rank's part in it; all take their steps alike.
+    """Compares an optimizer's replicas: call `await_step`, then `after_step`, on all ranks alike.
 
-    every: steps with an update, whoever of the ranks has joined by then; 0: never. None: the usual
-        number, and no error unless it is asked for: nobody asked for the check.
-    divergences: checks that found replicas apart, and did not end in an error.
+    every: compare after the first step and every so many; 0: never. Steps with an update count,
+        also those that others take while this rank has joined. None: EVERY, and then on_divergence
+        is "warn" unless it is given.
+    divergences: how many checks found that replicas differ, and did not end in an error.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class ReplicaCheck:
         self.divergences = 0
 
     def await_step(self, updates: bool) -> None:
-        """Know whether to look when the step that begins has ended; updates: it has an update.
+        """Decide whether to check after the step that was just exchanged.
 
-        Only those count, as all ranks count them: one that has joined has taken fewer itself, and
-        one where a step failed may have.
+        updates: whether it has an update. Only such steps count, as all ranks count them alike; the
+        world's own count does not: a rank that has joined, or where a step failed, has taken fewer.
         """
         steps = self._reducer.progress.steps
         # After the first, too: that is where a forgotten broadcast shows.
@@ -215,19 +216,20 @@ class ReplicaCheck:
         self._is_due = updates and is_time and self._reducer.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Look, where it is time, and heal the parameters and the optimizer's state of them.
+        """Check the replicas where it is time; heal parameters and their optimizer state if asked.
 
-        Replicas of ranks that have joined are apart, as they should be: nobody looks then.
-        Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
+        No check while a rank has joined: its replica differs, as it should.
+        Raises HorovodInternalError, on every rank alike, where replicas differ and that is an
+        error, or they cannot be healed.
         """
         if (look := self.begin()) is not None:
             self.end(self._reducer.peers.run_unless_joined("replicas", look), state)
 
     def begin(self) -> Look | None:
-        """Return what all ranks run together to look at parameters as they are; None: no time to.
+        """Return the comparison of the parameters as they are, for all ranks to run together.
 
-        It is time until `end`. The look raises MismatchError, on every rank alike, where that was
-        asked for.
+        None: it is not time; once it is, it stays so until `end`. The comparison raises
+        MismatchError, on every rank alike, where on_divergence is "error".
         """
         if not self._is_due:
             return None
@@ -245,7 +247,7 @@ class ReplicaCheck:
     def end(
         self, parted: Sequence[Parted] | None, state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
-        """Do what was asked for with what a look has found; None: nobody looked."""
+        """Warn of, or heal, the parameters that a comparison has found; None: it was not run."""
         self._is_due = False
         if not parted:
             return
@@ -267,7 +269,7 @@ class ReplicaCheck:
             recorder.note_parted([each.name for each in parted], heals)
 
     def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
-        """Make the parameters that parted those of most ranks again; return what was done."""
+        """Replace parameters that differ by the majority's; return in words what was done."""
         parameters = self._reducer.names
         own = pack(parameters, [each.name for each in parted], state)
         ranks, mended = self._reducer.peers.run(

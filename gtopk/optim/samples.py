@@ -1,9 +1,8 @@
-"""Samples: how many of them a rank's gradients come from, and the weight that follows.
+"""Samples: the number that a rank's gradients come from, and the weight that follows from it.
 
-The number travels in the upper bits of the step's flags, above one that tells whether there is one,
-so that no message is added, and that a rank which has joined knows what the others go by.
-
-Weights: what a rank's gradients are multiplied with before anything else.
+The number travels in the upper bits of the step's flags, above a bit that tells whether there is a
+number. So no message is added, and a rank that has joined knows the others' numbers, too. A rank's
+gradients are multiplied with its weight before anything else.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, home_of, located, view_array
 
-VOTE_BITS: Final = 35  # of the flags, below what is said here
+VOTE_BITS: Final = 35  # of the flags, below the number of samples
 MOST: Final = 2**27 - 1
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What this rank says of its gradients.
+    """The number of samples behind this rank's gradients, as `set_num_samples` was told.
 
-    count:  of the samples they come from; None: as many as every other rank's.
-    summed: the gradients are of a sum over samples, not of a mean.
-    Raises ValueError for a number that does not fit, TypeError for what is no whole number.
+    count:  of the samples; None: as many as on every other rank.
+    summed: the gradients are those of a sum over samples, not of a mean.
+    Raises ValueError for a number out of 0..MOST, TypeError for one that is not whole.
     """
 
     count: int | None = None
@@ -41,26 +40,29 @@ class Samples:
     def __post_init__(self) -> None:
         if self.count is None:
             return
-        count = whole_number("the number of samples", self.count)  # as which it travels
+        count = whole_number("the number of samples", self.count)  # also of NumPy, as an int
         if not 0 <= count <= MOST:
             raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {count:,}")
         object.__setattr__(self, "count", count)
 
     @property
     def signature(self) -> str:
-        """Return what must be equal on all ranks."""
+        """Return the part of an operation's signature: equal on all ranks."""
         if self.count is None:
             return "gradients weighted alike: no number of samples"
         return f"gradients weighted by samples, of a {'sum' if self.summed else 'mean'}"
 
     @property
     def flags(self) -> int:
-        """Return the part of the flags that says the number."""
+        """Return the bits of the flags that hold the number."""
         return 0 if self.count is None else (self.count << 1 | 1) << VOTE_BITS
 
     @property
     def own_weight(self) -> int:
-        """Return what this rank's gradients weigh, by its number alone: in no unit but others'."""
+        """Return this rank's unnormalized weight, from its own sample count.
+
+        Only its ratio to other ranks' weights has a meaning.
+        """
         if self.count is None:
             return 1
         return min(self.count, 1) if self.summed else self.count
@@ -70,7 +72,7 @@ class Samples:
         return self._part(1 if self.summed else self.count or 0, all_flags)
 
     def share(self, all_flags: Sequence[int]) -> float:
-        """Return which part of all ranks' samples is this rank's, b/B."""
+        """Return this rank's share of all ranks' samples, b/B."""
         return self._part(self.count or 0, all_flags)
 
     def _part(self, of: int, all_flags: Sequence[int]) -> float:
@@ -79,7 +81,7 @@ class Samples:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return a number, of NumPy or torch, too, as Python's own; TypeError for no whole one."""
+    """Return a whole number, also one of NumPy or torch, as an int; else raise TypeError."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -97,34 +99,38 @@ def _number(flags: int) -> int | None:
 
 
 class Stepper(Protocol):
-    """Who steps with parameters, and was told of how many samples their next gradients are."""
+    """An object that steps with parameters, and knows how many samples their next gradients have.
+
+    See `Reducer`.
+    """
 
     samples: Samples
 
 
-_steppers = WeakTensorKeyDictionary()  # weak references to them, by parameter
+_steppers = WeakTensorKeyDictionary()  # by parameter, a weak reference to its stepper
 
 
 def note_stepper(stepper: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Have `own_weight` know who steps with these."""
+    """Note which object steps with these parameters; `own_weight` looks it up."""
     known = weakref.ref(stepper)
     for parameter in parameters:
         _steppers[parameter] = known
 
 
 def own_weight(parameter: torch.nn.Parameter | None) -> int:
-    """Return what the next gradient of a parameter weighs on this rank; 1 where nobody knows."""
+    """Return the weight of a parameter's next gradient on this rank; 1 without a stepper."""
     known = None if parameter is None else _steppers.get(parameter)
     stepper: Stepper | None = known() if known is not None else None
     return 1 if stepper is None else stepper.samples.own_weight
 
 
 class LocalClip:
-    """Shortens a rank's part of a sum to the norm allowed; knows the part's own norm.
+    """Clips a rank's part of a sum before it is sent; takes the part's own norm when it is made.
 
-    gradients: of this rank; scale: what they are multiplied with, and norms are meant without.
-    allowed_norm: of the sum, were the ranks' gradients independent.
-    allowed_mean: of the mean gradient, whose squares are `ratio` of those of this rank's.
+    gradients: of this rank; scale: of the loss, which norms do not include.
+    allowed_norm: of the sum, if the ranks' gradients are independent; None: any.
+    allowed_mean: of the mean gradient; None: any. ratio: the mean gradient's sum of squares, over
+        that of this rank's gradient.
     """
 
     def __init__(
@@ -141,11 +147,11 @@ class LocalClip:
             self._norm = norm_of([each for each in gradients if each is not None]) / scale
 
     def factor(self, weight: float, share: float) -> float:
-        """Return what shortens weight * gradients to the lesser of the norms that are allowed.
+        """Return the factor that shortens weight * gradients to the smaller of the allowed norms.
 
-        share: of this rank in the sum; all ranks' add up to 1. Independent gradients of sqrt(share)
-        of the norm allowed have that as a sum: with 1/ranks each, Lin et al. 2018, section 3.2.
-        What is not finite is not shortened: the step is skipped.
+        share: of this rank in the sum; all ranks' add up to 1. Independent gradients, each of
+        sqrt(share) times the allowed norm, have a sum of that norm: with shares of 1/ranks this is
+        Lin et al. 2018, section 3.2. A norm that is not finite gives 1: the step is skipped.
         """
         norm = weight * self._norm
         if not 0.0 < norm < math.inf:
@@ -159,10 +165,10 @@ class LocalClip:
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the Euclidean norm of all their values, of whatever dtypes, coalesced where sparse.
+    """Return the Euclidean norm of all values of tensors of any dtypes; sparse ones are coalesced.
 
-    Not finite where a value is not. 16-bit values are added in float32, and what overflows there in
-    float64, which takes a CPU thirty times as long.
+    Not finite where a value is not. 16-bit values are added in float32; only where that overflows,
+    all are added in float64, which takes a CPU thirty times as long.
     """
     parts = [t.detach().coalesce()._values() if t.is_sparse else t.detach() for t in tensors]
 
@@ -180,9 +186,9 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> float:
-    """Shorten what is the same on all ranks to this norm, in place; return what it was.
+    """Shorten gradients, the same on all ranks, to this norm, in place; return the norm before.
 
-    scale: of the loss, by which gradients are longer than either norm.
+    scale: of the loss: gradients are multiplied with it, both norms are not.
     """
     norm = agreed_norm(gradients) / scale
     if norm > allowed:
@@ -191,10 +197,10 @@ def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> 
 
 
 def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the norm of what is the same on all ranks: it is then, to the bit, the same on each.
+    """Return the norm of tensors that are the same on all ranks: the same bits on every rank.
 
-    The kernels add in float64 and in one order, on any processor and any GPU; torch's sums go by
-    its instructions, and two ranks' norms may differ in the last bit.
+    The kernels add in float64 and in one order, on any processor and any GPU. The order of torch's
+    sums depends on the processor's instructions: two ranks' norms may differ in the last bit.
     """
     home = home_of(tensors)
     with current_stream(home)():
@@ -212,7 +218,7 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def _squares_on_gpu(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return each tensor's sum of squares; one launch and one wait for those of one dtype."""
+    """Return each tensor's sum of squares; one launch and one wait for all of one dtype."""
     squares = [0.0] * len(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
         places = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]

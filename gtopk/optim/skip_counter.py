@@ -1,6 +1,6 @@
 """Count consecutive skipped steps; raise when the limit is exceeded.
 
-Skipped steps: those that no rank applied, as a gradient or a sum was not finite.
+A step is skipped, on all ranks, because a gradient or a sum was not finite.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ..runtime.logs import EVERYWHERE
 
 
 class SkipCounter:
-    """What steps are counted by that a rank's numbers, not being finite, have spoilt.
+    """Counts steps that non-finite numbers of a rank spoilt. Derived classes define `note`.
 
     allowed: how many in a row are no error.
-    count:   what `note` of the derived class counts.
+    count:   counted by the `note` of the derived class.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -25,14 +25,14 @@ class SkipCounter:
         self.count = 0
 
     def end_row(self) -> None:
-        """Note a good one, or that a state was loaded, which those in the row do not follow."""
+        """Begin a new row: a step was good, or a state was loaded."""
         self._in_a_row = 0
 
     def _lengthen(self, said: Callable[[int], str]) -> None:
-        """Note a spoilt one.
+        """Add a spoilt step to the row.
 
-        said: what to say of so many in a row.
-        Raises FloatingPointError that says so, where that were more than may be.
+        said: makes the error's message of the row's length.
+        Raises FloatingPointError with it where the row is longer than allowed.
         """
         self._in_a_row += 1
         if self._in_a_row > self.allowed:
@@ -42,19 +42,19 @@ class SkipCounter:
 
 
 _log = logging.getLogger("gtopk")
-# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
-# that are finite unscaled are so after 16.
+# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: after 16
+# of them the scale is 1, and gradients that are finite without a scale do not overflow any more.
 MAX_SKIPPED_STEPS: Final = 20
 
 
 class SkippedSteps(SkipCounter):
-    """How many there were, and the end of too many in a row."""
+    """Counts skipped steps; raises when too many follow each other."""
 
     def note(self, rank: int, step: int, where: str) -> None:
-        """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
+        """Count a skipped step, and warn, on every rank, of the gradients that are not finite.
 
-        where: what these are; "" where their sum is what is not.
-        Raises FloatingPointError where more steps in a row were skipped than may be.
+        where: ranks and parameters that have them; "": only the sum is not finite.
+        Raises FloatingPointError where more steps in a row were skipped than allowed.
         """
         unlike = f"gradient is not finite on {where}"
         seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
@@ -63,7 +63,10 @@ class SkippedSteps(SkipCounter):
         self.note_that(rank, step, warning, seen, why)
 
     def note_that(self, rank: int, step: int, warning: str, seen: str, why: str) -> None:
-        """Do what `note` does in other words: `warning` with rank, step and what was seen."""
+        """Count a skipped step as `note` does, with other words.
+
+        warning: a format for rank, step and `seen`. why: ends the error's message.
+        """
         self.count += 1
         _log.warning(warning, rank, step, seen, extra=EVERYWHERE)
         self._lengthen(

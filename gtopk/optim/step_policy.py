@@ -1,7 +1,7 @@
-"""StepPolicy: what a mode of `hvd.adapt` may ask of a distributed optimizer, and have it do.
+"""StepPolicy: the interface by which the modes of `hvd.adapt` drive a distributed optimizer.
 
-The modes hand out batches, and some of them step in the optimizer's place. All that they need of it
-besides its public methods is here, so that the optimizer may change behind it.
+The modes hand out batches, and some of them step in the optimizer's place. All that they need of
+the optimizer besides its public methods is here, so that its inner parts may change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .skip_counter import SkippedSteps
 
 
 class StepListener:
-    """Hears of an optimizer's steps, and does nothing with it; a subclass does."""
+    """Is told of an optimizer's steps. This one does nothing; subclasses do."""
 
     def enter(self, here: World) -> None:
         """The next step is the first one in another world."""
@@ -29,18 +29,18 @@ class StepListener:
         """A step has been taken, or skipped on all ranks."""
 
     def drop(self) -> None:
-        """Gradients are cleared; those that were synchronized are not stepped with any more."""
+        """Gradients are cleared; no step will use those that were synchronized."""
 
 
 class StepPolicy:
-    """Made anew by `optimizer.step_policy` each time.
+    """The optimizer's inside, for a mode; `optimizer.step_policy` makes a new one each time.
 
-    names:    of the optimizer's parameters, as all ranks agree on them.
-    options:  what the script has asked of DistributedOptimizer, its compression among it.
-    name:     of its exchanges, equal on all ranks.
-    progress: of its exchanges; a mode that steps in its place counts there, too.
-    replicas: the check whether replicas are apart.
-    skipped:  how many steps were skipped.
+    names:    of the optimizer's parameters, equal on all ranks.
+    options:  the arguments of DistributedOptimizer, with its compression.
+    name:     begins the names of the optimizer's exchanges; equal on all ranks.
+    progress: of these exchanges; a mode that steps in the optimizer's place counts there, too.
+    replicas: the check whether replicas differ.
+    skipped:  counts skipped steps.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -57,21 +57,21 @@ class StepPolicy:
         return [parameter for parameter in self.names if parameter.requires_grad]
 
     def samples(self) -> Samples:
-        """Return of how many samples the gradients in hand are, as was said last."""
+        """Return the number of samples behind the current gradients, as it was set last."""
         said: Samples = self._optimizer._reducer.samples
         return said
 
     def stand_in(self, stands_in: bool) -> None:
-        """Have the gradients in hand weigh nothing: their batch is no rank's own."""
+        """Say whether the current batch is a stand-in, whose gradients weigh nothing."""
         self._optimizer._stands_in = stands_in
 
     def listener(self) -> StepListener:
-        """Return who hears of the steps."""
+        """Return the listener that is told of the steps."""
         listener: StepListener = self._optimizer._listener
         return listener
 
     def listen(self, listener: StepListener) -> None:
-        """Have this one hear of the steps, in place of the one before."""
+        """Tell this listener of the steps, in place of the one before."""
         self._optimizer._listener = listener
 
     def clip(self) -> None:
@@ -79,11 +79,11 @@ class StepPolicy:
         self._optimizer._clip(1.0)
 
     def tell_of_compression(self) -> None:
-        """Have rank 0 say, once, what the compression may cost where the mode steps."""
+        """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
         self._optimizer._tell_of_compression(by_mode=True)
 
     def step_for(self, mode: str) -> None:
-        """Have the optimizer exchange no gradients any more: `mode` steps in its place."""
+        """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
         self._optimizer._reducer.stand_aside(mode)
 
     def mode(self) -> str:

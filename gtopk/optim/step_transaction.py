@@ -7,14 +7,14 @@
 Each bucket's flags say whether this rank's gradients are finite, which are missing, and of how many
 samples they are. In buckets that `synchronize` submits they also say whether the transaction is
 void: gradients were changed after their bucket was submitted, or belong to no bucket. The last
-bucket's flags also say whether this rank had SIGTERM (`preemption`). Where the exchange itself
-finds values that are not finite, and on a GPU, gradients pass for finite, and the sum, the same on
-all ranks, tells. A rank that joins in the middle of a transaction submits the rest as void.
+bucket's flags also say whether this rank had SIGTERM (`preemption`). On a GPU, and where the
+exchange itself finds values that are not finite, flags always say finite: the sum, the same on all
+ranks, tells. A rank that joins in the middle of a transaction submits the rest as void.
 
 So all ranks do the same: they apply the transaction, skip the step because a gradient or a sum is
 not finite, or try again with the gradients and ranks that are there by then. A transaction that
 does not count leaves residuals as they were, to the bit; so does one whose update was applied to
-the gradients when nobody stepped with them.
+the gradients, if no optimizer stepped with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
-_HERE: Final = 8  # not of a rank that has joined, whose flags are 0
+_HERE: Final = 8  # this rank has not joined: the flags of one that has are 0
 _PREEMPTED: Final = 16
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
@@ -51,7 +51,7 @@ _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
 class AnyBucketExchange(Protocol):
-    """What a transaction asks of a bucket; see `BucketExchange`."""
+    """The part of a bucket's interface that a transaction uses; see `BucketExchange`."""
 
     name: str
     names: list[str]
@@ -92,24 +92,24 @@ class AnyBucketExchange(Protocol):
 
 
 class StepTransaction:
-    """The exchange of all buckets, once.
+    """One exchange of all buckets: `submit_early`, `finish`, then `apply`, `skip` or `drop`.
 
-    signature: what must be equal on all ranks in every bucket.
-    samples: that this rank's gradients come from.
-    weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
-             all ranks' add up to 1. Where `samples` says a number, the ranks' flags make both.
-    scale:   what the gradients are divided by before the sum, which is multiplied with it.
-    predivide: the same again, in buckets that hold nothing back.
-    clip:    shortens them, once their weight is known.
-    changed: gradients were, on some rank, after their bucket was submitted: void.
-    unplanned: some rank has a gradient that belongs to no bucket: void.
-    broken_off: some rank has joined before the end of it: void.
-    culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
-        the sum is not finite though they are.
-    spans:   when the engine worked on a bucket: begin and end, on the clock of time.perf_counter.
-    preempted: the ranks that had SIGTERM, once the last bucket was run.
-    lacking: by rank, names of parameters whose gradients counted as zeros there, as others had one:
-        of the first bucket where that was so. Empty where it was in none.
+    signature: what must be equal on all ranks, in every bucket's operation.
+    samples: the number behind this rank's gradients.
+    weight:  this rank's gradients are multiplied with it; share: of this rank in the sum: all
+             ranks' add up to 1. Where `samples` has a count, both follow from the ranks' flags.
+    scale:   divides the gradients before the sum, and multiplies the sum.
+    predivide: does the same again, in buckets without a residual.
+    clip:    shortens the gradients, once their weight is known.
+    changed: void: on some rank gradients were changed after their bucket was submitted.
+    unplanned: void: some rank has a gradient that belongs to no bucket.
+    broken_off: void: some rank joined before its end.
+    culprits: by rank, the parameters whose gradients are not finite; empty where all are finite,
+        also if their sum is not.
+    spans:   begin and end of the engine's work on each bucket, by time.perf_counter.
+    preempted: the ranks that had SIGTERM; known once the last bucket was run.
+    lacking: by rank, the parameters without a gradient there, which count as zeros as other ranks
+        have one; of the first bucket that has such. Empty where none has.
     """
 
     def __init__(
@@ -145,38 +145,38 @@ class StepTransaction:
         self.shadowed: set[int] = set()  # buckets
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
-        # By parameter: its version, and its gradient, which `zero_grad` is to free.
+        # Parameter, its version, its gradient: a weak reference, so that `zero_grad` frees it.
         self._applied: list[tuple[torch.nn.Parameter, int, weakref.ref[torch.Tensor]]] = []
         self._invalid = False
-        self._done = 0  # buckets, without an error
-        self._stopped = False  # nothing more is exchanged: known to all ranks alike
+        self._done = 0  # how many buckets were run without an error
+        self._stopped = False  # nothing more is exchanged; the same on all ranks
 
     def submit_early(self, index: int) -> None:
-        """Exchange a bucket, but not the last, while the program goes on."""
+        """Submit a bucket, not the last one, while the program goes on."""
         self._take(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
         self.bucket_exchanges[index].watch()
 
     @property
     def void(self) -> bool:
-        """Tell whether the transaction does not count, on any rank."""
+        """Tell whether the transaction counts on no rank."""
         return self.changed or self.unplanned or self.broken_off
 
     def break_off(self) -> None:
-        """Submit what is left as void, and wait for nothing: this rank is about to join.
+        """Submit all buckets that are left as void, and do not wait: this rank is about to join.
 
-        The others end the transaction when they, too, have submitted it all, or joined.
+        The others end the transaction when they, too, have submitted every bucket, or joined.
         """
         for index in self._late():
             self._submit(index, _BROKEN_OFF)
         self.shadowed.update(self.operations)
 
     def finish(self, unplanned: bool, preempted: bool) -> None:
-        """Exchange what is left, and know on every rank what becomes of the transaction.
+        """Submit the buckets that are left, and wait until every rank knows the outcome.
 
         unplanned: this rank has a gradient that belongs to no bucket.
-        preempted: it had SIGTERM.
-        Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
+        preempted: this rank had SIGTERM.
+        Raises HorovodInternalError, on every rank alike, where the ranks disagree: `drop` it then.
         """
         self._submit_the_rest(unplanned, preempted)
         for index in sorted(self.operations):
@@ -199,12 +199,12 @@ class StepTransaction:
         *others, last = late
         for index in others:
             self._submit(index, bits)
-        self.settle()  # what becomes ready together with the last bucket may be run after it
+        self.settle()  # operations that get ready with the last one may be run after it: wait first
         self._submit(last, bits | (_PREEMPTED if preempted else 0))
         self.settle()
 
     def _late(self) -> list[int]:
-        """Return the buckets that are not submitted yet; the last one is among them."""
+        """Return the buckets that are not submitted yet; the last bucket is one of them."""
         return [
             index for index in range(len(self.bucket_exchanges)) if index not in self.operations
         ]
@@ -222,26 +222,26 @@ class StepTransaction:
         self.undo()
 
     def undo(self) -> None:
-        """Undo what was exchanged, of a transaction of which nothing is on its way any more."""
+        """Undo what was exchanged; all submitted operations must have ended."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
             bucket_exchange.let_go()
 
     def settle(self) -> None:
-        """Wait until nothing of this transaction is on its way any more."""
+        """Wait until all submitted operations have ended; their errors are ignored."""
         for operation in self.operations.values():
             with suppress(Exception):
                 operation.wait()
 
     @property
     def ready(self) -> float:
-        """Return when all of this rank's gradients were there, on the clock of `spans`."""
+        """Return when all of this rank's gradients were computed, on the clock of `spans`."""
         late = [each.ready_at for each in self.exchanged.values() if each.ready_at is not None]
         return max([self._ready, *late])
 
     @property
     def computes_late(self) -> bool:
-        """Tell whether gradients were handed over before they were there: those of a GPU."""
+        """Tell whether gradients were handed over before they were computed, as on a GPU."""
         return any(each.ready_at is not None for each in self.exchanged.values())
 
     def finite(self) -> bool:
@@ -260,36 +260,37 @@ class StepTransaction:
         ]
 
     def commit(self) -> None:
-        """Have nothing to undo any more."""
+        """Make the update final: it cannot be undone any more."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.commit()
 
     @property
     def may_have_stepped(self) -> bool:
-        """Tell whether a parameter has changed since the update was applied to its gradient.
+        """Tell whether a parameter has changed since the update was applied, by any optimizer.
 
-        By another optimizer, say. As torch counts changes: those by `.data` are not.
+        Only changes that torch counts: not those by `.data`.
         """
         return any(parameter._version != version for parameter, version, _ in self._applied)
 
     @property
     def is_discarded(self) -> bool:
-        """Tell whether no parameter has the gradient any more that the update was applied to."""
+        """Tell whether the gradients that hold the update are gone from all parameters."""
         return not any(
             (gradient := parameter.grad) is not None and gradient is _alive(reference)
             for parameter, _, reference in self._applied
         )
 
     def skip(self) -> None:
-        """Make all gradients NaN, and undo the transaction, in the residuals, too."""
+        """Skip the step: undo the transaction, and make all gradients NaN."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
             bucket_exchange.poison()
 
     def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
-        """Return what a rank that has joined does of a bucket, and whether that ended in an update.
+        """Return the work for a bucket of a rank that has joined.
 
-        Its residual is sent as ever; its parameters stay as they are.
+        The work sends the residual alone; parameters stay as they are. It returns whether the
+        transaction has ended with an update.
         """
         self.shadowed.add(index)
         self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
@@ -310,7 +311,7 @@ class StepTransaction:
 
     def _take(self, index: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
-        if self.samples.count == 0:  # they may be NaN
+        if self.samples.count == 0:  # the gradients may be NaN
             for parameter in bucket_exchange.parameters:
                 if (gradient := parameter.grad) is None or lacks_gradient(parameter):
                     continue
@@ -326,7 +327,7 @@ class StepTransaction:
         return weight * self._clip.factor(weight, share) / self._scale_of(bucket_exchange)
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
-        # The residual may go on in a run, or a bucket, that predivides by another factor.
+        # A residual may be resumed in a run, or a bucket, with another predivide factor.
         return self._scale if bucket_exchange.has_room else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
@@ -344,7 +345,7 @@ class StepTransaction:
     def _work(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
-        """Run on the engine's thread, in the same order on every rank."""
+        """Reduce a bucket on the engine's thread; buckets come in the same order on every rank."""
         begun = time.perf_counter()
         try:
             self._reduce(index, missing, transport, all_flags)
@@ -366,7 +367,7 @@ class StepTransaction:
             ]
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
-        # Where all have, the last bucket need not be run last.
+        # Where all ranks have broken off, the last bucket may be run before others.
         self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
         if self.void or (self._stopped and not last):
             return
@@ -375,7 +376,7 @@ class StepTransaction:
         self._look_at_missing(index, missing, transport, all_flags)
         self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
         if not self._stopped:
-            # Who has joined has no gradient, whatever it said last of how many samples it has.
+            # A rank that has joined has no gradient, even if its last sample count was not 0.
             if self.samples.count is not None and all_flags[transport.rank] & _HERE:
                 weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
                 self.bucket_exchanges[index].weigh(
@@ -384,7 +385,7 @@ class StepTransaction:
             self.bucket_exchanges[index].remember()
             self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
             self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
-            # Where a rank has not looked at its gradients the sum, the same on all, tells.
+            # Ranks may not have looked at their gradients: the sum, the same on all ranks, tells.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
             mine = sorted(
@@ -396,7 +397,7 @@ class StepTransaction:
             self.culprits = culprits if any(culprits) else []
 
     def culprits_text(self, ranks: Sequence[int]) -> str:
-        """Return whose gradients are not finite, up to three parameters of each of these ranks."""
+        """Return the culprits in words: up to three parameters of each of these ranks."""
         return "; ".join(
             f"rank {rank}: {', '.join(map(repr, names[:3]))}"
             for rank, names in zip(ranks, self.culprits, strict=False)
@@ -409,7 +410,7 @@ class StepTransaction:
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}
-        # A rank that has joined cannot know by its own gradients what all the others lack.
+        # A rank that has joined has no gradients by which to know what all the others lack.
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)
@@ -427,7 +428,7 @@ class StepTransaction:
 
 
 def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor, if it still is, as torch's TensorWeakRef does, which is slow to make."""
+    """Return the tensor if it still exists, as torch's TensorWeakRef does; that is slow to make."""
     tensor = reference()
     if tensor is not None:
         tensor._fix_weakref()  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""Buckets: what is one vector to the wire is many tensors to the model.
+"""Buckets: the gradients of many parameters as one vector.
 
 arrays.py       tensors as flat arrays and back
-buckets.py      many parameters' gradients as one vector
+buckets.py      the bucket itself
 placeholders.py zeros in place of gradients before the first backward pass
-parameters.py   what parameters are called, the same on every rank
+parameters.py   names of parameters, the same on every rank
+moment.py       a point in time, on the host or in a GPU's stream
 """

@@ -29,27 +29,30 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as ranks can reduce them, [numel]: its memory, where it can be."""
+    """Return a tensor's elements as ranks can reduce them, [numel]; a view where possible."""
     flat = tensor.detach().resolve_neg().reshape(-1)
     flat = _of_stride_1(flat) if flat.is_contiguous() else flat
     return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a strided tensor's elements, uint8 [numel * itemsize]: its memory, where it can be."""
+    """Return a strided tensor's bytes, uint8 [numel * itemsize]; a view where possible."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _of_stride_1(dense).view(torch.uint8)
 
 
 def _of_stride_1(contiguous: torch.Tensor) -> torch.Tensor:
-    """Return its elements, [numel]: with one or none, any stride is contiguous, and views fail."""
+    """Return a tensor's elements, [numel], with stride 1.
+
+    One or no element is contiguous with any stride, and views as another dtype fail then.
+    """
     return contiguous.as_strided((contiguous.numel(),), (1,))
 
 
 def begin_copy(flat: torch.Tensor) -> torch.Tensor:
-    """Return page-locked memory on the host that a GPU's tensor is on its way to.
+    """Begin to copy a GPU's tensor to page-locked memory on the host, and return that.
 
-    It has come after `await_copies`.
+    The copy is complete after `await_copies`.
     """
     pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(flat, non_blocking=True)
@@ -62,7 +65,7 @@ def await_copies(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on a device: to a GPU through page-locked memory, not waited for."""
+    """Return a host tensor on a device; to a GPU by way of page-locked memory, without a wait."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -91,9 +94,9 @@ def view_dense(tensor: torch.Tensor) -> NDArray[Any]:
 def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return the tensor's own memory as an array, [numel]: NumPy's on the host, CuPy's on a GPU.
 
-    bfloat16 comes as its bits, uint16. What torch has still to write there on its current stream
-    comes first, by an event; nothing waits on the host. Raises ValueError for a tensor whose
-    elements do not lie side by side: it has no such view.
+    bfloat16 comes as its bits, uint16. Later work on the array comes after pending work of torch's
+    current stream, by an event; the host does not wait. Raises ValueError for a tensor that is not
+    contiguous: it has no such view.
     """
     if not tensor.is_contiguous():
         raise ValueError(
@@ -114,9 +117,9 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def located(tensors: Sequence[torch.Tensor]) -> Located:
-    """Return where contiguous tensors of one dtype lie on a GPU, for the kernels.
+    """Return the addresses of contiguous tensors of one dtype on a GPU, for the kernels.
 
-    What is launched on torch's current stream comes after all that has still to be written there.
+    Kernels on torch's current stream come after pending writes to them.
     """
     return Located(
         _numpys(tensors[0].dtype),
@@ -133,7 +136,7 @@ def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
 def view_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return an array's own memory as a tensor, on the array's device, [size].
 
-    What CuPy has still to write there on its current stream comes before what torch does next.
+    Later work of torch comes after pending work of CuPy's current stream.
     """
     if isinstance(array, np.ndarray):
         if array.dtype == BFLOAT16:
@@ -144,7 +147,7 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
 
 
 def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
-    """Return zeros, [length], that any stream may work on from now on."""
+    """Return zeros, [length], ready for any stream: waits until a GPU has written them."""
     tensor = torch.zeros(length, dtype=getattr(torch, dtype.name), device=device)
     if tensor.is_cuda:
         torch.cuda.current_stream(device).synchronize()
@@ -152,7 +155,7 @@ def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tens
 
 
 def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
-    """Return where the kernels work on these: their GPU, where all are on one; else the host."""
+    """Return the kernels' device for these: their GPU, where all are on one; else the host."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():
         return devices.pop()
@@ -161,7 +164,7 @@ def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
 
 @functools.cache
 def _kernels_reach_gpus() -> bool:
-    """Tell whether the kernels can work on GPUs; where they cannot, say so, once."""
+    """Tell whether the kernels can work on GPUs; warn, once, where they cannot."""
     try:
         device.cupy()
     except ImportError as error:
@@ -172,17 +175,16 @@ def _kernels_reach_gpus() -> bool:
 
 @contextmanager
 def stream_of(tensor: torch.Tensor) -> Iterator[None]:
-    """Have the kernels work on torch's current stream of the tensor's GPU; on the host, as ever."""
+    """Let the kernels work on torch's current stream of the tensor's GPU; no change on the host."""
     with current_stream(tensor.device)():
         yield
 
 
 def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes torch's current stream of a device that of torch and the kernels.
+    """Return a context maker that puts torch and the kernels on a device's now current stream.
 
-    In any thread, and at any time: what is launched there comes after what is on the stream by
-    then, and what this thread launches there afterwards comes after that. No event is needed, and
-    nothing waits.
+    It works in any thread, at any time: work launched in the context comes after all that is on the
+    stream by then, and before what is launched there later. No event is needed; nothing waits.
     """
     if of.type != "cuda":
         return nullcontext
@@ -200,7 +202,7 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
 
 
 def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextManager[None]]:
-    """Return the same of several GPUs, on which torch alone works, not the kernels."""
+    """Return the same for several GPUs, for torch alone, without the kernels."""
     if not of:
         return nullcontext
     streams = [torch.cuda.current_stream(gpu) for gpu in of]
@@ -211,8 +213,8 @@ def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextM
 def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     with ExitStack() as entered:
         for stream in streams:
-            # A thread begins on GPU 0. Alone, torch.cuda.stream would go back there by
-            # cudaSetDevice, which opens a context on it; torch.cuda.device goes back without one.
+            # A thread begins on GPU 0. torch.cuda.stream alone would return there by cudaSetDevice,
+            # which opens a context on it; torch.cuda.device returns without opening one.
             entered.enter_context(torch.cuda.device(stream.device))
             entered.enter_context(torch.cuda.stream(stream))
         yield

@@ -1,10 +1,9 @@
-"""Bucket: the gradients of many parameters as one vector, where they lie, or gathered in one place.
+"""Bucket: the gradients of many parameters as one vector.
 
-A sparse method reads the gradients and writes its update into them where they lie, parameter by
-parameter, so that nothing of the vector's length is made in a step. A dense one needs them side by
-side, in `flat`, which is made once. So do gradients that cannot be read where they lie: those of
-mixed dtypes, or in another order in memory than their parameters had. So do small ones: one call
-copies them all, where each would take several.
+A sparse method reads the gradients and writes its update in their own memory, parameter by
+parameter: a step allocates nothing of the vector's length. A dense one copies them into one buffer,
+`flat`, which is made once. Gradients of mixed dtypes, or in another memory order than their
+parameters had, also go through `flat`; so do small ones, as one call copies them all.
 """
 
 from __future__ import annotations
@@ -42,27 +41,29 @@ _READ_WHERE_THEY_LIE = {
     np.dtype(np.float64): (torch.float64,),
 }
 _SOME = 4096  # elements
-_LARGE_BYTES = 64 << 20  # gains by `clear`, which no torch function is
-_SMALL = 8192  # elements: copied to `flat` and back sooner than looked up
+_LARGE_BYTES = 64 << 20  # from this size on `clear`, no torch function, is faster
+_SMALL = 8192  # elements: below, copying to `flat` and back is faster than looking memory up
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class Bucket:
     """The vector of all gradients, in the order of the parameters and of their elements in memory.
 
-    sizes:     of the parameters, or of those that the one in their place stands for.
+    In a step: `take`, read by `addend` or `gather`, write by `put` or `scatter`, then `keep`.
+
+    sizes:     of the parameters; or of the several parameters that a single one stands for.
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
-    device:    where it is worked on.
-    strides:   of each parameter when the bucket was made; they are the order of its elements.
-    weight:    what this step's gradients are to be multiplied with, before anything else.
-    share:     what that makes of the mean gradient of this rank's samples; 0 where it has none.
-    scale:     what the update is to be multiplied with, after everything else.
+    device:    of the work on it: a GPU or the host.
+    strides:   of each parameter when the bucket was made; they give the order of its elements.
+    weight:    multiplies this step's gradients before anything else.
+    share:     the factor of this rank's mean gradient in the sum; 0 where it has no samples.
+    scale:     multiplies the update, after everything else.
     gradients: of this step; zeros for one that is missing.
-    taken:     when they were, by time.perf_counter.
-    ready:     tells when they are there: on a GPU later than when they were taken.
+    taken:     when they were taken, by time.perf_counter.
+    ready:     the moment when they are computed: on a GPU later than when they were taken.
     lacking:   of each parameter, whether it had no gradient of its own when they were taken.
     sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
-    largest:   that an update may hold, so that it is finite in every parameter's dtype.
+    largest:   the largest value of an update that is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
 
@@ -89,9 +90,9 @@ class Bucket:
         self.sparse: list[torch.nn.Parameter] = []
         self.taken = 0.0
         self.ready = Moment(self.device)
-        # Once looked up, in a step: None where they are to be copied.
+        # The gradients' memory, looked up once a step; (None,) where they are to be copied.
         self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
-        # Of a bucket on the host: where its gradients come from, which torch copies.
+        # For a bucket on the host: the GPUs of its gradients, which torch copies.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
         self._on_stream = self._current_stream()
@@ -102,13 +103,13 @@ class Bucket:
         scale: float = 1.0,
         gradients: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Take this step's gradients, to be multiplied with `weight`: they stay where they are.
+        """Take this step's gradients, to be multiplied with `weight` later: no copy is made.
 
-        gradients: in place of the parameters' own, of another dtype perhaps.
-        Sparse gradients become dense, `keep` makes them sparse again.
+        gradients: in place of the parameters' own, of any dtype.
+        Sparse gradients become dense; `keep` makes them sparse again.
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
-        self.share = weight * scale  # the gradients have the scale, and are means of samples
+        self.share = weight * scale  # gradients are means of samples, times the scale
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = are_lacking(own)
         if gradients is None:
@@ -120,7 +121,7 @@ class Bucket:
             for place, gradient in others:
                 if gradient.is_sparse:
                     self.parameters[place].grad = own[place] = gradient.to_dense()
-                elif is_expanded(gradient):  # the update has to be written there
+                elif is_expanded(gradient):  # its elements share memory: an update needs its own
                     self.parameters[place].grad = own[place] = gradient.clone()
             gradients = own
         self.gradients = [
@@ -135,9 +136,9 @@ class Bucket:
         self._looked_up = None
 
     def take_nothing(self, scale: float) -> None:
-        """Take zeros for gradients, in memory of their own: what `put` writes goes nowhere.
+        """Take zeros as gradients, in memory of their own: `put` changes no parameter's gradient.
 
-        scale: the other ranks': by it all of them know what an update leaves, and one keeps that.
+        scale: the other ranks': all ranks compute by it what the gradients' dtype cannot hold.
         """
         self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
@@ -154,15 +155,15 @@ class Bucket:
 
     @property
     def largest(self) -> float:
-        """Return it for this step's `scale`."""
+        """Return the largest value that an update may have, at this step's `scale`."""
         return self._largest / max(abs(self.scale), 1.0)
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Work, in any thread, on the stream that `take` was called on: after the backward pass."""
+        """Return a context, for any thread, on the stream of the last `take`: after backward."""
         return self._on_stream()
 
     def _current_stream(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what `on_stream` is from now on."""
+        """Return a maker of contexts on the streams that are current now."""
         return current_streams(self._gpus) if self._gpus else current_stream(self.device)
 
     def all_finite(self) -> bool:
@@ -171,20 +172,19 @@ class Bucket:
             parts = self.addend()
             return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
-        return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
+        return bool(torch.stack(largest).isfinite().all())  # waits for the GPU once
 
     def addend(self) -> Gradient:
-        """Return what is to be added to a residual, times `weight`."""
+        """Return the gradients, not multiplied with `weight` yet, for a residual to add."""
         if self._parts is not None:
             return self._parts
         torch._foreach_copy_(self.views, self.gradients)
         return self.flat
 
     def _where_they_lie(self) -> list[NDArray[Any]] | Located | None:
-        """Return the gradients' own memory, or None where it is no part of the vector.
+        """Return the gradients' own memory, on a GPU as addresses; None where it must be copied.
 
-        On a GPU by its addresses: what is launched on the stream that they were taken on comes
-        after all that has still to be written there.
+        Work on the stream that they were taken on comes after pending writes to that memory.
         """
         if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
             return None
@@ -200,7 +200,7 @@ class Bucket:
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
     def put(self, update: SparseVector) -> None:
-        """Make the gradients that `addend` returned the update's entries, and zeros elsewhere."""
+        """Replace the gradients by the update's entries, times `scale`, and zeros elsewhere."""
         if self.scale != 1.0:
             scaled = update.values * update.values.dtype.type(self.scale)
             update = SparseVector(update.indices, scaled, update.length)
@@ -218,16 +218,16 @@ class Bucket:
         torch._foreach_copy_(self.gradients, self.views)
 
     def holds_sum(self) -> bool:
-        """Tell whether what is in `flat` is finite, and will be in the gradients."""
+        """Tell whether the sum in `flat` is finite, also in the gradients' dtypes."""
         if self.largest == np.finfo(self.dtype).max:
             return bool(all_finite(self.flat))
         least, most = self._flat.aminmax()
-        return bool((-self.largest <= least) & (most <= self.largest))  # NaN is not
+        return bool((-self.largest <= least) & (most <= self.largest))  # False for NaN
 
     def fit(self, update: SparseVector) -> tuple[SparseVector, SparseVector | None]:
-        """Return the update as the gradients can hold it, and what that leaves, if anything.
+        """Return the update as the gradients can hold it, and the rest, None where there is none.
 
-        They cannot hold what is beyond `largest`, nor, in 16 bits, what rounding takes.
+        They cannot hold values beyond `largest`, nor, in 16 bits, rounding errors.
         """
         if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torchs(self.dtype)}:
             return update, None
@@ -268,9 +268,9 @@ class Bucket:
         return self.flat
 
     def rounded_away(self) -> torch.Tensor | None:
-        """Return what the gradients, in 16 bits, will not hold of `flat`, [length]; None: nothing.
+        """Return the part of `flat` that gradients in 16 bits cannot hold, [length]; None: none.
 
-        Before `scatter`.
+        Call it before `scatter`.
         """
         if all(gradient.dtype == self._flat.dtype for gradient in self.gradients):
             return None
@@ -280,11 +280,11 @@ class Bucket:
         return rest if bool(rest.any()) else None
 
     def mark(self, whole: bool) -> torch.Tensor | None:
-        """Return what tells this step's gradients from changed ones, int64.
+        """Return a checksum that tells this step's gradients from changed ones, int64.
 
-        whole: by all of their values, which are read for it; else by some of the largest gradient,
-            which show a factor that all have: a GradScaler's, which torch does not count.
-        None on a GPU, which would have to be waited for: only what torch counts is noticed there.
+        whole: read all values; else some values of the largest gradient, which show a factor that
+            all gradients get, as by a GradScaler, whose changes torch does not count.
+        None on a GPU, where the host would have to wait: only changes that torch counts show there.
         """
         if _on_gpu(self.device):
             return None
@@ -331,11 +331,12 @@ class Bucket:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
     def keep(self, may_stay_none: Collection[int]) -> None:
-        """Give the parameters without a gradient theirs, and let go of this step's gradients.
+        """Give parameters that lacked a gradient the update's, and drop this step's references.
 
-        may_stay_none: places of parameters whose gradient is missing on every rank: it stays so
-            where the update is zero. The optimizer passes over it, as it does without gtopk.
-        Those in `sparse` become so, by rows: what steps with them is made for that (SparseAdam).
+        may_stay_none: places of parameters without a gradient on any rank: where the update is
+            zero, the gradient stays None, and the optimizer passes over it, as without gtopk.
+        Gradients of parameters in `sparse` become sparse by rows: their optimizer, such as
+        SparseAdam, takes only those.
         """
         for place in itertools.compress(itertools.count(), self.lacking):
             gradient = self.gradients[place]
@@ -347,9 +348,9 @@ class Bucket:
         self.let_go()
 
     def poison(self) -> None:
-        """Make every gradient NaN: whoever looks at them (GradScaler) sees what `step` saw.
+        """Make every gradient NaN, so that a GradScaler, too, finds that the step is skipped.
 
-        Lets go of this step's gradients, too.
+        Drops this step's references to gradients, too.
         """
         for parameter in self.parameters:
             if parameter.grad is not None and not lacks_gradient(parameter):
@@ -357,13 +358,13 @@ class Bucket:
         self.let_go()
 
     def let_go(self) -> None:
-        """Hold no memory that `zero_grad` is to free before the next backward pass."""
+        """Drop references to this step's gradients, so that `zero_grad` frees their memory."""
         self.gradients = []
         self._looked_up = None
 
 
 def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return each parameter's, as far as its elements lie one by one: the order in a vector."""
+    """Return the strides of each parameter's dense copy: they give its elements' order."""
     return [torch.empty_like(p, device="meta").stride() for p in parameters]
 
 
@@ -395,16 +396,16 @@ def is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return two sums of a tensor, int64 [2]; stride: of which its memory is dense.
+    """Return two sums of a tensor, int64 [2]; stride: the order of its elements in memory.
 
-    Of its bits, by words of 64, in which a change of a few elements shows; and of some values all
-    over it, in which what changes all of them does, where their bits may add up to the same.
+    One of its bits, in words of 64, shows changes of a few elements. One of values from all over it
+    shows changes of all elements, after which the sum of bits may be the same.
     """
     alike = _is_ordered(tensor, stride)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1).contiguous()
     in_word = 8 // flat.element_size()
     if flat.storage_offset() % in_word:
-        flat = flat.clone()  # words begin where memory is divided into them
+        flat = flat.clone()  # a view as words must begin at a multiple of their size
     end = flat.numel() - flat.numel() % in_word
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
@@ -413,20 +414,20 @@ def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _some_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a sum of values all over a tensor, int64."""
+    """Return the bits of a sum of values from all over a tensor, int64."""
     some = flat[:: max(1, flat.numel() // _SOME)].sum()
     return some.double().view(torch.int64)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Tell whether elements share their memory, as `expand` has them."""
+    """Tell whether elements share their memory, as after `expand`."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Tell whether a tensor's elements lie in the order of a stride; one of size 1 says nothing."""
+    """Tell whether a tensor has these strides; dimensions of size 1 do not matter."""
     return tensor.stride() == stride or all(
         here == there
         for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)

@@ -1,4 +1,4 @@
-"""Moment: a point in time of what works on tensors, the host or a GPU's stream."""
+"""Moment: a point in time of a device's work: the host's, or that in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 
 class Moment:
-    """Now, where a device works: on a GPU, current or not, when its stream has come to here.
+    """A point in a device's work; on a GPU, the time when its current stream gets there.
 
-    A host clock would tell when the GPU's work was launched, with all that is queued before it
-    still to be done.
+    A host clock would tell when the GPU's work was launched, not when it is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +21,7 @@ class Moment:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_until(self, later: Moment) -> float:
-        """Return how long it took from here to there; waits until a GPU has come there."""
+        """Return the seconds from this moment to a later one; waits until a GPU has reached it."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()

@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters, as the ranks must agree on them."""
+"""The names of an optimizer's parameters, equal on all ranks, and checks of the parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .placeholders import lacks_gradient
 
 
 class ParameterNames(dict[torch.nn.Parameter, str]):
-    """The name of every parameter an optimizer steps or has stepped, in its order; no name twice.
+    """By parameter that an optimizer steps or has stepped, its name, in order; no name twice.
 
-    given: names of others, too, which an optimizer may be given later.
+    given: names that the user has given, also of parameters that the optimizer may get later.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
         self.add(param_groups)
 
     def known(self) -> set[str]:
-        """Return all names, those of parameters that the optimizer does not step yet included."""
+        """Return all names, with those of parameters that the optimizer does not step yet."""
         return {*self.values(), *self._given.values()}
 
     def add(self, param_groups: Iterable[dict[str, Any]]) -> None:
-        """Name those that are in the groups and have no name yet.
+        """Name the parameters in the groups that have no name yet.
 
-        As they were given; else as torch's optimizer was given them; else by their places.
+        By the user's names; else by those that torch's optimizer has; else by their places.
         """
         taken = self.known()
         for i, group in enumerate(param_groups):
@@ -58,7 +58,7 @@ def name_parameters(
 ) -> ParameterNames:
     """Return the name of every parameter the optimizer steps, in its order.
 
-    Raises ValueError when names are double, missing, or no pairs at all.
+    Raises ValueError when names are double or missing, or named_parameters has no pairs.
     """
     if named_parameters is None:
         return ParameterNames(optimizer.param_groups)
@@ -121,9 +121,9 @@ KNOWN_TO_ADAPT: Final = (
 def require_known(
     param_groups: Iterable[dict[str, Any]], known: Collection[torch.nn.Parameter], what: str
 ) -> None:
-    """Raise ValueError where others require a gradient by now than those that are known.
+    """Raise ValueError where a parameter requires a gradient by now that is not among the known.
 
-    what: knows them, since when, and the way out.
+    what: begins the message: what trains the known ones, since when, and what to do.
     """
     later = [
         f"number {j} of group {i}, {list(p.shape)}"
@@ -143,7 +143,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:
     """Return the parameters that may have a gradient, in their order.
 
-    One that was frozen after its backward pass has one until that is cleared.
+    One that was frozen after its backward pass keeps its gradient until that is cleared.
     """
     return [
         p

@@ -1,11 +1,11 @@
-"""Placeholders: the gradients of zeros that parameters have before their first backward pass.
+"""Placeholders: gradients of zeros that parameters have before their first backward pass.
 
-Horovod gives them to the parameters of an optimizer that it wraps, and scripts read them. One is no
-gradient yet: a parameter that still has it is missing in a step's report, is passed over where no
-rank has a gradient for it, and is not stepped when it is frozen. Backward adds to the placeholder,
-so that no memory is taken twice; a sparse gradient takes its place.
+Horovod gives them to the parameters of an optimizer that it wraps, and scripts read them. A
+placeholder does not count as a gradient: its parameter is missing in a step's report, is passed
+over where no rank has a gradient for it, and is not stepped when it is frozen. Backward adds to the
+placeholder, so that no memory is taken twice; a sparse gradient replaces it.
 
-It is told by a mark, the version of the tensor: whoever writes into it makes it a gradient.
+Its mark is the version of the tensor: a write into the placeholder makes it a gradient.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Final
 import torch
 
 _MARK: Final = "_gtopk_placeholder"
-# Those that may be untouched, by id: where there are none, nobody has to look for them.
+# Placeholders that may be untouched, by id: where there are none, no search is needed.
 _placed: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
 
 def place(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Make zeros the gradient of those that require one, also where they have another.
+    """Give zeros as gradients to the parameters that require one, in place of any they have.
 
-    On a GPU one that is there already is zeroed where it lies: a CUDA graph may go on to write
-    into that memory. Elsewhere it stays as it is, for who else holds it.
+    A gradient on a GPU is zeroed in its memory: a CUDA graph may go on to write there. Other ones
+    are replaced and stay as they are, for other objects that refer to them.
     """
     for parameter in parameters:
         if parameter.requires_grad:
@@ -51,9 +51,9 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
 
 
 def are_lacking(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
-    """Tell of each gradient whether it is none, or an untouched placeholder, as `lacks_gradient`.
+    """Tell of each gradient whether it is None or an untouched placeholder, as `lacks_gradient`.
 
-    In one loop: a step asks of every parameter.
+    Faster than one by one: a step asks this of every parameter.
     """
     if not _placed:
         return [gradient is None for gradient in gradients]
@@ -70,7 +70,7 @@ def _is_untouched(gradient: torch.Tensor) -> bool:
 
 
 def take_away(parameters: Iterable[torch.Tensor]) -> None:
-    """Leave those that have a placeholder without a gradient: an optimizer passes over them."""
+    """Replace placeholders by None, so that an optimizer passes over these parameters."""
     if not _placed:
         return
     asked = list(parameters)
@@ -79,7 +79,7 @@ def take_away(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those that are untouched."""
+    """Return the parameters' untouched placeholders."""
     if not _placed:
         return []
     found = [parameter.grad for parameter in parameters]
@@ -88,7 +88,7 @@ def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def renew(placeholders: Iterable[torch.Tensor]) -> None:
-    """Let them be placeholders still, though zeros were written into them."""
+    """Mark these as placeholders again, after zeros were written into them."""
     for placeholder in placeholders:
         _mark(placeholder)
 
@@ -99,9 +99,9 @@ def _mark(placeholder: torch.Tensor) -> None:
 
 
 def _make_way_for_sparse(parameter: torch.nn.Parameter) -> None:
-    """Drop the placeholder when a sparse gradient comes first: added to zeros, it would be dense.
+    """Drop the placeholder when a sparse gradient comes: added to zeros, it would become dense.
 
-    Autograd calls the hook before it adds the gradient up.
+    Autograd calls the hook before it accumulates the gradient.
     """
     known = weakref.ref(parameter)  # the parameter holds the hook
 

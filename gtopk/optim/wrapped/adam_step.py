@@ -1,7 +1,7 @@
-"""AdamW's part of a step whose moments were taken before the exchange: decay, and the agreed steps.
+"""AdamW's steps after the exchange: weight decay, and subtraction of the agreed steps.
 
-Of Adam and AdamW themselves; a class derived from them that steps in its own way is another
-optimizer.
+The moments were applied before the exchange (`exchange.adamw`). For torch's own Adam and AdamW; a
+class derived from them with a `step` of its own is another optimizer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .local_residual import on_this_rank, take_centre, versions_of
 def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
     """Return the groups of an optimizer whose steps can be made before the exchange, else None.
 
-    compression: must be one that holds something back, with each rank's own gradients, and without
-    a momentum of its own. Raises ValueError for amsgrad=True.
+    compression: must have a residual, of each rank's own gradients, and no momentum of its own.
+    Raises ValueError for amsgrad=True.
     """
     if not isinstance(compression, ErrorFeedback) or compression.corrects:
         return None
@@ -43,8 +43,8 @@ def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGr
 def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
     """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
 
-    agreed: what they were when they were put there; None: no more is known.
-    The parameters are then the centre, also those that had something unsent applied.
+    agreed: the steps as they were put there, to find changes; None: they are not checked.
+    The parameters are then the centre, also those that had unsent steps applied.
     Raises RuntimeError for a sparse gradient, as Adam does, and ValueError for changed steps.
     """
     if agreed is not None:
@@ -71,9 +71,9 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
 
 
 def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take what ranks share from a state as it was saved.
+    """Restore the shared second moments in the dtype in which they were saved.
 
-    torch has made it of the parameters' dtype.
+    torch has cast them to the parameters' dtype.
     state_dict: the one that the optimizer has just loaded.
     """
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -86,7 +86,7 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
 
 
 def require_plain(states: Iterable[Mapping[str, Any]], rank: int) -> None:
-    """Raise ValueError for states that Adam itself cannot step from: made before the exchange."""
+    """Raise ValueError for states of steps made before the exchange: Adam cannot use those."""
     if any(SHARED in state and "exp_avg" not in state for state in states):
         raise ValueError(
             f"rank {rank}: the optimizer's state is of steps made before the exchange "
@@ -97,31 +97,31 @@ def require_plain(states: Iterable[Mapping[str, Any]], rank: int) -> None:
 
 
 class AgreedSteps:
-    """The agreed steps in the place of gradients, which only a GradScaler may change.
+    """The agreed steps in the place of gradients: finds out whether a script has changed them.
 
-    torch counts no change of a tensor where that takes the scale out of it.
+    A GradScaler may: torch does not count its unscaling as a change of a tensor.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._versions = {  # and the gradients, which `zero_grad` is to free
+        self._versions = {  # with weak references to the gradients, so that `zero_grad` frees them
             parameter: (TensorWeakRef(parameter.grad), versions_of(parameter.grad))
             for parameter in parameters
             if parameter.grad is not None
         }
 
     def is_changed(self, parameter: torch.Tensor) -> bool:
-        """Tell whether somebody has changed a parameter's in place since."""
+        """Tell whether a parameter's step was changed in place since."""
         gradient, versions = self._versions.get(parameter, (lambda: None, (0, 0)))
         here = gradient()
         return here is not None and versions_of(here) != versions
 
     def is_in(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter has its own yet."""
+        """Tell whether a parameter's gradient is still its agreed step."""
         gradient, _ = self._versions.get(parameter, (lambda: None, (0, 0)))
         return parameter.grad is not None and parameter.grad is gradient()
 
     def require_unchanged(self) -> None:
-        """Raise ValueError where somebody has changed one in place since."""
+        """Raise ValueError where a step was changed in place since."""
         if any(map(self.is_changed, self._versions)):
             raise ValueError(
                 "gradients were changed between synchronize() and step(), where they are the "
@@ -131,7 +131,7 @@ class AgreedSteps:
 
 
 def require_optimizer(optimizer: object) -> None:
-    """Raise TypeError for what is no optimizer: a list of them, parameters, a scheduler."""
+    """Raise TypeError for an object that is no optimizer, such as a list, or a scheduler."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"
@@ -139,7 +139,7 @@ def require_optimizer(optimizer: object) -> None:
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return an optimizer, or the one that Accelerate or Lightning has wrapped in it."""
+    """Return the optimizer itself, also out of a wrapper of Accelerate or Lightning."""
     require_optimizer(optimizer)
     within = getattr(optimizer, "optimizer", None)
     return within if isinstance(within, torch.optim.Optimizer) else optimizer
@@ -152,7 +152,7 @@ def options_of_adam(
     local_residual: bool | None,
     op: int,
 ) -> dict[str, Any]:
-    """Return what `Options` has of Adam; raise ValueError for what does not go together."""
+    """Return the fields of `Options` for Adam; raise ValueError for options that do not combine."""
     if optimizer is not None:
         require_optimizer(optimizer)
     check_choice("adam_steps", adam_steps, ("before", "after"))

@@ -1,19 +1,19 @@
-"""What of a distributed optimizer goes into a checkpoint besides the wrapped optimizer's state.
+"""A distributed optimizer's part of a checkpoint, besides the wrapped optimizer's state.
 
     state_dict()[KEY] = {
         "format":  1,
         "ranks":   how many there were,
-        "steps":   taken; where the density is on its warm-up,
-        "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
+        "steps":   how many were taken: a density that warms up goes on from there,
+        "lanes":   [{"names": [...], "regions": ...}], the buckets: a resumed run has the same,
         "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters;
                    with adam_correction "first_moment", "second_moment", and "age", a number;
-                   of AdamW whose steps are made before the exchange "row_squares" besides, by rows
-        "of":      only in a sum of parts: of which ranks, of how many, it is
-        "holds":   "gradients", or "changes" of the model, as LocalSGD; older ones do not say
+                   also "row_squares", one a row, of AdamW whose steps are made before the exchange,
+        "of":      only in a sum of parts: [the ranks that saved them, the number of all ranks],
+        "holds":   "gradients", or "changes" of the model as LocalSGD's; missing in older ones
     }
 
-`state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
-the residuals of ranks that are no more go to others.
+`state_dict()` holds this rank's residual; `gather_state` all ranks', which any number of ranks can
+load: the residuals of ranks that are gone go to others.
 
     saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
     loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
@@ -44,9 +44,9 @@ _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
 class Holder(Protocol):
-    """Who has a residual; see `Reducer` and `OuterExchange`.
+    """An object that has a residual; see `Reducer` and `OuterExchange`.
 
-    holds: of what: GRADIENTS, or CHANGES of the model.
+    holds: what the residual is of: GRADIENTS, or CHANGES of the model.
     """
 
     holds: ClassVar[str]
@@ -65,11 +65,11 @@ class Holder(Protocol):
 
 
 def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
-    """Have a state_dict() of this optimizer without a step that nobody has taken yet."""
+    """Make a state_dict() what it was before a step that is exchanged and not taken yet."""
     before = state_before(reducer.planned.bucket_exchanges)
     state = whole["state"]
     numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
-    ordered = {  # buckets begin it from the last parameter on, a loaded one from the first
+    ordered = {  # by number: buckets make states from the last parameter on
         number: {**state.pop(number), **before.get(parameter, {})}
         for number, parameter in numbers
         if number in state
@@ -109,7 +109,7 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
 
 
 def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport) -> None:
-    """Add all ranks' residuals to the part of the one at this place; all of them call it."""
+    """Add all ranks' residuals to the part of the rank at this place; all call it together."""
     if rank != place:
         transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
         return
@@ -120,10 +120,10 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
 
 
 def load(holder: Holder, part: Mapping[str, Any]) -> None:
-    """Take over this rank's residual, and say what was done.
+    """Take over this rank's residual, and log whose it was.
 
-    Nothing of the residual of another kind of optimizer, with a warning: a change of the model is
-    no gradient. Raises ValueError for a part that another version wrote.
+    A residual of another kind, gradients or changes of the model, is not loaded, and a warning says
+    so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.holds:
         if any(map(unsent, part["held"].values())):
@@ -145,7 +145,7 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
 
 
 def _norm_of(held: Mapping[Any, Mapping[str, ResidualState]]) -> float:
-    """Return the norm of what several ranks have to send yet."""
+    """Return the norm of several ranks' residuals."""
     return norm_of(state for residuals in held.values() for state in residuals.values())
 
 
@@ -162,11 +162,10 @@ def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[s
 
 
 def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
-    """Return the residual of a rank's hook by a parameter's name, and log whose it is.
+    """Return the residual of a rank's hook by parameter name, and log whose it was.
 
     After a step every hook has a residual of all its parameters: where the first rank's part has
-    none, it is lost, with a warning. Raises ValueError for a part that another
-    version wrote.
+    none, a warning says that it is lost. Raises ValueError for a part in another format.
     """
     residuals = _share_of(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
@@ -183,7 +182,7 @@ def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Residu
 
 
 def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
-    """Do what `share_of` does, of an optimizer, which may have had no residual."""
+    """Do what `share_of` does for an optimizer, which may have had no residual."""
     if part.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
@@ -196,7 +195,7 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
     else:
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
-        }  # DCP has text for keys
+        }  # torch.distributed.checkpoint turns keys into strings
         residuals, what = _share(parts, int(part["ranks"]), rank, ranks)
     if what:
         level = logging.WARNING if "lost" in what else logging.INFO
@@ -205,12 +204,12 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
 
 
 def is_part(value: object) -> bool:
-    """Tell whether this is what `save` returns, or the state of a hook."""
+    """Tell whether a value is a part from `save`, or the state of a hook."""
     return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
 def check_part(part: Any) -> None:
-    """Raise an error for what `save` does not return, and no state of a hook is."""
+    """Raise ValueError, or another error, for a value that is no such part."""
     if not is_part(part):
         raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
@@ -228,17 +227,18 @@ def check_part(part: Any) -> None:
 
 
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part without the residual: what every rank's part has alike."""
+    """Return a part without the residual: the rest is equal on every rank."""
     return {**part, "held": {}}
 
 
 def summed(
     frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the part for one of so many ranks, whose residual is the sum of the given ones.
+    """Return the part of one rank, of `ranks` in all, whose residual is the sum of the given ones.
 
-    parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
-        gather_state returned on the first has the others' besides, which they saved themselves.
+    parts: by the rank that saved each; the number of ranks may have been another. One that a hook's
+        gather_state returned on the first rank has all ranks' residuals; only its own is taken, as
+        the others saved theirs themselves.
     """
     held = [part["held"][min(part["held"])] for part in parts.values()]
     residuals = _taken_over(held, frame["ranks"], ranks)
@@ -249,10 +249,10 @@ def summed(
 def _share(
     parts: Mapping[int, Mapping[str, ResidualState]], saved: int, rank: int, ranks: int
 ) -> tuple[dict[str, ResidualState], str]:
-    """Return this rank's residual of what all ranks did, and what that was, in words.
+    """Return this rank's residual, and a message on whose it was.
 
-    No words where there is nothing to tell: dense optimizers have no residual, on any rank, and
-    on as many ranks as before each goes on with its own.
+    parts: of the ranks that a checkpoint has, by rank; saved: how many ranks there were.
+    The message is "" where no rank has a residual, or each goes on with its own.
     """
     if not any(parts.values()):
         return {}, ""
@@ -272,7 +272,7 @@ def _share(
 
 
 def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
-    """Return in words whose residuals a rank has now, where these are not its own alone."""
+    """Return a message on whose residuals a rank has now; "" where it has just its own."""
     if saved == ranks and [*sources] == [rank]:
         return ""
     if not sources:
@@ -286,9 +286,9 @@ def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
 def _taken_over(
     parts: list[Mapping[str, ResidualState]], saved: int, ranks: int
 ) -> dict[str, ResidualState]:
-    """Return the sum of these residuals of so many ranks, for one of so many now.
+    """Return the sum of some of the residuals that `saved` ranks had, for one of `ranks` now.
 
-    Squares of gradients are means, times the share of a rank: they become those of the new share.
+    Mean squares of gradients carry the share of a rank: they are scaled to the new share.
     """
     total = _sum(parts)
     if saved == ranks * len(parts):
@@ -310,6 +310,6 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
                     own[what] = tensor.clone()
                 elif what == AGE:
                     own[what] = torch.maximum(own[what], tensor)
-                else:  # gathered parts lie on the host, but for the root's own
+                else:  # gathered parts lie on the host, except the root's own
                     own[what] = own[what] + tensor.to(own[what].device)
     return total

@@ -1,7 +1,7 @@
-"""LocalResidual: forward and backward see the model with this rank's own unsent steps.
+"""LocalResidual: forward and backward use the model with this rank's own unsent steps applied.
 
     step()      parameters hold the centre c, to the bit the same on all ranks
-    forward     of a model in training: they become c - a, where a are this rank's unsent steps
+    forward     of a model in training: they become c - a; a: this rank's unsent steps
     backward    this rank's gradient at c - a
     step()      c moves by what the ranks agreed on
 
@@ -10,8 +10,8 @@ again and again until they are sent: under AdamW, whose steps are as large as it
 costs most of the accuracy that compression loses. Between a step and the next forward pass
 parameters are the centre: evaluation, checkpoints, the replica check and broadcasts see that.
 
-Where parameters are c - a, nobody but this may change them: no rank could tell the new centre from
-its own unsent steps. A model's load_state_dict(), which replaces the centre, is no such change.
+Where parameters are c - a, no other code may change them: a rank could not tell the new centre from
+its own unsent steps. A model's load_state_dict() is allowed: it replaces the centre.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ..peers import Peers
 
 _log = logging.getLogger("gtopk")
 
-# Whose unsent steps a parameter holds now: of several optimizers, those of the one made last.
+# By parameter, whose unsent steps it holds now; of several optimizers the one made last wins.
 _holders: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
 _numbers = itertools.count()
 
 
 def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the centre of a parameter that is c - a, and is the caller's to write back.
+    """Return the centre of a parameter that is c - a; the caller must write it back.
 
-    None: it is the centre itself. Raises RuntimeError where it was changed while it was c - a.
+    None: the parameter is the centre. Raises RuntimeError where it was changed while it was c - a.
     """
     holder = _holders.get(parameter)
     return None if holder is None else holder._take_centre(parameter)
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements on this rank, in its memory: of a DTensor its own shard."""
+    """Return a view of a tensor's elements on this rank: of a DTensor the local shard."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -57,9 +57,9 @@ def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Holder(Protocol):
-    """Who has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
+    """An object that has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
 
-    names: of the parameters that it is of; "" where only a model knows it.
+    names: of the residual's parameters; "" where only the model knows a name.
     """
 
     @property
@@ -72,12 +72,12 @@ class Holder(Protocol):
 class LocalResidual:
     """Swaps the parameters of one optimizer between the centre and c - a.
 
-    The models are found by the first forward pass after there is something to apply: those called
-    first that have one of the parameters. Where none is found by the end of that step, as of models
-    that are no torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is
-    the caller's.
+    The models are found in the first forward pass after there is something to apply: the outermost
+    modules that have one of the parameters. Where none is found by the end of that step, as for
+    models that are no torch.nn.Module, parameters are c - a from the end of a step on, and the
+    caller must call `restore`.
 
-    owner: what scripts call that has `evaluating` and the option local_residual.
+    owner: for messages, the object that has `evaluating` and the option local_residual.
     swapped: called when parameters have become c - a, or the centre.
     """
 
@@ -89,20 +89,20 @@ class LocalResidual:
     ) -> None:
         self._holder, self._owner, self._swapped = holder, owner, swapped
         self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
-        # Of those that are c - a now.
+        # Versions of the parameters that are c - a now.
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._looked_at = weakref.WeakSet[torch.nn.Module]()
-        self._finding: Any = None  # the hook that all modules call
+        self._finding: Any = None  # the hook of all modules, while models are looked for
         self._number = next(_numbers)
         self._is_at_rest = False  # by `eval`, until `train`
         self._has_given_up = False
 
     def look_for_models(self) -> None:
-        """Find the models in the next forward pass; nothing where some are known.
+        """Find the models in the next forward pass; does nothing where some are known.
 
-        A module that torch.compile made warns then, once, that there is a hook of all modules. It
-        is gone before anything inside that one is called.
+        A module of torch.compile then warns, once, of a hook of all modules. The hook is removed
+        before anything inside that module is called.
         """
         if self._roots or self._finding is not None or self._has_given_up:
             return
@@ -117,23 +117,23 @@ class LocalResidual:
         handle = self._finding = register_module_forward_pre_hook(find)
 
     def _find(self, module: torch.nn.Module) -> None:
-        """Note a model that has one of the parameters, and is in none that was noted before."""
+        """Note a model that has one of the parameters, unless it is inside one noted before."""
         if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
             return  # a scripted one takes no hooks
         if isinstance(module, DistributedDataParallel):
-            return  # the module in it, which is called by itself, too, comes next
+            return  # the module inside comes next: scripts may also call it by itself
         self._looked_at.add(module)
         names = self._holder.names
         if any(parameter in names for parameter in module.parameters()):
             self._roots.add(module)
             self._looked_at.update(module.modules())
             hook = _Hook(self)
-            # Before FSDP's own, which brings the parameters of all ranks together.
+            # Before FSDP's hook, which gathers the parameters of all ranks.
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
             for each in _layers(module):
                 each.register_state_dict_pre_hook(hook.before_state_dict)
                 each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
-            hook.before_forward(module, ())  # the call that goes on has no such hook yet
+            hook.before_forward(module, ())  # the current call began before the hook was there
             found = {parameter for root in self._roots for parameter in root.parameters()}
             if found.issuperset(names):
                 self._stop_finding()  # before torch.compile traces what is called inside
@@ -150,13 +150,13 @@ class LocalResidual:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make the parameters c - a; nothing where they are, or `eval` was called."""
+        """Make the parameters c - a, unless they are that already, or `eval` was called."""
         if self.is_applied or self._is_at_rest:
             return
         ranks = self._holder.peers.size
         for parameter, residual in self._holder.residuals():
             if not parameter.requires_grad:
-                continue  # a frozen layer keeps its values: what is unsent of it waits
+                continue  # a frozen layer keeps its values, and its residual waits
             if (other := _holders.get(parameter)) is not None:
                 if other._number > self._number:
                     continue
@@ -169,7 +169,7 @@ class LocalResidual:
             ):
                 centre = self._centre[parameter] = torch.empty_like(here)
             centre.copy_(here)
-            # A residual has the weight of a rank in the sum; by itself it would move all of it.
+            # A residual carries the rank's weight in the sum, 1/ranks: alone, it counts in full.
             here.sub_(residual.to(here.device), alpha=ranks)
             self._versions[parameter] = versions_of(parameter)
             _holders[parameter] = self
@@ -210,7 +210,7 @@ class LocalResidual:
         return self._holder.names.get(parameter) or in_model
 
     def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether it has the values that `apply` gave it: SAM puts them back."""
+        """Tell whether a parameter has the values that `apply` gave it, as after SAM's detour."""
         ranks, centre = self._holder.peers.size, self._centre[parameter]
         for other, residual in self._holder.residuals():
             if other is parameter:
@@ -219,7 +219,7 @@ class LocalResidual:
         return False
 
     def end_step(self) -> None:
-        """Make sure that the next forward pass sees c - a, where no model will tell of it."""
+        """End a step; where no model was found in it, make the parameters c - a at once."""
         if self._holder.peers.size == 1:
             return  # there is no residual
         if self._roots:
@@ -245,14 +245,14 @@ class LocalResidual:
         self._is_at_rest = True
 
     def train(self) -> None:
-        """Let the parameters be c - a in forward passes again."""
+        """Make the parameters c - a in forward passes again."""
         self._is_at_rest = False
         if self._has_given_up:
             self.apply()
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Return a model and what torch.compile and DDP have wrapped in it."""
+    """Return a model, and the models inside the wrappers of torch.compile and DDP."""
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _layers(module.module)
@@ -261,7 +261,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class _Hook:
-    """What a model calls before it computes, and before its state is taken; a copy does nothing."""
+    """A model's hooks, before forward and before its state is taken or loaded; no-ops in copies."""
 
     def __init__(self, of: LocalResidual | None = None) -> None:
         self._of = (lambda: None) if of is None else weakref.ref(of)

@@ -1,4 +1,4 @@
-"""Readings: what scripts read of a distributed optimizer, some of it by Horovod's private names."""
+"""Readings: properties of a distributed optimizer for scripts, some by Horovod's private names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .wrapping import Wrapping
 
 
 class Readings(Wrapping):
-    """What is mixed into the class of the wrapped optimizer, and changes nothing."""
+    """Read-only properties of a distributed optimizer: a mixin, which changes nothing (`wrap`)."""
 
     _options: Options
     _reducer: Reducer
@@ -35,7 +35,7 @@ class Readings(Wrapping):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before the sum, and multiplied with after it."""
+        """The factor that divides gradients before the sum, and multiplies them after it."""
         return self._options.gradient_predivide_factor
 
     @property
@@ -50,25 +50,25 @@ class Readings(Wrapping):
 
     @property
     def straggler_scores(self) -> list[float | None] | None:
-        """How fast each rank computes beside the fastest, 1, as told last; None before.
+        """The speed of each rank's computing, of the last report; the fastest is 1. None before.
 
-        The least of all ranks' median seconds over a rank's own, of the last steps.
+        Of the last steps: the least of all ranks' median seconds, over the rank's own.
         """
         return self._reducer.stragglers.scores
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps no rank applied, as a gradient or a sum was not finite."""
+        """How many steps were skipped, on all ranks, as a gradient or a sum was not finite."""
         return self._skipped.count
 
     @property
     def divergences(self) -> int:
-        """How many checks found replicas apart, and did not end in an error."""
+        """How many checks found that replicas differ, and did not end in an error."""
         return self._replicas.divergences
 
     @property
     def step_policy(self) -> StepPolicy:
-        """For the modes of `hvd.adapt`."""
+        """The interface that the modes of `hvd.adapt` drive this optimizer by."""
         return StepPolicy(self)
 
     @property

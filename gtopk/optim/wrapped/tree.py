@@ -20,17 +20,17 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class Slot(NamedTuple):
-    """A tensor of one rank's tree, and where a rank that lacks it makes it."""
+    """A tensor of one rank's tree, and how a rank that lacks it makes one."""
 
     path: Path
     dtype: torch.dtype
     shape: torch.Size
     beside_parameter: bool  # on the device of its parameter, else on the CPU
-    value: torch.Tensor | None  # of a single number, too small for a message of its own
+    value: torch.Tensor | None  # a scalar's, which needs no message of its own
 
 
 def layout(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return in words what must be the same on every rank."""
+    """Return the optimizer's class and parameter shapes, which must be equal on all ranks."""
     return [
         f"optimizer {type(optimizer).__name__}",
         *(
@@ -42,7 +42,7 @@ def layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def difference(layout: list[str], other: list[str]) -> tuple[str, str] | None:
-    """Return where two layouts part, in the words of both, or None when they are the same."""
+    """Return the first lines in which two layouts differ, or None where they are the same."""
     pairs = zip_longest(layout, other, fillvalue="nothing more")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
@@ -79,7 +79,7 @@ def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
 
 
 def take_tensors_out(tree: Tree, optimizer: torch.optim.Optimizer) -> tuple[Tree, list[Slot]]:
-    """Return a copy of the tree with None in place of its tensors, and what was there."""
+    """Return a copy of the tree with None in place of its tensors, and a slot for each."""
     slots: list[Slot] = []
 
     def take_out(part: Any, path: Path) -> Any:
@@ -96,13 +96,13 @@ def take_tensors_out(tree: Tree, optimizer: torch.optim.Optimizer) -> tuple[Tree
 
 
 def put_tensors_in(skeleton: Tree, tensors: dict[Path, torch.Tensor]) -> Tree:
-    """Return the tree that `take_tensors_out` made a skeleton of, with these tensors."""
+    """Return a copy of a skeleton from `take_tensors_out` with these tensors in their places."""
     tree: Tree = _rebuild(skeleton, lambda part, path: tensors.get(path, part))
     return tree
 
 
 def at(part: Any, path: Path) -> Any:
-    """Return what is at a path, or None."""
+    """Return the part of a tree at a path, or None."""
     for key in path:
         if isinstance(part, dict):
             part = part.get(key)
@@ -118,7 +118,7 @@ def make_tensors(
 ) -> dict[Path, torch.Tensor]:
     """Return for every slot the tree's own tensor, or a new one where none fits.
 
-    Where the slot has a value, the tensor gets it; else its content is the caller's to fill in.
+    Where the slot has a value, the tensor gets it; else the caller must fill the tensor.
     """
     tensors: dict[Path, torch.Tensor] = {}
     taken = set()
@@ -140,9 +140,9 @@ def make_tensors(
 
 
 def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give state that has its parameter's shape its strides, too.
+    """Give state of its parameter's shape the parameter's strides, too.
 
-    Fused steps take the two entry by entry as they lie in memory, whatever their strides.
+    Fused steps pair the entries of the two by their order in memory, and ignore strides.
     """
     for parameter, state in optimizer.state.items():
         if not (isinstance(parameter, torch.Tensor) and isinstance(state, dict)):
@@ -169,7 +169,7 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _rebuild(part: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """Return a copy of a tree with leaf(part, path) in place of every part that is no container."""
+    """Return a copy of a tree with leaf(part, path) in place of each part that is no container."""
     if type(part) in (dict, OrderedDict):
         return type(part)((key, _rebuild(p, leaf, (*path, key))) for key, p in part.items())
     if type(part) in (list, tuple):

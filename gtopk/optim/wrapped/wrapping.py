@@ -1,6 +1,6 @@
-"""Wrapping: an optimizer of a class derived from the user's own, which shares its groups and state.
+"""Wrapping: makes an optimizer of a class derived from the user's own, with its groups and state.
 
-So `isinstance` tells the same of it, and schedulers go on to work, those made before included.
+So `isinstance` holds for it as for the user's, and schedulers work, also those made before.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .tree import lay_out_as_parameters
 
 
 class Wrapping(torch.optim.Optimizer):
-    """What is mixed into the class of the wrapped optimizer.
+    """A mixin: `wrap` derives a class from (this, the user's optimizer class).
 
-    Groups and state are looked up in the wrapped one: so both have the same, also after either of
-    them, or an optimizer within, has loaded others.
+    So super().step() is the user's step. Groups and state are looked up in the wrapped optimizer:
+    both have the same, also after either of them, or an optimizer within, has loaded others.
     """
 
     _wrapped: torch.optim.Optimizer
 
     @property
     def param_groups(self) -> Any:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's groups."""
         return self._wrapped.param_groups
 
     @param_groups.setter
@@ -35,7 +35,7 @@ class Wrapping(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's state."""
         return self._wrapped.state
 
     @state.setter
@@ -44,27 +44,30 @@ class Wrapping(torch.optim.Optimizer):
 
     @property
     def apart(self) -> Collection[torch.nn.Parameter]:
-        """Return the parameters that are each rank's own now; the others are the same on all."""
+        """Return the parameters whose values may now differ between ranks; others are the same."""
         return ()
 
     def besides(self) -> list[torch.optim.Optimizer]:
-        """Return the other optimizers that all ranks step with alike."""
+        """Return further optimizers, which all ranks step alike: LocalSGD's outer one."""
         return []
 
     def in_common(self) -> Any:
-        """Return where all ranks are besides, of types that the object codec has; None: nowhere."""
+        """Return what else all ranks share, beyond groups and `state`; None: nothing.
+
+        Of types that `runtime.object_codec` encodes: another rank's `go_on_from` may get it.
+        """
         return None
 
     def go_on_from(self, common: Any) -> None:
-        """Be where another rank is, by what its `in_common` has returned."""
+        """Take over the shared state of another rank, as its `in_common` returned it."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load the wrapped optimizer's state, laid out as its parameters are here."""
+        """Load the wrapped optimizer's state, in the memory layout of its parameters here."""
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; placeholders that zeros are written into stay so."""
+        """Clear the gradients; those that are placeholders, of zeros, stay placeholders."""
         untouched = placeholders(_parameters(self))
         super().zero_grad(*args, **kwargs)
         renew(untouched)
@@ -74,7 +77,7 @@ class Wrapping(torch.optim.Optimizer):
         self._wrapped.__setstate__(state)
 
     def _patch_step_function(self) -> None:
-        """Let torch call its hooks around the wrapped step alone: once, after the exchange."""
+        """Patch the wrapped step only, so that torch calls its hooks once, after the exchange."""
         self._wrapped._patch_step_function()
         self._zero_grad_profile_name = self._wrapped._zero_grad_profile_name
 
@@ -92,7 +95,7 @@ class Wrapping(torch.optim.Optimizer):
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
-        """Step by this in place of the wrapped optimizer's own way, between its hooks."""
+        """Call this in place of the wrapped optimizer's step, between that one's hooks."""
         take_away(_parameters(self))
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
@@ -103,7 +106,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
-    """Return the optimizer with a kind mixed in.
+    """Return an optimizer of a class derived from (kind, the optimizer's own class).
 
     Raises ValueError for LBFGS, and for an optimizer that is wrapped already.
     """
@@ -113,7 +116,7 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
         raise ValueError("the optimizer is distributed already; wrap the plain one")
     own = type(optimizer)
 
-    @wraps(own.zero_grad)  # libraries look whether it takes set_to_none
+    @wraps(own.zero_grad)  # libraries inspect whether its signature has set_to_none
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         super(made, self).zero_grad(*args, **kwargs)
 
@@ -121,7 +124,8 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
     wrapped = object.__new__(made)
     wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
+    # A scheduler made before has set a `step` of its own on the instance: remove it, so that the
+    # derived class's is found.
     for shadowed in ("step", "param_groups", "state"):
         wrapped.__dict__.pop(shadowed, None)
     return wrapped
