@@ -60,7 +60,7 @@ class BackwardHooks:
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
         # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
         self._lock = threading.Lock()
-        self._excess = ""  # the parameter that had a pass too many
+        self._excess: tuple[str, int] | None = None  # who had a pass too many, and how many
         self.set_limit(limit)
 
     def set_limit(self, passes: int) -> None:
@@ -129,7 +129,7 @@ class BackwardHooks:
         self._seen, self._order = self._order or self._seen, []
         self.began = self._ended = 0.0
         self._complete.clear()
-        self._excess = ""
+        self._excess = None
         self._untold = [*range(len(self._members))]
 
     def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -162,11 +162,12 @@ class BackwardHooks:
     def check(self) -> None:
         """Count; raise AssertionError, until `forget`, where there was a pass too many."""
         self._count()
-        if self._excess:
+        if self._excess is not None:
+            name, passes = self._excess
             raise AssertionError(
-                f"the gradient of {self._excess} before a call to step(); increase "
-                "backward_passes_per_step to accumulate gradients locally, or drop them by "
-                "optimizer.zero_grad(): that of a model, or of another optimizer, is not noticed"
+                f"the gradient of '{name}' was computed {passes} times before a call to step(); "
+                "increase backward_passes_per_step to accumulate gradients locally, or drop them "
+                "by optimizer.zero_grad(): that of a model, or of another optimizer, is not noticed"
             )
 
     def _count(self) -> None:
@@ -183,7 +184,7 @@ class BackwardHooks:
         self._complete |= complete.keys()
         for parameter, each in zip(news, ids, strict=True):
             if passes[each] > self.limit and not self._excess:
-                self._excess = f"'{self._names[parameter]}' was computed {passes[each]} times"
+                self._excess = self._names[parameter], passes[each]
 
 
 def _remove(*hooks: list[RemovableHandle]) -> None:
