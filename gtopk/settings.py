@@ -264,7 +264,7 @@ MLFLOW: Final = _text(
     "an experiment at MLflow for scalars of rank 0, where mlflow is installed; in the run that is "
     "active by then, if one is",
 )
-PROMETHEUS: Final = _text(  # its check is where addresses are: `recording.endpoint`
+PROMETHEUS: Final = _text(  # checked where it is used: `telemetry.sinks.parse_address`
     "GTOPK_PROMETHEUS",
     "`PORT` or `HOST:PORT`: each rank answers at that port + its local rank, on the loopback "
     "unless HOST says otherwise",

@@ -7,8 +7,6 @@
            list (a power of two: the division is exact). Only the merge with a folded rank's
            list, which one rank alone holds, goes by owners.
 
-One rank's result of a sparse reduction, before it is split into (update, returned).
-
 A rank that finds NaN or infinity says so in the messages of the reduction itself. From there on
 empty lists travel in place of entries, so that nobody waits and little is sent; the number of the
 lowest rank that refused travels in their headers, and all ranks end alike.
@@ -31,7 +29,7 @@ from ..wire import NOBODY, Format
 
 
 class Outcome(NamedTuple):
-    """The agreed update, and what this rank puts back into its residual.
+    """One rank's result of a sparse reduction, before it is split into (update, returned).
 
     dead:  this rank's picks that are no part of the update; they return whole.
     extra: rounding errors, and shares of what merges dropped.

@@ -48,7 +48,7 @@ def reduce(
 ) -> tuple[SparseVector, SparseVector]:
     """Agree on the k largest of the pairwise merged sums.
 
-    growth:   the last rounds keep more, up to growth * k entries (`growth`).
+    growth:   the last rounds keep more, up to growth * k entries (gtopk_options.py).
     put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
               the merged list (`conservation`).
     """

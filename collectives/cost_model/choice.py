@@ -1,7 +1,7 @@
 """Choice: the candidates under a budget, the one to use first; dense is always asked, too.
 
     budget           what every sparse candidate gets          the first one
-    density          that density                              costs the least (see `lag`)
+    density          that density                              costs the least (see prediction.py)
     bytes_per_step   the largest density whose bytes fit       updates the most coordinates
     seconds          the largest density whose exchange fits   updates the most coordinates
 

@@ -83,7 +83,10 @@ WITHOUT_END: Final = Training()
 
 
 class Bucket:
-    """What a link would let pass at once now; full at first."""
+    """A link's token bucket: the bytes that pass at once, beyond the link's own rate.
+
+    It is full at first, sending empties it, and pauses fill it again at the link's rate.
+    """
 
     def __init__(self, burst_bytes: float) -> None:
         self._burst_bytes = self._free_bytes = burst_bytes
@@ -159,7 +162,7 @@ class Prediction:
     rounds:              of messages.
     merge_seconds:       merge, keep track of what is alive, and what lists take in calls.
     updated:             coordinates that the update holds.
-    lag_steps:           by which its training is behind one that updates all (see `lag`).
+    lag_steps:           steps by which its training is behind dense (see `lag_steps()`).
     agreement_seconds:   until all ranks know that all are ready, where they have to agree.
     """
 

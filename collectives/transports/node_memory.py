@@ -87,7 +87,7 @@ class FileLocks:
 
 
 class FileMemory:
-    """Memory of processes; number: of `locks.memories`, the same on all."""
+    """Memory that processes of a node share; number: drawn from `locks.memories`, equal on all."""
 
     def __init__(self, memory: Array, locks: FileLocks, number: int, seconds: float) -> None:
         self.bytes = memory
