@@ -1,4 +1,4 @@
-"""Clocks: how far a rank's clock is ahead of rank 0's, so that records of ranks share one time axis.
+"""Clocks: how far a rank's clock is ahead of rank 0's, to put ranks' records on one time axis.
 
 rank r   |--asks---------------------->  hears |        of several round trips the shortest counts:
 rank 0                | says its time |                 rank 0 is taken to have answered in its

@@ -1,9 +1,9 @@
 """The engine: one thread that owns a transport and runs what all ranks are ready for.
 
 It works in cycles. In a cycle every rank announces the operations that became ready on it since the
-last cycle (Announcement), and all ranks enter them in equal tables (ReadinessTable). Operations that
-all ranks are ready for are run at once (Execution). Their order is equal on all ranks; it does not
-depend on the order of submission.
+last cycle (Announcement), and all ranks enter them in equal tables (ReadinessTable). Operations
+that all ranks are ready for are run at once (Execution). Their order is equal on all ranks; it does
+not depend on the order of submission.
 
 A cycle is a collective: it lasts until the last rank takes part. A rank takes part
 

@@ -99,7 +99,7 @@ class Stalls:
         }
 
     def warn(self, said: Iterable[Operation], table: ReadinessTable) -> None:
-        """Print, once in each warning interval, operations that wait and the ranks they wait for."""
+        """Print, once a warning interval, operations that wait and the ranks they wait for."""
         now = time.perf_counter()
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in said:

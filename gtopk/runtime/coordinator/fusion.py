@@ -73,7 +73,7 @@ class OnGpu:
             return host_copy(self.tensor)
 
     def bytes_on_host(self) -> NDArray[np.uint8]:
-        """Return the tensor's bytes on the host, uint8 [bytes]; call it on a stream that made it."""
+        """Return the bytes on the host, uint8 [bytes]; call it where the values are ready."""
         return host_copy(self.tensor.view(torch.uint8))
 
     def write(self, array: NDArray[Any]) -> None:

@@ -284,7 +284,7 @@ class Operation:
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome, and drop the references to work and arrays; the engine's lock is held."""
+        """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
         self.work, self.fusion = _nothing, ()
         self.done = True
