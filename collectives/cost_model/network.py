@@ -1,15 +1,11 @@
-"""Network: how many ranks there are, where they sit, and what their links are like.
+"""Network: ranks, nodes and links; the rates of the machines; how many ranks share a core.
 
-Rates: how fast this machine selects, merges, encodes and decodes.
+Containers, and hosts that one machine emulates, have different names and share the machine's
+kernel: ranks that read the same boot id are taken to be on one machine. A container with a boot id
+of its own (systemd-nspawn, LXC) is taken for a machine.
 
-Crowding: how many ranks share a core, on whatever they take for hosts of their own.
-
-Containers, and hosts that one machine emulates, have names of their own and share its kernel: ranks
-that tell the same boot of a kernel are taken to be on one machine. A container that is told another
-one (systemd-nspawn, LXC) is taken for a machine.
-
-A core is what Linux counts: each hardware thread is one. What a thread loses to its sibling is in
-the rates, which all ranks measure at the same time.
+A core is one that Linux counts: each hardware thread. The slowdown by the sibling thread is in the
+rates, which all ranks measure at the same time.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ class Network(NamedTuple):
                None: the links above, without loss.
     native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
                   None: none is.
-    ranks_per_core: that share a core where most do; 1: each has one of its own.
-    agreement_seconds: what it takes until all have heard a word of each, as they must before every
+    ranks_per_core: the most ranks that share a core; 1: each has one of its own.
+    agreement_seconds: time until every rank has a message of each other one, as before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
 
@@ -59,18 +55,18 @@ class Network(NamedTuple):
 
     @property
     def farthest(self) -> Link:
-        """Return the link of a rank to those that are farthest away."""
+        """Return the link of a rank to the ranks that are farthest away."""
         return self.link(int(not self.is_one_node))
 
     @property
     def expected_agreement_seconds(self) -> float:
-        """Return what was measured, else what is to be expected of the links."""
+        """Return the measured seconds of an agreement, else those expected of the links."""
         if self.agreement_seconds is not None:
             return self.agreement_seconds
         return rounds(self.ranks) * self.farthest.latency_seconds
 
     def turns(self, ranks: int) -> int:
-        """Return in how many turns so many ranks code that do so at the same time."""
+        """Return how many turns `ranks` ranks that code at the same time take on their cores."""
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
