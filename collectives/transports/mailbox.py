@@ -47,7 +47,7 @@ class Mailbox:
         return self._take(stream, stream.tag, source, f"rank {source}", source)
 
     def take_answer(self, stream: Transport, tag: int) -> Array:
-        """Return the message that this rank puts for itself under this tag, when it is there."""
+        """Return this rank's own message with this tag, put once all ranks took part."""
         return self._take(stream, tag, stream.ranks[stream.rank], "its peers", None)
 
     def _take(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:

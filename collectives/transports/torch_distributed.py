@@ -9,9 +9,9 @@ streams wait; it is also how a rank learns at once that a peer left, or died:
     tag    size       up to 256 KiB                 256 KiB each but the last
     i64    i64        u8 [min(size, 256 KiB)]       u8 [...]
 
-Several buffers, and small ones: the word that one is posted again stands in line behind what this
-rank is sending. Were that the only buffer, or the whole message, two ranks that swap messages over
-a slow link would send them one after the other.
+There are several small buffers, because the notice that a buffer is posted again queues behind what
+this rank is sending. With one buffer, or one of the whole message, two ranks that swap messages
+over a slow link would send them one after the other.
 
 Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
 
@@ -62,7 +62,7 @@ _PIECES: Final = 0  # gloo's tag
 _POSTED: Final = 4  # buffers for each peer
 _DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
-_GRACE_SECONDS: Final = 1.0  # what a last word gets to go out
+_GRACE_SECONDS: Final = 1.0  # for the last messages to be sent
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
@@ -377,7 +377,7 @@ def join_at(
 
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
-    """Return every rank's host, once all have told it."""
+    """Return every rank's host, once all have published theirs."""
     begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
     store.set(keys[rank], socket.gethostname())
@@ -391,7 +391,7 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
 
 
 def _see_off(works: list[Work]) -> None:
-    """Wait a little for last words to go out."""
+    """Wait a little for the last messages to be sent."""
     deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:
         remaining = deadline - time.monotonic()

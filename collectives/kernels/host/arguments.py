@@ -23,7 +23,7 @@ class _Suffixes(dict[np.dtype[Any], str]):
         )
 
 
-# How the C names spell a dtype. Those of foreign byte order are others, and missing.
+# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
 SUFFIX: Final = _Suffixes(
     {
         np.dtype(np.float16): "f16",
