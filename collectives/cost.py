@@ -45,7 +45,7 @@ class Link(NamedTuple):
 
 
 def dense_bytes(length: int, ranks: int, value_bytes: int = 4) -> int:
-    """Return what each rank sends in a bandwidth-optimal allreduce; no algorithm sends less."""
+    """Return the bytes a rank sends in a bandwidth-optimal allreduce; no algorithm sends fewer."""
     return round(2 * (ranks - 1) / ranks * length * value_bytes)
 
 

@@ -1,9 +1,9 @@
 """Probes: small measurements that grow only as long as their time lasts.
 
-Each goes to the next size, GROWTH times the last, only if the time left is enough for GOES of it,
-by what the last one took; else the last one is as large as the time allows. A slow link or machine
-is measured at a smaller size, never for longer. What a go takes at any size comes on top, and what
-goes are held up by others.
+A probe goes on to the next size, GROWTH times the last, only if the time left is enough for GOES of
+it, by the last one's time; else the last size is as large as the time allows. A slow link or
+machine is measured at a smaller size, never for longer. The fixed time of goes comes on top, and
+disturbances by others.
 
 A link is measured by swaps, as the rounds of a reduction use it: both ways at once, each timed
 where it ends. Long ones come in pieces, and the bandwidth is that of the later ones:
@@ -35,13 +35,13 @@ from ..vector import Array
 from .schedules import Order, dense
 
 GROWTH: Final = 8
-GOES: Final = 3  # of a size: one may be held up
+GOES: Final = 3  # goes of a size, as one may be disturbed
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
 SLOWEST: Final = 8 / 1e5  # seconds of a byte: nobody trains on less than 100 kbit/s
 WORD_BYTES: Final = 16
-PIECES: Final = 16  # of a swap whose bandwidth is looked at
+PIECES: Final = 16  # of a swap that measures the bandwidth
 SMALLEST_IN_PIECES: Final = 1 << 12
 # Of a swap that looks for a burst: as few as can be, for each takes a processor's time, too; a
 # longer one would be announced before it is sent.
@@ -198,9 +198,9 @@ def _burst_bytes(
 
 
 def follow_swaps(transport: Transport, peer: int, clock: Clock) -> Link:
-    """Swap as a peer says, until it says nothing more; return the seconds of a byte from there.
+    """Swap as a peer asks, until it ends; return the link from it, with its seconds a byte.
 
-    NaN where it never sent in pieces, and for latency and burst, which the peer finds.
+    They are NaN where it never sent in pieces; so are latency and burst, which the peer finds.
     """
     arrivals: dict[int, list[list[float]]] = {}
     while (word := transport.receive(peer)).size:
@@ -243,12 +243,12 @@ def time_agreement(transport: Transport, clock: Clock) -> float:
 def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:
     """Return the link that the transport's allreduce makes of its messages and bytes.
 
-    Up to as long again as the budget comes on top, for goes that are not the first of their size.
-    None where only short ones fit the time: what they take says little about a gradient's. Every
-    rank must call it; all are told the mean of their times.
+    Further goes of a size may take as long as the budget once more. None where only short
+    allreduces fit the time, which say little about a gradient's. Every rank must call it; all get
+    the mean of their times.
 
-    Long allreduces may have more rounds than short ones: of words that answer their messages.
-    Each is taken to wait as long as one of a short one; None, too, where they take most of it.
+    Long allreduces may have more rounds than short ones, of confirmations. Each is assumed to wait
+    as long as a round of a short one; the result is None, too, where they take most of the time.
     """
     share = 2 * (transport.size - 1) / transport.size  # of the bytes, to be sent by a rank
 

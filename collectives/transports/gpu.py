@@ -194,7 +194,7 @@ def torch_nccl() -> int:
 
 
 def facts_here(host: Transport, device: int | None) -> Facts:
-    """Return what counts of this rank for what carries the messages of GPUs; sends nothing.
+    """Return this rank's facts for the choice of how GPUs' messages are carried; sends nothing.
 
     device: the GPU that it uses, by its number; None: by its place on its host.
     """

@@ -309,7 +309,7 @@ class MpiTransport(Carrier):
         self._wait(stream, lambda: request.Test() or None, peer)
 
     def _wait(self, stream: Transport, test: Callable[[], T | None], peer: int | None) -> T:
-        """Return what `test` returns once that is not None.
+        """Call `test` until its result is not None, and return that.
 
         peer: the rank waited for; None: all of them.
         """

@@ -6,7 +6,7 @@ ranks share one such file, as a rank that frees a memory is still alive:
 
     offset in the lock file    who locks it
     place                      the rank at that place, for as long as it lives
-    ranks + number             whoever holds the lock of the memory of that number
+    ranks + number             the rank that holds the lock of the memory with that number
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FileMemory:
 
 
 class OfThreads:
-    """What the threads of a process share."""
+    """The state that the threads of a process share."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes: Array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]

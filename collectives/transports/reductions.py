@@ -174,9 +174,9 @@ def _distances(size: int) -> list[int]:
 
 
 def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list[list[Array]]:
-    """Return so many blocks from the first one on, in pieces: of one slice, or two around the end.
+    """Return `blocks` blocks from `first` on, in pieces: of one slice, or two around the end.
 
-    At least one piece, be it empty.
+    There is at least one piece, which may be empty.
     """
     size, length = len(bounds) - 1, bounds[-1] - bounds[0]
     last = first + blocks

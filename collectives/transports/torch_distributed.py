@@ -87,7 +87,7 @@ class TorchDistributedTransport(Carrier):
         timeout_seconds: float = 600.0,
         start_timeout_seconds: float = 120.0,
     ) -> None:
-        """Meet the other ranks; raise PeerTimeoutError that names those who do not come."""
+        """Meet the other ranks; raise PeerTimeoutError that names the ranks that do not come."""
         torch = import_torch()
         super().__init__(rank, size)
         self._torch = torch
@@ -114,7 +114,7 @@ class TorchDistributedTransport(Carrier):
             listener.start()
 
     def _listen(self, source: int) -> None:
-        """Put what a peer sends into the mailbox, until it announces its departure or is gone."""
+        """Put a peer's messages into the mailbox, until it announces its departure or is gone."""
         try:
             notice = self._receive_all(source)
         except Exception as error:
@@ -222,7 +222,7 @@ class TorchDistributedTransport(Carrier):
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by gloo's own allreduce where it is the faster one.
 
-        Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal allreduce.
+        Its messages cannot be counted; they count by formula as a bandwidth-optimal allreduce's.
         """
         if self.size == 1:
             return
@@ -231,7 +231,7 @@ class TorchDistributedTransport(Carrier):
         if ours or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return
-        self.barrier()  # everyone is here: gloo's cannot be given up when somebody left
+        self.barrier()  # all ranks are here: gloo's call cannot be given up when a rank left
         options = self._torch.distributed.AllreduceOptions()
         operations = self._torch.distributed.ReduceOp
         options.reduceOp = {
@@ -267,14 +267,14 @@ class TorchDistributedTransport(Carrier):
         return PeerError(missing or f"rank {self.rank} failed in {self.activity}: {error}")
 
     def collect_departures(self) -> None:
-        """Do nothing: the listeners note who left."""
+        """Do nothing: the listeners note which ranks left."""
 
     def announce_departure(self, reason: str) -> None:
         if self._departing is None:
             self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
 
     def _tell_all(self, tag: int, message: Array) -> list[Work]:
-        """Send a last word to all that are still there."""
+        """Send a last message to all peers that are still there."""
         works: list[Work] = []
         for peer in self._listeners:
             try:
@@ -310,11 +310,11 @@ class TorchDistributedTransport(Carrier):
 def open_torch_distributed(
     timeout_seconds: float, start_timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> TorchDistributedTransport:
-    """Join the ranks of the default process group, or those that torchrun's environment tells of.
+    """Join the ranks of the default process group, or those of torchrun's environment.
 
     ranks: which of them; None: all.
-    A gloo group of its own is made beside the default one, whatever that one's backend: no message
-    of a user's own can mix with ours.
+    A gloo group of its own is made beside the default one, with any backend, so that the script's
+    messages cannot mix with gtopk's.
     """
     distributed = import_torch().distributed
     if distributed.is_initialized():
@@ -350,7 +350,7 @@ def join_at(
     """Join the ranks that meet at a store, which may serve others, too.
 
     ranks: which of them, the same on each; the others need not come. None: all.
-    Other ranks, or these, may have met there before: by their word these find each other.
+    Other ranks, or these, may have met there before: a roll call gives these a word of their own.
     """
     under, prefix = import_torch().distributed.PrefixStore, "gtopk"
     if ranks is not None:
@@ -365,12 +365,12 @@ def join_at(
         )
 
     try:
-        # Who asks a store that is frozen, or whose host is gone, waits for ever.
+        # A request to a store that is frozen, or whose host is gone, waits for ever.
         word = within(
             start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
-        # Which tells the hosts, and has gloo connect all: each has that long.
+        # `meet` exchanges the hosts and connects gloo: each may take that long.
         return within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None

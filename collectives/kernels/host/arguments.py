@@ -78,7 +78,7 @@ def function(name: str, *arguments: Any) -> dict[str, Callable[..., int]]:
 
 
 def enough_memory(result: int) -> int:
-    """Return what a C function that allocates returned, or raise MemoryError."""
+    """Return the result of a C function that allocates; raise MemoryError where it failed."""
     if result < 0:
         raise MemoryError("the C++ core ran out of memory")
     return result

@@ -233,7 +233,7 @@ def run(
     *,
     allow_pickle: bool | None = None,
 ) -> list[Any]:
-    """Call func(*args, **kwargs) on so many ranks, started for it; return the results by rank.
+    """Call func(*args, **kwargs) on ranks that are started for it; return the results by rank.
 
     func:              by its name: one that other processes can import, the script's own included.
     num_proc, np:      how many ranks.
