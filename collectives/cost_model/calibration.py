@@ -217,7 +217,7 @@ def measure_rates(
             residual, noise = (
                 random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size)
             )
-            # An entry is selected every 1 / density steps: so many gradients make a residual.
+            # An entry is selected every 1 / density steps: a residual sums that many gradients.
             noise *= np.float32(math.sqrt(density))
             update = np.zeros(size, np.float32)
             k = max(1, round(size * density))

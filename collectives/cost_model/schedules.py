@@ -110,11 +110,11 @@ def _expected_count_bytes(entries: int, blocks: int) -> float:
     """
 
     def empty(those: int) -> float:
-        """Return the chance that so many blocks have no entries."""
+        """Return the chance that `those` blocks have no entries."""
         return max(0.0, 1.0 - those / blocks) ** entries
 
     def stretches(least: int) -> float:
-        """Return how many of at least so many blocks lie before one that has entries."""
+        """Return how many stretches of at least `least` empty blocks end at one with entries."""
         return max(0, blocks - least) * (empty(least) - empty(least + 1))
 
     count_bytes = 1 if entries < _LONG * blocks else 2
@@ -407,7 +407,7 @@ def shards(order: Order) -> Iterator[Round]:
 def _allgather(
     ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0, parts: int = 1
 ) -> Iterator[Round]:
-    """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
+    """Yield an allgather of messages of `plain_bytes`, or of lists of `entries` entries."""
     for number in range(rounds(ranks)):
         messages = min(1 << number, ranks - (1 << number))
         yield Round(

@@ -61,7 +61,7 @@ def claims_cuda(library: str | None) -> bool:
 
 
 def attempt(seconds: float = _SECONDS) -> str:
-    """Have a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
+    """Let a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {__name__} import {send_to_self.__name__}; {send_to_self.__name__}()"

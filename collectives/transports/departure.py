@@ -12,7 +12,7 @@ from ..vector import Array
 
 
 class DepartureNotice(NamedTuple):
-    """How far a rank came, and why it left.
+    """The operations that a rank has completed, and why it left.
 
     completed: how many operations of each stream it has completed, by the stream's tag.
     missed:    the rank whose departure made this one leave, and its notice: a rank that gets this

@@ -258,7 +258,7 @@ class Transport(Endpoint):
 
     @property
     def begun(self) -> int:
-        """How many operations were begun on this stream: the number of the one under way.
+        """The number of operations begun on this stream, which is that of the one under way.
 
         The same on all ranks that are in it.
         """

@@ -16,8 +16,8 @@ A cycle is a collective: it lasts until the last rank takes part. A rank takes p
         nobody does                at once: it has nothing else to do
     else                           after the idle time, to learn what others wait for
 
-While an operation waits for a rank, that rank comes to a cycle only after a pause or the idle time.
-So the ranks that wait block in the cycle, and do not spin.
+A rank that others wait for takes part after a pause or the idle time, unless it has something to
+announce. Meanwhile the ranks that wait block in the cycle, and do not spin.
 """
 
 from __future__ import annotations
