@@ -1,4 +1,4 @@
-"""How many cores this process may really use."""
+"""Counts the cores that this process may really use."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def core_quota(
 def granted_cores(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, str]:
-    """Return the same, and a name for the group that grants so few; whoever is in it shares them.
+    """Return the quota as `core_quota`, and a name of the control group whose members share it.
 
-    By device and inode: a container sees its group under another path than others do.
+    The name is its device and inode: a container sees its group under another path than others do.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,6 +1,6 @@
-"""What a link costs, the least an allreduce sends, and where one way overtakes another.
+"""Link costs, the least bytes of an allreduce, and the break-even bandwidth of two methods.
 
-What each algorithm costs on a network: `cost_model`.
+`cost_model` predicts each algorithm's cost on a network.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
-ERROR: Final = 0.2  # of a modelled time, beyond which a forecast counts as wrong
+ERROR: Final = 0.2  # relative error of a modelled time; a forecast that is farther off is wrong
 SLOWEST, FASTEST = 1e3, 1e13  # bits a second, between which a break-even is searched
-NARROW: Final = 3.0  # bounds of a break-even no further apart than by this factor give it a number
+NARROW: Final = 3.0  # a break-even has a number if its bounds differ by this factor at most
 
 
 class Link(NamedTuple):
     """One link between two ranks: alpha seconds a message and beta seconds a byte.
 
-    burst_bytes: that pass at once after a pause: a token bucket's, which fills again at the link's
-                 own rate.
+    burst_bytes: bytes that pass at once after a pause, from a token bucket that fills again at the
+                 link's own rate.
     """
 
     latency_seconds: float
@@ -45,7 +45,7 @@ class Link(NamedTuple):
 
 
 def dense_bytes(length: int, ranks: int, value_bytes: int = 4) -> int:
-    """Return what each rank sends in a bandwidth-optimal allreduce; no algorithm sends less."""
+    """Return the bytes a rank sends in a bandwidth-optimal allreduce; no algorithm sends fewer."""
     return round(2 * (ranks - 1) / ranks * length * value_bytes)
 
 
@@ -82,14 +82,14 @@ def break_even_bits_per_second(
 
 
 class BreakEven(NamedTuple):
-    """A break-even and how sure it is.
+    """A break-even bandwidth and its margin.
 
-    bits_per_second: below which sparse takes less time. None: at no bandwidth; infinity: at any.
-    lowest, highest: where it lies if dense takes less or more by a factor of 1 + `ERROR`; zero: at
-                     no bandwidth, infinity: at any. Far apart where the two times change alike
-                     with the bandwidth.
-    above: they are bandwidths above which sparse takes less, as it sends more in fewer rounds; of
-           bounds that differ zero is at any bandwidth then, infinity at none.
+    bits_per_second: below it sparse takes less time. None: at no bandwidth; infinity: at any.
+    lowest, highest: the break-even if dense takes less or more by a factor of 1 + `ERROR`; zero: at
+                     no bandwidth, infinity: at any. They are far apart where both times change
+                     alike with the bandwidth.
+    above: whether sparse takes less time above these bandwidths instead, as it sends more in fewer
+           rounds; where the bounds differ, zero then means any bandwidth, and infinity none.
     """
 
     bits_per_second: float | None
@@ -99,7 +99,7 @@ class BreakEven(NamedTuple):
 
     @property
     def is_a_number(self) -> bool:
-        """Return whether it can be told to a fifth, by times that are 6 % off at the most.
+        """Tell whether the break-even is known to a fifth, if times are 6 % off at most.
 
         Over bounds a factor of 3 apart the ratio of the two times changes by 1.2 squared: over a
         fifth, by 1.2 to the power of 2 ln 1.2 / ln 3, or 1.06.
@@ -113,7 +113,7 @@ def break_even(
     """Return the bandwidth at which `sparse` takes as much time as `dense`, and its margin."""
     dense, sparse = cache(dense), cache(sparse)  # searched three times over, from the same ends
     slow, fast = (Link.of(bits, latency_seconds) for bits in (SLOWEST, FASTEST))
-    # Whether dense over sparse grows with the bandwidth, by more than rounding.
+    # Whether the ratio dense / sparse grows with the bandwidth, by more than rounding.
     above = (1 + 1e-9) * dense(slow) * sparse(fast) < dense(fast) * sparse(slow)
 
     def at(factor: float) -> float | None:

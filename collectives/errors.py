@@ -1,4 +1,4 @@
-"""What can go wrong between ranks.
+"""The errors of operations between ranks.
 
     CollectiveError            anything below; a RuntimeError
     |-- MessageError           a peer's message is malformed (names the sender)

@@ -1,7 +1,7 @@
 """Approximate selectors by name, to compare the exact one with: (dense, k) -> about k entries.
 
-How many they find is up to the data. `collectives.select` is exact, and takes less time than any of
-them (docs/measured/selection.md).
+The number of entries that they find depends on the data. `collectives.select` is exact, and takes
+less time than any of them (docs/measured/selection.md).
 
     fixed_threshold   every entry from a given |value| on, however many (Strom 2015)
     sampled_dgc       the sampled top-k of Deep Gradient Compression (Lin et al. 2018, section 3.1
@@ -98,7 +98,7 @@ PASSES = 30
 
 
 def mstopk(dense: Array, k: int) -> SparseVector:
-    """Search in PASSES passes; what is missing to k comes from just under the threshold."""
+    """Search in PASSES passes; take entries just under the threshold to fill up to k."""
     magnitudes = np.abs(dense)
     mean, highest = float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())
     low, high = 0.0, 1.0
@@ -142,7 +142,7 @@ def sidco(dense: Array, k: int) -> SparseVector:
 
 
 class Selector(Protocol):
-    """What every selector is; `dense` is float32 or float64 [n], unchanged."""
+    """A selector's signature; `dense` is float32 or float64 [n], unchanged."""
 
     def __call__(self, dense: Array, k: int) -> SparseVector: ...
 

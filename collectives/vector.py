@@ -14,7 +14,7 @@ VALUE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def is_on_device(array: Array) -> bool:
-    """Tell whether an array is a CuPy one, or raise TypeError for what is no array at all."""
+    """Tell whether an array is a CuPy one; raise TypeError for an object that is no array."""
     if isinstance(array, np.ndarray):
         return False
     if hasattr(array, "__cuda_array_interface__"):
@@ -26,7 +26,7 @@ def is_on_device(array: Array) -> bool:
 
 
 def module_of(array: Array) -> Any:
-    """Return the module that an array's kind of arrays comes from: numpy, or cupy."""
+    """Return the module of an array's type: numpy, or cupy."""
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
@@ -72,7 +72,7 @@ class SparseVector(NamedTuple):
 
     def where(self, mask: Array) -> SparseVector:
         """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
-        # By positions: with a mask for an index NumPy guesses a branch for every entry, twice.
+        # By positions: with a mask NumPy branches on every entry, unpredictably, and twice.
         positions = module_of(mask).flatnonzero(mask)
         return SparseVector(self.indices[positions], self.values[positions], self.length)
 
@@ -90,7 +90,7 @@ class SparseVector(NamedTuple):
     def minus(self, other: SparseVector) -> SparseVector:
         """Return the nonzero differences to a vector of the same indices.
 
-        On a GPU CuPy takes those of float32 below 2^-126 for zeros.
+        On a GPU, CuPy treats float32 differences below 2^-126 as zeros.
         """
         difference = self.values - other.values
         return self._replace(values=difference).where(difference != 0)
@@ -129,10 +129,10 @@ def require_values(values: Array) -> None:
 
 
 def check(vector: SparseVector) -> SparseVector:
-    """Return the vector, or raise ValueError naming what makes it none.
+    """Return the vector; raise ValueError, with the reason, where it is not a valid SparseVector.
 
-    For vectors that come from outside: a caller of `reduce`, or a peer's message. On a GPU it waits
-    for the answer.
+    It is for vectors from outside: from a caller of `reduce`, or a peer's message. On a GPU it
+    waits for the result.
     """
     indices, values, length = vector
     require_values(values)

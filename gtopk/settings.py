@@ -3,7 +3,7 @@
     settings.TIMEOUT.read()      600.0, or the seconds that GTOPK_TIMEOUT says
 
 The environment is read at each call, and nowhere else in gtopk; `collectives.environment` reads the
-three of `collectives`, and `launch` what launchers set. An empty variable is one that is not set.
+three variables of `collectives`, and `launch` reads launchers'. An empty variable counts as unset.
 `python docs/make/settings.py` makes the tables of docs/reference/settings.md from `SECTIONS`.
 
 This module imports neither NumPy nor torch: `gtopk doctor` and the companions run without them.
@@ -26,11 +26,11 @@ class Setting(Generic[T]):
     """An environment variable.
 
     name:    of the variable.
-    about:   its row on the page, in Markdown.
-    parse:   makes its value of its text; raises ValueError("a number of seconds above 0") for what
-             is none.
+    about:   its row on the reference page, in Markdown.
+    parse:   makes the value from the text; raises ValueError for another text, with the expected
+             form as in ValueError("a number of seconds above 0").
     default: its value where the variable is unset or empty.
-    shown:   the default as the page has it, in Markdown.
+    shown:   the default on the reference page, in Markdown.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Setting(Generic[T]):
     shown: str
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
-        """Return the value; raise ValueError, which names the variable, for a text that is none."""
+        """Return the value; raise ValueError, which names the variable, for an invalid text."""
         text = environ.get(self.name)
         if not text:
             return self.default
@@ -50,11 +50,11 @@ class Setting(Generic[T]):
             raise ValueError(f"{self.name} must be {error}, got {text!r}") from None
 
     def text(self, environ: Mapping[str, str] = os.environ) -> str:
-        """Return what the variable says, unchecked; "" where it is unset."""
+        """Return the variable's text, unchecked; "" where it is unset."""
         return environ.get(self.name, "")
 
     def take(self) -> str:
-        """Return what the variable says, unchecked, and remove it: a child must not inherit it."""
+        """Return the variable's text, unchecked, and unset it: a child must not inherit it."""
         return os.environ.pop(self.name, "")
 
 
@@ -134,7 +134,7 @@ _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_link(text: str) -> EmulatedLink:
     """Return the link that a text such as "100mbit" or "1gbit,0.4ms" names; ValueError for others.
 
-    Without a latency it adds none to what this machine takes.
+    Without a latency in the text, none is added to this machine's own.
     """
     said = _LINK.fullmatch(text.strip())
     try:
@@ -155,9 +155,9 @@ def parse_link(text: str) -> EmulatedLink:
     return link
 
 
-# How the ranks are joined, and how they talk.
+# Joining the ranks, and their messages.
 
-TRANSPORT: Final = _text(  # its check is where transports are opened: `world.joining`
+TRANSPORT: Final = _text(  # checked where transports are opened: `world.joining`
     "GTOPK_TRANSPORT",
     "[the transport](#the-transport) that joins the ranks: `mpi`, `torch.distributed`, `horovod` "
     "or `local`; or `nccl` or `staged`, over the one that the launcher implies",
@@ -186,7 +186,7 @@ ALLOW_PICKLE: Final[Setting[bool]] = Setting(
     "GTOPK_ALLOW_PICKLE",
     "`1`: objects that are not plain data travel as pickles, where both sides have it. Then "
     "whoever can send to a rank can execute code there",
-    lambda text: text == "1",  # anything else is a no: an error here would meet ranks mid-exchange
+    lambda text: text == "1",  # else no: an error would come in mid-exchange
     False,
     "0; `1` under `python -m gtopk.as_horovod`",
 )
@@ -205,7 +205,7 @@ LINK: Final[Setting[EmulatedLink | None]] = Setting(
     "unset",
 )
 
-# What computes.
+# Kernels and threads.
 
 KERNELS: Final = _text(  # read by `collectives.environment`, as the next two are
     "GTOPK_KERNELS", "`reference`: NumPy", "the C++ core where built"
@@ -233,7 +233,7 @@ SIMGRID_PYTHON: Final = _text(
     "this Python, or the system's",
 )
 
-# What is recorded and said of a run.
+# Records and logs of a run.
 
 RUN: Final = _text(
     "GTOPK_RUN",
@@ -264,7 +264,7 @@ MLFLOW: Final = _text(
     "an experiment at MLflow for scalars of rank 0, where mlflow is installed; in the run that is "
     "active by then, if one is",
 )
-PROMETHEUS: Final = _text(  # its check is where addresses are: `recording.endpoint`
+PROMETHEUS: Final = _text(  # checked where it is used: `telemetry.sinks.parse_address`
     "GTOPK_PROMETHEUS",
     "`PORT` or `HOST:PORT`: each rank answers at that port + its local rank, on the loopback "
     "unless HOST says otherwise",
@@ -295,7 +295,7 @@ ELASTIC_DIR: Final = _text(
 )
 ELASTIC_KEEP: Final = _whole("GTOPK_ELASTIC_KEEP", "how many commits are kept there", 2, "commits")
 
-# Horovod's, with its meaning.
+# Horovod's variables, with Horovod's meaning.
 
 HOROVOD_TIMELINE: Final = _text(
     "HOROVOD_TIMELINE",
@@ -346,7 +346,7 @@ DYNAMIC_PROCESS_SETS: Final = _switch(
     "HOROVOD_DYNAMIC_PROCESS_SETS", "1: process sets can be added and removed later", False, "0"
 )
 
-# From gtopk to processes that it starts.
+# Variables that gtopk sets for processes that it starts.
 
 RUN_ADDRESS: Final = _text("GTOPK_RUN_ADDRESS", "where a rank of gtopk.run fetches its call")
 RUN_SECRET: Final = _text("GTOPK_RUN_SECRET", "the key that it proves itself with there")

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Reduce(Protocol):
-    """What every algorithm is; its options are further keyword arguments."""
+    """An algorithm's signature; its options are further keyword arguments."""
 
     def __call__(
         self, selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
@@ -61,7 +61,7 @@ ALGORITHMS: Final[dict[str, Reduce]] = {
     "hierarchical": hierarchical.reduce,
 }
 
-# Their lists stay on a GPU; the host sees headers, sizes and flags.
+# Algorithms whose lists stay on a GPU; the host reads headers, sizes and flags.
 ON_DEVICE: Final = frozenset({"dense", "topk-allgather", "gtopk-tree", "gtopk"})
 
 
@@ -106,7 +106,7 @@ def where_it_works(
     algorithm: str,
     format: Format,
 ) -> tuple[SparseVector, SparseVector]:
-    """Run a reduction by the algorithm where `selected` lies, or by way of the host."""
+    """Run a reduction on the device of `selected` if possible, else by way of the host."""
     if not is_on_device(selected.values):
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _reduce(
         try:
             return ALGORITHMS[algorithm](selected, k, transport, format=format, **options)
         except (NonFiniteError, ValueError) as error:
-            # On every rank, which thus completes the operation; an option that is out of bounds is
-            # found before anything is sent.
+            # Raised on every rank, after the operation is complete; an option that is out of bounds
+            # is found before anything is sent.
             refusal = error
     raise refusal

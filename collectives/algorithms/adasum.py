@@ -1,4 +1,4 @@
-"""Adasum: dense vectors, combined so that what is alike is averaged and what differs is added.
+"""Adasum: combines dense vectors; parallel components are averaged, orthogonal ones added.
 
     a (+) b  =  a (1 - a.b / 2|a|^2)  +  b (1 - a.b / 2|b|^2)
 
@@ -70,7 +70,7 @@ def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None
 
 
 def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
-    """Return where each segment ends, after a 0; raise ValueError for what cannot be combined."""
+    """Return 0 and the segments' ends; raise ValueError for an array that cannot be combined."""
     if array.dtype not in _DTYPES:
         raise ValueError(f"Adasum is for 16-bit floats, float32 and float64, got {array.dtype}")
     lengths = [array.size] if segments is None else segments
@@ -84,7 +84,7 @@ def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
 
 
 class _Group:
-    """The ranks, and where the segments of their vectors end."""
+    """Combines vectors with these segments over the ranks of a transport."""
 
     def __init__(self, transport: Transport, bounds: Sequence[int]) -> None:
         self._transport = transport
@@ -116,7 +116,7 @@ class _Group:
             x, y = _wide(a[block]), _wide(b[block])
             products[segment] += x @ y, x @ x, y @ y
         for distance in _distances(holders):
-            # Who adds what to which does not matter to the bits: all holders get the same.
+            # Addition commutes, so all holders get the same bits.
             products += self.swap(products, self._transport.rank ^ distance, products)
         dots, squares = products[:, :1], products[:, 1:]
         # From a zero vector nothing is taken.
@@ -137,11 +137,11 @@ class _Group:
                 yield segment, slice(begin, min(begin + _BLOCK, end))
 
     def swap(self, part: Array, peer: int, like: Array) -> Array:
-        """Give a part to a peer and return the one it gives, which is like an array."""
+        """Swap parts with a peer; the peer's must have the size and dtype of `like`."""
         return self._elements(self._transport.exchange(_bytes(part), peer), peer, like)
 
     def receive(self, peer: int, like: Array) -> Array:
-        """Return a peer's array, which is like this rank's."""
+        """Return a peer's array, which must have the size and dtype of `like`."""
         return self._elements(self._transport.receive(peer), peer, like)
 
     def _elements(self, message: Array, sender: int, like: Array) -> Array:

@@ -7,15 +7,12 @@
            list (a power of two: the division is exact). Only the merge with a folded rank's
            list, which one rank alone holds, goes by owners.
 
-One rank's result of a sparse reduction, before it is split into (update, returned).
+A rank that finds NaN or infinity refuses, in the messages of the reduction itself. From there on
+ranks send empty lists, so that none waits and little is sent. Their headers hold the number of the
+lowest rank that refused, and all ranks end with the same error.
 
-A rank that finds NaN or infinity says so in the messages of the reduction itself. From there on
-empty lists travel in place of entries, so that nobody waits and little is sent; the number of the
-lowest rank that refused travels in their headers, and all ranks end alike.
-
-Alive: one bit for each entry of a list, whether its pick is part of the final result.
-
-Rounding: what coded values lose is put back, each error by exactly one rank.
+A pick is alive while it can be part of the final result: one bit for each entry of a list.
+Rounding errors of coded values are put back, each by exactly one rank.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from ..wire import NOBODY, Format
 
 
 class Outcome(NamedTuple):
-    """The agreed update, and what this rank puts back into its residual.
+    """One rank's result of a sparse reduction, before it is split into (update, returned).
 
     dead:  this rank's picks that are no part of the update; they return whole.
     extra: rounding errors, and shares of what merges dropped.
@@ -50,9 +47,9 @@ def lowest(*ranks: int) -> int:
 
 
 def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[SparseVector, int]:
-    """Return the vector and who refused; when anybody has, nothing in place of the vector.
+    """Return the vector and the lowest rank that refused; an empty vector if one has.
 
-    rank: who refuses when the vector is not finite. refused_by: who has already.
+    rank: refuses when the vector is not finite. refused_by: the rank that has already.
     """
     if not all_finite(vector.values):
         refused_by = lowest(rank, refused_by)
@@ -60,7 +57,7 @@ def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[
 
 
 def refused(selected: SparseVector, rank: int) -> Outcome:
-    """Return the outcome of a reduction that a rank refused: nothing happened."""
+    """Return the outcome of a reduction that a rank refused: all picks return."""
     nothing = selected.at(slice(0))
     return Outcome(nothing, selected, nothing, rank)
 
@@ -73,7 +70,7 @@ def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
 
 
 def put_together(vectors: list[SparseVector]) -> SparseVector:
-    """Return the sum, in memory of its own; a single list that is not empty as it is."""
+    """Return the sum, in new memory; if only one list is not empty, that list itself."""
     filled = [vector for vector in vectors if vector.entries]
     if len(filled) == 2:
         one, other = filled
@@ -84,7 +81,7 @@ def put_together(vectors: list[SparseVector]) -> SparseVector:
 def among(vector: SparseVector, others: SparseVector) -> SparseVector:
     """Return the entries whose index the other vector has, too."""
     if not vector.entries:
-        return vector  # on a GPU the host would wait to learn that
+        return vector  # saves the wait for a GPU's result
     return vector.where(contains(others.indices, vector.indices))
 
 
@@ -92,7 +89,7 @@ PUT_BACK = ("owners", "spread")
 
 
 class Conservation:
-    """One rank's picks, what is alive of them, and what else is its to put back."""
+    """One rank's picks, which of them are alive, and the further entries it must put back."""
 
     def __init__(self, picks: SparseVector, put_back: str) -> None:
         self.picks = picks
@@ -114,7 +111,7 @@ class Conservation:
             self._errors = among(self._errors, merged)
 
     def note_fate(self, alive: Array) -> None:
-        """Take in what another rank found out for this one: which picks are alive, bool [picks]."""
+        """Take in which picks are alive, bool [picks], as another rank found out for this one."""
         self.alive = self.alive & alive
         self._errors = among(self._errors, self.picks.where(self.alive))
 
@@ -144,10 +141,9 @@ def unpack_alive(bits: Array, count: int) -> Array:
 def rounding_error(
     vector: SparseVector, rounded: SparseVector, format: Format, first: int = 0, step: int = 1
 ) -> SparseVector:
-    """Return what the values lost: vector - rounded, at positions first, first + step, ...
+    """Return the rounding errors vector - rounded, at positions first, first + step, ...
 
-    A list that `step` ranks hold alike loses the same on each of them, so each takes every
-    step-th entry.
+    `step` ranks that hold one list have the same errors, so each puts every step-th one back.
     """
     if format.values == "exact":
         return vector.at(slice(0))

@@ -48,7 +48,7 @@ def reduce(
 ) -> tuple[SparseVector, SparseVector]:
     """Agree on the k largest of the pairwise merged sums.
 
-    growth:   the last rounds keep more, up to growth * k entries (`growth`).
+    growth:   the last rounds keep more, up to growth * k entries (gtopk_options.py).
     put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
               the merged list (`conservation`).
     """
@@ -63,7 +63,7 @@ def reduce_list(
     options: GtopkOptions,
     refused_by: int = NOBODY,
 ) -> Outcome:
-    """Return the outcome; a list that somebody refused already takes part as an empty one."""
+    """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
     size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
@@ -93,7 +93,7 @@ def _as_host(
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
         conservations.append(Conservation(guests, options.put_back))
     merged = picks
-    if folds or picks.entries > k or not kept:  # else the first round cuts, and drops zeros
+    if folds or picks.entries > k or not kept:  # otherwise the first merge cuts, and drops zeros
         merged, dropped = merge(picks, guests, k)
         merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
@@ -106,7 +106,7 @@ def _as_host(
         swapped = swap_and_merge(merged, refused_by, keep, transport, peer, options, holders)
         conservations[0].note_rounding(swapped.error)
         holders *= 2
-        finder = transport.ranks[rank & -holders]  # all who hold this list name the same rank
+        finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
         merged, refused_by = examine(swapped.merged, finder, swapped.refused_by)
         for conservation in conservations:
             conservation.note_merge(merged, swapped.dropped, holders)
@@ -127,7 +127,7 @@ def _as_host(
 
 
 class Swapped(NamedTuple):
-    """What both ranks hold after a swap, and what this one's list lost on the way.
+    """The merged list that both ranks hold after a swap, and the entries that are not in it.
 
     dropped: the other nonzero entries of the sum.
     error:   this rank's share of the rounding of the list it sent.
@@ -176,7 +176,7 @@ def _read(
     peer: int,
     options: GtopkOptions,
 ) -> tuple[SparseVector, int]:
-    """Return the list that a peer has sent, and who refused there."""
+    """Return the list that a peer has sent, and the rank that refused, or NOBODY."""
     sender, stamp_bytes = transport.ranks[peer], options.stamp().size
     decoded = wire.decode(
         message, like, k, sender, options.format, stamp_bytes, number=transport.begun
@@ -193,7 +193,7 @@ def _receive_picks(
     transport: Transport,
     options: GtopkOptions,
 ) -> tuple[SparseVector, int]:
-    """Return what a rank that is folded in picked, and who refused so far."""
+    """Return the picks of a rank that is folded in, and the lowest rank that has refused."""
     picks, refusal = _read(transport.receive(guest), like, k, transport, guest, options)
     return picks, lowest(refused_by, refusal)
 

@@ -24,7 +24,7 @@ from ..vector import Array
 from ..wire import EXACT, Format
 from .conservation import PUT_BACK
 
-# Of Compression.gtopk, unless one says otherwise: on a power of two ranks no byte more is sent.
+# The default of Compression.gtopk: on a power of two ranks it sends no more bytes than 1 does.
 USUAL_GROWTH: Final = 2.0
 
 
@@ -57,9 +57,9 @@ class GtopkOptions(NamedTuple):
         return self
 
     def stamp(self) -> Array:
-        """Return what a message says of the options, uint8 [0 or 1]: nothing by default.
+        """Return the options' bytes in a message, uint8 [0 or 1]: none by default.
 
-        k, growth and the format are in its header.
+        k, growth and the format are in the message's header.
         """
         number = PUT_BACK.index(self.put_back)
         return np.array([number] if number else [], np.uint8)

@@ -10,7 +10,7 @@ Shi et al. 2019, algorithm 3. Kept for comparison: twice the rounds of `gtopk`.
 The paper clears a pick whenever its index is in the final result, and so loses a pick that was
 dropped on the way up but whose index came back through another branch. Here each message down
 carries, behind the result, one bit for each entry of the list that came up that edge: still alive.
-What the paper does is there for comparison: put_back="published".
+put_back="published" does what the paper does, for comparison.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def reduce(
     format: Format = EXACT,
     put_back: str = "owners",
 ) -> tuple[SparseVector, SparseVector]:
-    """Reduce to rank 0 and broadcast; a rank's picks that fell out on the way return to it.
+    """Reduce to rank 0 and broadcast; a rank's picks that were dropped on the way return to it.
 
-    What the values of a list lose to rounding on their way up returns to the rank that sent it.
+    The rounding errors of a list on its way up return to the rank that sent it.
 
-    put_back: to their "owners", all of them; or as "published", which breaks the promise of
-              conservation: not those whose index is in the result by way of another branch.
+    put_back: "owners": all dropped picks return; "published", which breaks conservation: picks
+              whose index came into the result by another branch do not return.
     """
     if put_back not in PUT_BACK:
         raise ValueError(f"put_back must be one of {', '.join(PUT_BACK)}; got {put_back!r}")

@@ -47,9 +47,9 @@ ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]
 
 
 class Across(NamedTuple):
-    """A reduction that is told a shard's share of k and of k_out, and who refused already.
+    """A shard's sparse reduction across nodes, called with the shard's k, k_out and refused_by.
 
-    k_out: how many entries the whole update may have, where the algorithm has this dial; else k.
+    k_out: how many entries the whole update may have, where the algorithm has this option; else k.
     """
 
     reduce: ReduceList
@@ -95,7 +95,7 @@ def reduce(
 
     nodes:  the ranks of each, equal on all ranks; by default those of each host, which takes an
             allgather to learn (`find_nodes`).
-    across: "gtopk" or "oktopk"; `options` are its own.
+    across: "gtopk" or "oktopk"; `options` are that algorithm's.
     format: of the messages across; inside a node values stay exact.
     """
     how = open_across(across, format, options, k, selected.length)
@@ -103,9 +103,9 @@ def reduce(
 
 
 class Hierarchy:
-    """Where this rank stands: its node, its place there, and the shard it owns.
+    """This rank's node, its place there, and the shard it owns; reduces dense gradients.
 
-    The form for dense gradients. Each rank that owns a shard keeps a residual for it:
+    Each rank that owns a shard keeps a residual for it:
 
         gradient -> scatter -> residual += shard, select -> reduce -> update, returned
 
@@ -129,11 +129,11 @@ class Hierarchy:
         )
 
     def shard(self, length: int) -> slice:
-        """Return what this rank owns of a vector of this length."""
+        """Return the part of a vector of this length that this rank owns."""
         return slice(*self._bounds(length)[self.place : self.place + 2])
 
     def _bounds(self, length: int) -> list[int]:
-        """Return the ends of what each rank of the node owns."""
+        """Return the bounds of the parts that the node's ranks own."""
         return shard_bounds(length, self.shards) + [length] * (self.inside.size - self.shards)
 
     def shard_k(self, k: int) -> int:
@@ -141,7 +141,7 @@ class Hierarchy:
         return max(1, share(k, self.shards, self.place)) if self.across else 0
 
     def scatter(self, dense: Array) -> Array:
-        """Return the node's sum of this rank's shard, a view of `dense`; the rest is lost."""
+        """Return the node's sum of this rank's shard, a view of `dense`, which is overwritten."""
         self.inside.reduce_scatter(dense, self._bounds(dense.size))
         return dense[self.shard(dense.size)]
 
@@ -155,7 +155,7 @@ class Hierarchy:
         across: str = "gtopk",
         **options: Any,
     ) -> tuple[SparseVector, SparseVector]:
-        """Return the update, of `length` elements, and what returns to this rank's shard.
+        """Return the update, of `length` elements, and the entries that return to this shard.
 
         selected: at most `shard_k(k)` entries of this rank's shard, of the shard's length.
         Raises NonFiniteError on all ranks alike.
@@ -222,7 +222,7 @@ class _Step:
         )
 
     def _reduce_shard(self) -> Outcome:
-        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back."""
+        """Add up the node's picks in this rank's shard, reduce them across, send results back."""
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
         lists = []
@@ -258,7 +258,7 @@ class _Step:
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
 
     def _receive_outcome(self, shard: int) -> Outcome:
-        """Return what another owner found out for this rank."""
+        """Return the outcome of this rank's picks in a shard, from the shard's owner."""
         part = self.parts[shard]
         update, bits, refused_by = wire.decode(
             self.inside.receive(shard),
@@ -273,7 +273,7 @@ class _Step:
 
 
 def shard_bounds(length: int, shards: int) -> list[int]:
-    """Return where shards end; no shard is smaller than its share of any k."""
+    """Return the bounds of the shards; no shard is smaller than its share of any k."""
     return [shard * (length // shards) + min(shard, length % shards) for shard in range(shards + 1)]
 
 

@@ -1,6 +1,6 @@
-"""Nodes: which ranks share a host, as lists of ranks in order.
+"""Nodes: which ranks share a host; and the reduction of a GPU's vector by way of the host.
 
-By host: a GPU's vector is reduced by way of the host, where every transport and format works.
+Every transport and format works on the host:
 
 GPU     selected                         update, returned
            | k entries                          ^ as many as there are
@@ -21,7 +21,7 @@ from ..vector import SparseVector
 def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[int]]:
     """Return the ranks of every host, which takes a small allgather.
 
-    node_size: so many consecutive ranks are a node instead, and nothing is exchanged.
+    node_size: if given, so many consecutive ranks are a node, and nothing is exchanged.
     """
     if node_size is not None:
         everyone = list(range(transport.size))
@@ -52,7 +52,7 @@ Reduction = Callable[[SparseVector], tuple[SparseVector, SparseVector]]
 
 
 def by_host(reduction: Reduction, selected: SparseVector) -> tuple[SparseVector, SparseVector]:
-    """Return what the reduction of the copies gives, with arrays on the current GPU.
+    """Run the reduction on copies in the host's memory; return its result on the current GPU.
 
     selected: on the current GPU, whose current stream orders the copies.
     """

@@ -50,8 +50,8 @@ from .conservation import (
 from .regions import Cut, Regions
 from .threshold import share_out
 
-# A largest part of so many times the mean is even enough: the allgather takes that much longer,
-# and a move costs a message and the surplus.
+# Parts are even enough if the largest is at most so many times the mean: the allgather takes that
+# much longer, while a move costs a message and the surplus.
 _EVEN: Final = 1.25
 
 
@@ -61,7 +61,7 @@ def is_even(counts: Sequence[int]) -> bool:
 
 
 def moves(counts: Sequence[int]) -> list[list[slice]]:
-    """Return for each region and block the region's entries that belong to the block."""
+    """Return, for each region and block, the slice of the region's entries that go to the block."""
     total, parts = sum(counts), len(counts)
     bounds = [total * block // parts for block in range(parts + 1)]
     plan = []
@@ -93,7 +93,7 @@ def reduce(
 
 
 def checked_k_out(k: int, k_out: int | None, length: int) -> int:
-    """Return k_out, or k for None; raise ValueError where a vector has not so many elements."""
+    """Return k_out, or k for None; raise ValueError where it is not in 1..length."""
     if k_out is None:
         return k
     if not 1 <= k_out <= length:
@@ -110,13 +110,13 @@ def reduce_list(
     regions: Regions,
     refused_by: int = NOBODY,
 ) -> Outcome:
-    """Return the outcome; a list that somebody refused already takes part as an empty one."""
+    """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
     picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
     cut = regions.agree(picks, transport)
     step = _Step(transport, cut, format)
 
     lists, refused_by = step.split(picks, k, refused_by)
-    if refused_by != NOBODY:  # on every rank: each heard of all
+    if refused_by != NOBODY:  # on every rank, as each has a message of all others
         return refused(selected, refused_by)
     total, refused_by = examine(sum_by_index(lists), transport.ranks[transport.rank])
 
@@ -142,7 +142,7 @@ def _largest(vector: SparseVector, count: int) -> SparseVector:
 class _Step:
     """The exchanges of one reduction.
 
-    region: the one this rank owns. errors: what values lost to rounding on this rank.
+    region: the one this rank owns. errors: this rank's rounding errors.
     """
 
     def __init__(self, transport: Transport, cut: Cut, format: Format) -> None:
@@ -153,7 +153,7 @@ class _Step:
         self.errors: list[SparseVector] = []
 
     def split(self, picks: SparseVector, k: int, refused_by: int) -> tuple[list[SparseVector], int]:
-        """Return what every rank picked in this rank's region, by rank, and who refused."""
+        """Return the ranks' picks in this rank's region, by rank, and the lowest refusing rank."""
         rank, size = self.transport.rank, self.transport.size
         first, end = self.cut.bounds[self.region : self.region + 2]
         lists = {rank: picks.between(first, end)}
@@ -180,7 +180,7 @@ class _Step:
         return [lists[rank] for rank in range(size)], refused_by
 
     def balance(self, entries: SparseVector, k_out: int, counts: list[int]) -> SparseVector:
-        """Send what belongs to other blocks, and return this rank's block."""
+        """Send the entries of other blocks to their owners, and return this rank's block."""
         owners, plan = self.cut.owners, moves(counts)
         sends = [
             self._send(entries.at(part), owners[block], k_out)

@@ -1,4 +1,4 @@
-"""Options: the keyword arguments of an algorithm's own."""
+"""Options: an algorithm's own keyword arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[st
     """Raise ValueError where the algorithm has no option of a name."""
     parameters = _parameters(reduce)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # it hands them on, and checks them there
+        return  # it passes them on, and they are checked there
     own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "format"]
     unknown = sorted(set(options) - set(own))
     if unknown:
@@ -24,5 +24,5 @@ def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[st
 
 @functools.cache
 def _parameters(reduce: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of an algorithm: looked up in every reduction, found out once."""
+    """Return the parameters of an algorithm; cached, as every reduction needs them."""
     return list(inspect.signature(reduce).parameters.values())

@@ -26,14 +26,14 @@ import numpy as np
 from ..errors import MessageError
 from ..transports.transport import Transport
 
-# A shorter list is sent at once: it takes no longer than a word would, a latency.
+# A shorter list is sent at once: it takes no longer than a go-ahead, one latency.
 LONG_ENTRIES: Final = 1024
 
 
 def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int, k: int) -> None:
-    """Give or await the word before a swap, where one of the two blocks is late.
+    """Send or await the go-ahead before a swap, where one of the two blocks is late.
 
-    holders: ranks in a block. Raises MessageError where a list comes instead of the word.
+    holders: ranks in a block. Raises MessageError where a list comes instead of the go-ahead.
     """
     if k < LONG_ENTRIES:
         return
@@ -51,6 +51,6 @@ def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int
 
 
 def go_aheads(holders: int, guests: int, k: int) -> int:
-    """Return how many words are given before the swaps of blocks of `holders` ranks."""
+    """Return how many go-aheads are sent before the swaps of blocks of `holders` ranks."""
     late_blocks = -(-guests // holders)
     return holders if k >= LONG_ENTRIES and late_blocks % 2 else 0

@@ -1,4 +1,4 @@
-"""Regions: which rank adds up which stretch of the indices.
+"""Regions: divides the indices into a region for each rank, which adds up the picks in it.
 
     picks of      rank 0   .:.  .   . |   .   . |      ..     |  .      n = 40, P = 4
                   rank 1    ::    .   | .       |  .    .   . |    .
@@ -33,7 +33,7 @@ from ..vector import Array, SparseVector
 
 
 def quantile_ends(entries: int, quantiles: int) -> list[int]:
-    """Return where the quantiles of a list end: as equal as can be, none empty."""
+    """Return the ends of a list's quantiles: as equal as can be, none empty."""
     quantiles = min(quantiles, entries)
     return [entries * (quantile + 1) // quantiles for quantile in range(quantiles)]
 
@@ -45,7 +45,7 @@ def at_positions(array: Array, positions: list[int]) -> Array:
 
 
 QUANTILES_PER_RANK: Final = 4
-_TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new
+_TOO_FULL: Final = 1.5  # times the entries of the fullest region when the boundaries were new
 
 
 class Cut(NamedTuple):
@@ -56,9 +56,9 @@ class Cut(NamedTuple):
 
 
 class Regions:
-    """The boundaries in use, kept between steps; every rank keeps its own, alike.
+    """The boundaries in use, kept between steps; every rank keeps an equal copy.
 
-    every: so many reductions use the same boundaries.
+    every: how many reductions use the same boundaries.
     """
 
     def __init__(self, every: int = 64) -> None:
@@ -70,7 +70,7 @@ class Regions:
         self._fullest = 1.0
 
     def record(self) -> dict[str, Any]:
-        """Return what `resume` goes on from, as plain numbers and lists."""
+        """Return the state for `resume`, as plain numbers and lists."""
         cut = None if self._cut is None else [self._cut.bounds, self._cut.owners]
         return {"cut": cut, "served": self._served, "fullest": self._fullest}
 
@@ -96,7 +96,8 @@ class Regions:
     def note_loads(self, loads: Sequence[int]) -> None:
         """Take in how many entries each region got; one too full asks for new boundaries.
 
-        Compared with what they held when new: one index that all pick cannot be divided.
+        It is compared with the load when the boundaries were new, not with an equal share: one
+        index that all ranks pick cannot be divided.
         """
         fullest = max(loads) * len(loads) / max(1, sum(loads))
         if self._served == 1:
@@ -120,7 +121,7 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
     everyone = np.arange(size)
 
     def stay(turn: int) -> tuple[int, int, int]:
-        """Return how many stay on the rank with the fewest, and on all, by this rotation."""
+        """Return how many picks stay on the rank with the fewest, and on all, by this rotation."""
         of_each = picked[everyone, (everyone - turn) % size]
         return int(of_each.min()), int(of_each.sum()), -turn
 
@@ -129,9 +130,9 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
 
 
 def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[int]:
-    """Return before which index so many picks of all ranks lie (targets, ascending).
+    """Return, for each target (ascending), the index before which so many picks of all ranks lie.
 
-    Of a quantile the last pick's place is known; the others are taken as spread evenly before it:
+    Of a quantile the last pick's index is known; the others are assumed to be evenly spread:
     a rank's picks up to an index are a line that bends and steps up where a quantile ends. The
     sum of these lines is walked from bend to bend, by single operations of float64, which every
     processor rounds alike.

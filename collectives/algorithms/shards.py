@@ -1,4 +1,4 @@
-"""shards: a shard of the vector a step, all of it, rounded on its way to its owners and back.
+"""shards: sums one shard of the vector a step, with all its values rounded for sending.
 
     period 2      0 1 0 1 0 1 0 1       blocks of 256 elements; step t exchanges those of shard
                                         t mod period. No indices travel
@@ -39,11 +39,11 @@ STAMP_BYTES = 4  # behind the values: which shard they are of
 
 
 class Shared(NamedTuple):
-    """What a shard's exchange gives this rank.
+    """One rank's result of a shard's exchange.
 
     update: the agreed values of the shard, bit-identical on all ranks, [m].
-    lost:   what rounding took of this rank's values, to be put back into its residual, [m].
-    kept:   what rounding took of the sum of the part that this rank owns, [own part].
+    lost:   the rounding errors of this rank's values, to be put back into its residual, [m].
+    kept:   the rounding errors of the sum of the part that this rank owns, [own part].
     """
 
     update: Array
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
 
 
 def shard_indices(shard: int, period: int, like: Array) -> Array:
-    """Return where a shard's elements lie in a vector, ascending; in memory of the vector's kind.
+    """Return the indices of a shard's elements in a vector, ascending; on the vector's device.
 
     like: the vector. Each of its elements is in one of the shards 0 .. period - 1.
     """
@@ -65,7 +65,7 @@ def shard_indices(shard: int, period: int, like: Array) -> Array:
 
 
 def own_part(length: int, transport: Transport) -> slice:
-    """Return the part that this rank owns of a shard of so many elements."""
+    """Return the part that this rank owns of a shard of `length` elements."""
     return slice(*shard_bounds(length, transport.size)[transport.rank : transport.rank + 2])
 
 
@@ -102,7 +102,7 @@ def reduce(
 
 
 class Summed(NamedTuple):
-    """The sum of the part that this rank owns, and what rounding took of its other parts, [m].
+    """The sum of the part that this rank owns, and the rounding errors of its other parts, [m].
 
     refused_by: the lowest rank that refused, or NOBODY; the same on every rank.
     """
@@ -146,7 +146,7 @@ def to_owners(
 def _from_owners(
     total: Array, length: int, transport: Transport, shard: int, code: str
 ) -> tuple[Array, Array, int]:
-    """Return everyone's rounded sums, this rank's among them, and who refused."""
+    """Return all owners' rounded sums, this rank's part of them, and the refusing rank."""
     rank, bounds = transport.rank, shard_bounds(length, transport.size)
     if transport.size == 1:  # nobody to save bytes for
         return total, total, NOBODY if all_finite(total) else transport.ranks[rank]
@@ -179,7 +179,7 @@ def _encode(values: Array, transport: Transport, shard: int, code: str, refused_
 def _decode(
     message: Array, like: Array, source: int, transport: Transport, shard: int, code: str
 ) -> tuple[Array, int]:
-    """Return a part's values as a rank has sent them, and who refused there."""
+    """Return the values of a part from a rank's message, and the rank that refused, or NOBODY."""
     expected = SparseVector.empty(like.size, like.dtype)
     sender, k = transport.ranks[source], max(1, like.size)
     format = Format(wire.WHOLE, code)

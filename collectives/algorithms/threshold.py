@@ -1,4 +1,4 @@
-"""Threshold: how many entries of each region are among the `wanted` largest of all regions.
+"""Threshold: counts each region's entries among the `wanted` largest of all regions.
 
 Entries have one order: the larger |value| first; among equals the lower index, so the lower
 region. Each owner sorts its own. In a round it sends the last value of each of 64 equal quantiles
@@ -35,10 +35,10 @@ _NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
 
 
 class Shares(NamedTuple):
-    """What all ranks know in the end; by region, in their order.
+    """The result, the same on all ranks; by region, in their order.
 
     counts: how many of its largest entries are among the `wanted` largest.
-    loads:  what the region's owner told besides.
+    loads:  the `load` that the region's owner passed.
     """
 
     counts: list[int]
@@ -68,7 +68,7 @@ def share_out(
 
     total:  the entries of this rank's region, finite.
     owners: the rank of each region.
-    load, refused_by: what the other ranks are to know besides.
+    load, refused_by: further numbers that all ranks exchange.
     """
     here = owners.index(transport.rank)
     keys = -abs(total.values)  # ascending, the largest come first
@@ -103,7 +103,7 @@ class _Search:
     def __init__(self, told: Sequence[_Told]) -> None:
         ends = [quantile_ends(region.high - region.low, _QUANTILES) for region in told]
         sizes = [np.diff([0, *region]) for region in ends]
-        # What a region's next quantile hides: entries that may come before its sample, the last.
+        # Entries of a region's next quantile that may come before its sample, which is its last.
         hidden_at_first = sum(int(quantiles[0]) - 1 for quantiles in sizes if quantiles.size)
         hidden_next = [np.append(quantiles[1:], 1)[: quantiles.size] - 1 for quantiles in sizes]
         regions = np.repeat(np.arange(len(told)), [len(region) for region in ends])
@@ -142,7 +142,7 @@ class _Search:
 def _tell(
     mine: _Told, like: SparseVector, wanted: int, owners: Sequence[int], transport: Transport
 ) -> list[_Told]:
-    """Return what every region's owner tells, by region: messages of no entries, but extra bytes.
+    """Gather every region owner's numbers, by region, in the extra bytes of empty messages.
 
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """

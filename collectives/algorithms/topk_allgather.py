@@ -26,7 +26,7 @@ def reduce(
         for message, sender in zip(messages, ranks, strict=True)
     ]
     update = sum_by_index([decoded.vector for decoded in lists])
-    # That the sum is not finite all ranks see; the lowest of them found it, too.
+    # All ranks see that the sum is not finite; so the lowest of them is named as its finder.
     update, refused_by = examine(update, ranks[0], lowest(*(d.refused_by for d in lists)))
     if refused_by != wire.NOBODY:
         return settle(refused(selected, refused_by))

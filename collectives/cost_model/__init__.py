@@ -1,7 +1,7 @@
-"""Will it pay? What every algorithm is expected to take here, and which one to use.
+"""Predicts the time of every algorithm on the measured network, and chooses the one to use.
 
 calibration = calibrate(transport)                  measured once, the same on every rank
-best, *others = choose(length, calibration, ...)    predicted, what costs least first
+best, *others = choose(length, calibration, ...)    predictions, the cheapest first
 """
 
 from ..wire import EXACT, Format

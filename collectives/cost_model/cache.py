@@ -1,15 +1,14 @@
 """The calibration of this run, from its file or measured, the same on every rank.
 
-Cache: a calibration as a small file of JSON, kept for the hosts it was measured on.
+A calibration is kept as a small JSON file for the hosts that it was measured on:
 
-    {"facts": what it holds for, "saved": seconds since 1970, "calibration": ...}
+    {"facts": what it depends on, "saved": seconds since 1970, "calibration": ...}
 
-A file that is damaged, old or about other facts is as good as none: measuring again takes seconds.
+A file that is damaged, old or about other facts is ignored: measuring again takes seconds.
 
-Recheck: whether the links still are what a kept calibration says, by a few short reductions.
-
-Between hosts only: there may be another network by now, another route, another shaper. It takes a
-tenth of a second where the links hold.
+Before a kept calibration is used, a few short reductions check that its links between hosts still
+hold: there may be another network by now, another route, another shaper. That takes a tenth of a
+second where they do.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def cache_path(facts: Facts) -> Path | None:
 
 
 def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
-    """Return what was saved for these facts and ranks; None where nothing is to be trusted."""
+    """Return the calibration saved for these facts and ranks; None without a valid one."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         age_seconds = time.time() - record["saved"]
@@ -65,15 +64,15 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
         found = calibration_from(record["calibration"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return None
-    except RecursionError:  # brackets in brackets
+    except RecursionError:  # deeply nested brackets
         return None
     return found if found.network.ranks == ranks else None
 
 
 def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
-    """Write the file beside its place, then move it there; tell whether that worked.
+    """Write a temporary file and rename it; tell whether that worked.
 
-    Nothing stays beside it, whatever ends the writing.
+    The temporary file is removed when that fails.
     """
     if not path.name:  # "." and "/" have none
         return False
@@ -86,7 +85,7 @@ def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
     except OSError:
         return False
     finally:
-        with contextlib.suppress(OSError):  # where it was moved it is not there any more
+        with contextlib.suppress(OSError):  # after the rename it is gone
             beside.unlink()
     return True
 
@@ -104,7 +103,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def calibration_from(record: Mapping[str, Any]) -> Calibration:
-    """Return what `as_json` wrote.
+    """Return the calibration that `as_json` wrote.
 
     Raises ValueError, TypeError, KeyError, AttributeError or ArithmeticError for anything else.
     """
@@ -149,15 +148,15 @@ def _seconds(number: Any) -> float:
     return seconds
 
 
-WRONG: Final = 2.0  # times what was expected, or one part of it
-NEGLIGIBLE_SECONDS: Final = 5e-3  # hosts that are busy take as much longer now and then
-LONG_SECONDS: Final = 0.02  # of a reduction that tells of the bandwidth
-GOES: Final = 3  # of which the shortest counts
+WRONG: Final = 2.0  # ratio of measured and expected time, either way, from which links have changed
+NEGLIGIBLE_SECONDS: Final = 5e-3  # busy hosts take that much longer now and then
+LONG_SECONDS: Final = 0.02  # expected time of the reduction that checks the bandwidth
+GOES: Final = 3  # repetitions, of which the shortest counts
 _MANY: Final = 1 << 22  # values
 
 
 def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
-    """Tell whether reductions take what they should; every rank must call it, and is told alike."""
+    """Tell whether reductions take as long as predicted; every rank calls it; the same on all."""
     network = calibration.network
     if network.is_one_node:
         return True
@@ -179,7 +178,7 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
 
     many = should_take(_MANY)
     each = (many.communicate_seconds - many.latency_seconds) / _MANY
-    # Most of it beyond what a token bucket lets pass at once.
+    # Most of it is beyond the bytes that a token bucket lets pass at once.
     past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
     length = max(LONG_SECONDS / each if each else 0.0, past_burst)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
@@ -188,8 +187,8 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
     )
 
 
-# Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
-# measured, so that what was kept by another meaning is measured anew.
+# The version of a calibration's meaning: increased when the meaning of a field, or the way it is
+# measured, changes, so that older files are not used.
 MODEL: Final = 5
 
 
@@ -201,13 +200,13 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration; every rank must call it, and all get rank 0's.
 
-    What was kept is looked at first, and measured anew where the links hold it no more.
-    facts: what it depends on besides hosts, transport, kernels and formats: versions.
+    A kept calibration is used if the links still hold; else all is measured anew.
+    facts: what else it depends on, besides hosts, transport, kernels and formats: versions.
     GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
     case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
     home folder's .cache; without a home folder nothing is kept.
     """
-    setting = environment.calibration()  # rank 0's counts
+    setting = environment.calibration()  # rank 0's is used
     word = setting.lower()
     known = _facts(transport, formats, facts or {})
     found, path, is_kept = None, None, False
@@ -233,7 +232,7 @@ def calibrate(
 
 
 def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
-    """Return what a calibration holds for, in words; every rank must call it."""
+    """Return the facts that a calibration depends on, as texts; every rank must call it."""
     native_bytes = transport.native_bytes()
     hosts = transport.gather_object(socket.gethostname())
     return {
@@ -246,7 +245,7 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "kernels": in_use(),
         "formats": ", ".join("+".join(format) for format in formats),
         "messages": "checked" if transport.checks_messages else "as they are",
-        # A view of all ranks has another allreduce than they have.
+        # A view of all ranks has another allreduce than the transport itself.
         "allreduce": "of messages" if native_bytes == sys.maxsize else f"own from {native_bytes} B",
         **more,
     }

@@ -70,9 +70,9 @@ ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
 @dataclass(frozen=True)
 class Calibration:
-    """What every rank takes the network and the machines to be.
+    """The network and the rates of the machines, the same on every rank.
 
-    origin: where that comes from, in words.
+    origin: a text that says where they come from.
     """
 
     network: Network
@@ -81,14 +81,14 @@ class Calibration:
 
 
 def assumed(ranks: int) -> Calibration:
-    """Return what is taken where nothing may be measured."""
+    """Return the calibration that is assumed where nothing may be measured."""
     return Calibration(Network(ranks, ASSUMED_LINK), DEFAULT_RATES, "assumed, not measured")
 
 
 def measure(
     transport: Transport, formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf_counter
 ) -> Calibration:
-    """Return what is measured here and now; every rank must call it, and gets the same."""
+    """Measure a calibration; every rank must call it, and gets the same."""
     begun = clock()
     network, nodes = measure_network(transport, clock)
     rates = agree_on_rates(transport, measure_rates(formats, clock))
@@ -102,7 +102,7 @@ def measure(
 
 
 def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
-    """Return what is the slowest of every rank's; all of them measured the same formats."""
+    """Return the slowest of all ranks' rates; all must have measured the same formats."""
     names = [name for name in Rates._fields if name != "coding"]
     coding = [seconds for rate in mine.coding.values() for seconds in rate]
     numbers = agree_on_slowest(transport, [*(getattr(mine, name) for name in names), *coding])
@@ -130,7 +130,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     if transport.link is not None:  # its ranks are a node each
         between = link_of_messages(transport.link)
     else:
-        heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
+        heads = nodes if place == 0 else []  # one rank a node, to measure the node's whole link
         inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
         across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
         within, between = (_slowest_link(transport, link) for link in (inside, across))
@@ -161,9 +161,9 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
 
 
 def _slowest_link(transport: Transport, mine: Link) -> Link | None:
-    """Return the worst of what was measured; None where nobody had a partner.
+    """Return the worst of the ranks' measured links; None where no rank had a partner.
 
-    Of a burst the largest: what is in the way of a swap can only hide some of it.
+    Of the bursts the largest counts: disturbances of a swap can only hide a part of a burst.
     """
     found = Link(*agree_on_slowest(transport, mine))
     return None if math.isnan(found.latency_seconds) else found
@@ -174,8 +174,8 @@ def _probe(
 ) -> Link:
     """Return the worst link between this rank, at `place` in `ranks`, and its partners there.
 
-    NaN where it has none. Every rank of the transport must call it: nobody is probed while others
-    still are in the round before.
+    Its numbers are NaN where this rank has no partner. Every rank of the transport must call it: no
+    pair is probed while others are still in the round before.
     """
     found = NOT_MEASURED
     for partner in _partners(place, len(ranks)):
@@ -188,7 +188,7 @@ def _probe(
 
 
 def _partners(place: int, count: int) -> tuple[int | None, int | None]:
-    """Return with whom a place of `count` swaps in the first round, and in the second: an odd one.
+    """Return the partners of a place of `count` in both rounds; the second is for an odd count.
 
     0 1 2 3 4    0 <-> 1, 2 <-> 3, then 0 <-> 4
     """
@@ -209,7 +209,7 @@ def measure_rates(
     clock: Clock = time.perf_counter,
     stopwatch: Clock = time.thread_time,
 ) -> Rates:
-    """Return this process's own rates, in processor time: others' load does not count."""
+    """Return this process's own rates, in processor time, which excludes other processes' load."""
     random = np.random.default_rng(0)
 
     def selection(density: float) -> Prepare:
@@ -217,7 +217,7 @@ def measure_rates(
             residual, noise = (
                 random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size)
             )
-            # An entry is selected every 1 / density steps: so many gradients make a residual.
+            # An entry is selected every 1 / density steps: a residual sums that many gradients.
             noise *= np.float32(math.sqrt(density))
             update = np.zeros(size, np.float32)
             k = max(1, round(size * density))

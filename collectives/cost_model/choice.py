@@ -1,14 +1,14 @@
-"""Choice: the candidates under a budget, the one to use first; dense is always asked, too.
+"""Choice: orders the candidates under a budget, the one to use first; dense is always one of them.
 
     budget           what every sparse candidate gets          the first one
-    density          that density                              costs the least (see `lag`)
+    density          that density                              costs the least (see prediction.py)
     bytes_per_step   the largest density whose bytes fit       updates the most coordinates
     seconds          the largest density whose exchange fits   updates the most coordinates
 
-What a candidate costs is the time by which it lengthens a step and, in a training that ends, the
-steps that updates of few coordinates add. None that costs more than dense comes before it, where
-dense keeps the budget. Costs that are about the same count as the same, and the candidate that
-updates more coordinates comes first.
+A candidate's cost is the time by which it lengthens a step and, in a training that ends, the time
+of the steps that updates of few coordinates add. Where dense keeps the budget, no candidate that
+costs more comes before it. Among costs that are about equal, the candidate that updates more
+coordinates comes first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAME: Final = 1.05  # costs apart by less are taken for the same
 
 
 class TooFewBytesError(ValueError):
-    """Not one entry fits the bytes_per_step of a budget; `least_bytes` would do."""
+    """Raised where not one entry fits a budget's bytes_per_step; `least_bytes` would be enough."""
 
     def __init__(self, least_bytes: float, ranks: int, got: float) -> None:
         self.least_bytes = least_bytes
@@ -57,7 +57,7 @@ class TooFewBytesError(ValueError):
 
 
 class Budget(NamedTuple):
-    """What a step may cost: one of these."""
+    """The limit on a step: exactly one of these."""
 
     density: float | None = None  # share of the elements that a rank selects
     bytes_per_step: float | None = None  # that any rank sends
@@ -88,7 +88,7 @@ def choose(
 
     length:      elements of the gradient, of `value_bytes` each.
     corrections: by algorithm, from measuring it.
-    training:    that this is a part of.
+    training:    the training that the reduction is a part of.
     Raises TooFewBytesError when not even one entry fits the bytes. A time too short for any
     exchange is no error: the shortest comes first.
     """
@@ -166,7 +166,7 @@ def keeps(found: Prediction, budget: Budget) -> bool:
 def _density(
     candidate: Candidate, length: int, budget: Budget, fits: Callable[[Candidate], bool]
 ) -> float | None:
-    """Return the density that a budget leaves to a candidate; None where that is none."""
+    """Return the largest density of a candidate under a budget; None where none fits."""
     if budget.density is not None:
         return budget.density
 

@@ -1,15 +1,11 @@
-"""Network: how many ranks there are, where they sit, and what their links are like.
+"""Network: ranks, nodes and links; the rates of the machines; how many ranks share a core.
 
-Rates: how fast this machine selects, merges, encodes and decodes.
+Containers, and hosts that one machine emulates, have different names and share the machine's
+kernel: ranks that read the same boot id are taken to be on one machine. A container with a boot id
+of its own (systemd-nspawn, LXC) is taken for a machine.
 
-Crowding: how many ranks share a core, on whatever they take for hosts of their own.
-
-Containers, and hosts that one machine emulates, have names of their own and share its kernel: ranks
-that tell the same boot of a kernel are taken to be on one machine. A container that is told another
-one (systemd-nspawn, LXC) is taken for a machine.
-
-A core is what Linux counts: each hardware thread is one. What a thread loses to its sibling is in
-the rates, which all ranks measure at the same time.
+A core is one that Linux counts: each hardware thread. The slowdown by the sibling thread is in the
+rates, which all ranks measure at the same time.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ class Network(NamedTuple):
                None: the links above, without loss.
     native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
                   None: none is.
-    ranks_per_core: that share a core where most do; 1: each has one of its own.
-    agreement_seconds: what it takes until all have heard a word of each, as they must before every
+    ranks_per_core: the most ranks that share a core; 1: each has one of its own.
+    agreement_seconds: time until every rank has a message of each other one, as before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
 
@@ -59,22 +55,22 @@ class Network(NamedTuple):
 
     @property
     def farthest(self) -> Link:
-        """Return the link of a rank to those that are farthest away."""
+        """Return the link of a rank to the ranks that are farthest away."""
         return self.link(int(not self.is_one_node))
 
     @property
     def expected_agreement_seconds(self) -> float:
-        """Return what was measured, else what is to be expected of the links."""
+        """Return the measured seconds of an agreement, else those expected of the links."""
         if self.agreement_seconds is not None:
             return self.agreement_seconds
         return rounds(self.ranks) * self.farthest.latency_seconds
 
     def turns(self, ranks: int) -> int:
-        """Return in how many turns so many ranks code that do so at the same time."""
+        """Return how many turns `ranks` ranks that code at the same time take on their cores."""
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
-        """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""
+        """Return a rank's share of the link when `leaving` ranks of its node use it at once."""
         if leaving == 0 and self.within is not None:
             return self.within
         sharing = max(1, leaving)
@@ -91,7 +87,7 @@ class Network(NamedTuple):
 
 
 class CodingRate(NamedTuple):
-    """Seconds that coding takes for an entry: with its checksum, and what rounding left of it."""
+    """Seconds of coding an entry, including its checksum and its rounding error."""
 
     encode_seconds: float
     decode_seconds: float
@@ -103,11 +99,11 @@ class Rates(NamedTuple):
     select_seconds: per element of the gradient: accumulate, select, clear the update's vector.
     merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
     coding:         per entry, by format; a format that is not there is not offered.
-    swap_seconds:   of each list that is sent and merged with one that comes, whatever their
-                    lengths: what the calls take, where all ranks make them at once.
-    list_seconds:   the same of each list that is decoded besides.
+    swap_seconds:   of the calls for each list that is sent and merged with a received one, at any
+                    length, where all ranks make them at once.
+    list_seconds:   the same of each further list that is decoded.
     send_seconds:   the same of each list that is encoded and sent by itself, one after another.
-    copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
+    copy_seconds:   per element of a dense gradient: into one buffer, weighted, and back.
     sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
     pick_seconds:   per entry that is selected: into a list, out of the residual, into the update.
     """
@@ -123,21 +119,21 @@ class Rates(NamedTuple):
     send_seconds: float = 0.0
 
     def coding_of(self, format: Format) -> CodingRate | None:
-        """Return what an entry takes in a format; None where it was not measured.
+        """Return the coding rate of a format; None where it was not measured.
 
-        Where no indices travel, as where they travel raw: that is an upper bound, for what rounding
-        takes is looked for entry by entry there.
+        A format without indices gets the rate of raw ones: an upper bound, as rounding errors are
+        then found entry by entry.
         """
         return self.coding.get(
             format._replace(indices="raw") if format.indices == WHOLE else format
         )
 
     def without_calls(self) -> Rates:
-        """Return what entries take alone."""
+        """Return the rates without the per-call seconds of lists."""
         return self._replace(swap_seconds=0.0, list_seconds=0.0, send_seconds=0.0)
 
 
-# What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
+# Rounded rates of the C++ core on one core of a server of the 2020s, for when none are measured.
 _INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}
 _VALUE_SECONDS: Final = {
     "exact": (0.0, 0.0),
@@ -169,9 +165,9 @@ DEFAULT_RATES: Final = Rates(
 
 
 class Seat(NamedTuple):
-    """Where a rank is: its machine, the cores it may run on, and how many of them are granted.
+    """A rank's place: its machine, the cores it may run on, and its quota of cores.
 
-    quota: to all in the same control group together; infinity: as many as there are.
+    quota: of all processes in the same control group together; infinity: no limit.
     """
 
     machine: str
@@ -181,7 +177,7 @@ class Seat(NamedTuple):
 
 
 def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
-    """Return that of this process."""
+    """Return the seat of this process."""
     try:
         machine = boot.read_text().strip()
     except OSError:
@@ -196,13 +192,13 @@ def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
 def ranks_per_core(transport: Transport) -> float:
     """Return how many ranks share a core where most do, at least 1; every rank must call it.
 
-    Of these ranks: a process set does not know who else is on its cores.
+    Only ranks of this transport count: a process set does not know of others on its cores.
     """
     return most_per_core([Seat(*each) for each in transport.gather_object(own_seat())])
 
 
 def most_per_core(seats: Sequence[Seat]) -> float:
-    """Return the same of ranks in these seats."""
+    """Return the most ranks that share a core, at least 1, of ranks in these seats."""
     most = 1.0
     for machine in {seat.machine for seat in seats}:
         here = [(frozenset(seat.cores), seat) for seat in seats if seat.machine == machine]

@@ -1,18 +1,18 @@
-"""Calls: what a list takes however short it is, by reductions of a few entries.
+"""Per-call overhead: measures the time of a list of any length, by reductions of a few entries.
 
 Where each node has one rank, all of them reduce together, else those of each node, all nodes at the
-same time. Ranks leave a barrier up to a latency apart, which is many times what calls take: who is
-early waits for as long as who is late does not, and the mean of all says what it took. But not
-where some end before the others, as guests and hosts of `gtopk` do; on a circle ranks end as far
-apart as they began:
+same time. Ranks leave a barrier up to a latency apart, which is many times the calls' time. An
+early rank waits as much longer as a late one waits less, so the mean over all ranks is right. That
+fails where some ranks end before others, as guests and hosts of `gtopk` do. On a circle ranks end
+as far apart as they began:
 
     4 ranks     swaps with the rank 1 beyond       then 2 beyond
                 0 <-> 1     2 <-> 3                0 <-> 2     1 <-> 3
     a circle    to the rank 1 ahead                then 2 ahead, as it comes from behind
                 0 -> 1 -> 2 -> 3 -> 4 -> 0         0 -> 2 -> 4 -> 1 -> 3 -> 0
 
-Ok-Topk, whose parts all leave at once, has no circle: of ranks that begin apart it is told too long
-by up to a fifth of a latency in all. It is measured last, among 64 ranks at the most.
+Ok-Topk, whose parts all leave at once, has no circle: with ranks that begin apart, its time is
+measured too long by up to a fifth of a latency in all. It is measured last, among at most 64 ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ DENSITY: Final = 0.001
 
 _FEW: Final = 16  # entries
 _OF_REGION: Final = 4  # entries in each region of Ok-Topk
-_MOST: Final = 64  # ranks that Ok-Topk is measured on: each sends to each
+_MOST: Final = 64  # ranks that Ok-Topk is measured on, where each sends to each
 _REST_SECONDS: Final = 0.02
-_GOES: Final = 7  # of which the median counts
+_GOES: Final = 7  # repetitions, of which the median counts
 
 
 def picks(k: int, random: np.random.Generator) -> SparseVector:
@@ -60,9 +60,9 @@ def picks(k: int, random: np.random.Generator) -> SparseVector:
 
 
 def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
-    """Return a rank's entries, as far from one another as all ranks' are, and even regions of them.
+    """Return a rank's evenly spaced entries, and even regions of all ranks' entries.
 
-    Those of rank 0 are the largest: every region has as many of the update, and none is balanced.
+    Rank 0's are the largest: every region has equally many in the update, and none is balanced.
     """
     k, step = _OF_REGION * size, round(1 / DENSITY)
     indices = step // size * rank + np.arange(0, k * step, step)
@@ -74,10 +74,10 @@ def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
 
 
 def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
-    """Return what a swap of two very short lists takes after a rest, one list more, and a send.
+    """Return the seconds of a swap of very short lists after a rest, of one list more, of a send.
 
-    A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
-    in the caches. Lists that are decoded one after the other do.
+    A reduction follows a backward pass, and a swap a wait, so their calls find the caches cold.
+    Lists that are decoded one after the other find them warm.
     """
     here, there = local_world(2)
     mine = picks(_FEW, random)
@@ -106,7 +106,7 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
         return took
 
     def least(go: Callable[[], float]) -> float:
-        return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
+        return min(go() for _ in range(REPEATS))  # disturbances only make a go longer
 
     return least(swap), least(read), least(send)
 
@@ -114,11 +114,11 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
 def measure_calls(
     transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
 ) -> Rates:
-    """Return the rates with what lists take in calls where all ranks make them, after a rest.
+    """Return the rates with the per-call seconds of lists, measured on all ranks after a rest.
 
-    It is the median of a few goes, less what their messages and entries take. Ways take turns, so
-    that what is in the way for a moment does not make most goes of one longer. Every rank must call
-    it, and gets the same. A rank that is alone keeps what it measured of itself.
+    They are the median of a few goes, less the time of messages and entries. Algorithms take turns,
+    so that a disturbance does not lengthen most goes of one. Every rank must call it, and gets the
+    same. A rank that is alone keeps its own measurement.
     """
     if transport.size == 1:
         return rates
@@ -138,7 +138,7 @@ def measure_calls(
         within: Transport | None = group,
         **options: Any,
     ) -> float:
-        """Return the mean seconds of those `within`, who leave a barrier together."""
+        """Return the mean seconds of the ranks `within`, which leave a barrier together."""
         time.sleep(_REST_SECONDS)
         if within is None:
             return agree_on_mean(transport, math.nan)
@@ -176,14 +176,14 @@ def measure_calls(
 
 
 def _paired(size: int) -> int:
-    """Return how many of so many ranks `gtopk` pairs."""
+    """Return how many of `size` ranks `gtopk` pairs: the largest power of two."""
     return 1 << (size.bit_length() - 1)
 
 
 class _Circle(Endpoint):
-    """As many ranks as `gtopk` pairs, where each of a group takes itself for rank 0.
+    """The endpoint of a circle: as many ranks as `gtopk` pairs, where each has the number 0.
 
-    To send to rank d is to send to the one d places ahead, to receive from it from d places behind.
+    A message to rank d goes to the rank d places ahead; one from rank d comes from d places behind.
     """
 
     def __init__(self, group: Transport) -> None:

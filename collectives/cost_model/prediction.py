@@ -4,33 +4,32 @@
 
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
 seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, or of copying
-one where all are sent, delta what a list takes in calls, however short. A rank sends and receives
-at once (full duplex); nodes do not share a link (a switch), the ranks of a node do. Where a link
-lets a burst pass, it has rested before the first round, and rests while ranks compute.
+one where all are sent, delta the time of the calls for a list of any length. A rank sends and
+receives at the same time (full duplex); nodes do not share a link (a switch), the ranks of a node
+do. A link that lets a burst pass has rested before the first round, and rests while ranks compute.
 
-Bucket: which bytes of a round pass at once, where a link has a token bucket.
+The bytes that a link with a token bucket lets pass at once (`Bucket`):
 
-    would pass at once
+    pass at once
     burst |.                  .-----
           | '.             .'
         0 |   '-----------'
           +------------------------ seconds
             send            pause
 
-To send empties it, and who sends on gets the link's own rate; a pause fills it again, at that rate.
+Sending empties it, and further bytes pass at the link's own rate; a pause fills it at that rate.
 
-Lag: how many steps later a method that updates few coordinates is where dense would be.
-
-Error feedback loses nothing, but its residual is applied later. Let coordinate i gain g_i a
-step, and be sent when it has gathered the threshold t, every t / g_i steps:
+The lag is the number of steps by which a method that updates few coordinates is behind dense. Error
+feedback loses nothing, but its residual is applied later. Let coordinate i gain g_i a step, and be
+sent when it has gathered the threshold t, every t / g_i steps:
 
     sum over i of g_i / t = updated        so t is the gradient's sum over `updated`
     each holds back t / 2 on average       all of them n t / 2 = n / (2 updated) gradients
 
-So the model is as if it had taken that many steps less; half a step of these are dense's own. The
-lag is one of steps, not a factor: it matters in a short training and not in a long one. Gradients
-that cancel out wait for less: it is an upper bound, of which
-docs/measured/convergence.md has measured shares.
+So the model is as if it had taken that many steps less; half a step of them is dense's own. The lag
+is a number of steps, not a factor: it matters in a short training and not in a long one. It is an
+upper bound, as gradients that cancel out cost no steps; docs/measured/convergence.md has measured
+shares of it.
 """
 
 from __future__ import annotations
@@ -50,17 +49,17 @@ from .schedules import Order, Round, list_sizes, message_bytes, most_message_byt
 
 
 def lag_steps(length: int, updated: float) -> float:
-    """Return it for updates of so many coordinates out of `length`."""
+    """Return the lag of updates of `updated` coordinates out of `length`."""
     return (length / updated - 1.0) / 2.0
 
 
 class Training(NamedTuple):
-    """What a reduction is a part of.
+    """The training that a reduction is a part of.
 
-    steps:             of the whole training.
-    elsewhere_seconds: of each step, besides what this reduction adds to it.
-    room_seconds:      of each step, in which the reduction hides; it adds what it takes beyond.
-    share:             of the model's coordinates that this reduction is of; the rest has its own.
+    steps:             the steps of the whole training.
+    elsewhere_seconds: of each step, without the time that this reduction adds to it.
+    room_seconds:      of each step, which hide the reduction; it adds only the time beyond them.
+    share:             share of the model's coordinates in this reduction; others reduce the rest.
     """
 
     steps: float = math.inf
@@ -73,7 +72,7 @@ class Training(NamedTuple):
         return max(0.0, seconds - self.room_seconds)
 
     def cost(self, seconds: float, lag_steps: float) -> float:
-        """Return that, and the steps that the reduction's lag adds spread over all."""
+        """Return the exposed seconds, plus those of the steps that the lag adds, a step."""
         exposed = self.exposed(seconds)
         added = self.share * lag_steps / self.steps
         return exposed + added * (self.elsewhere_seconds + exposed)
@@ -83,15 +82,18 @@ WITHOUT_END: Final = Training()
 
 
 class Bucket:
-    """What a link would let pass at once now; full at first."""
+    """A link's token bucket: the bytes that pass at once, beyond the link's own rate.
+
+    It is full at first, sending empties it, and pauses fill it again at the link's rate.
+    """
 
     def __init__(self, burst_bytes: float) -> None:
         self._burst_bytes = self._free_bytes = burst_bytes
 
     def pass_on(self, times: int, message_bytes: float, link: Link, pause_seconds: float) -> float:
-        """Return how many bytes of equal rounds take their time, the others passing at once.
+        """Return how many bytes of equal rounds pass at the link's rate; the others pass at once.
 
-        pause_seconds: of a round, in which nothing is sent; so is its latency.
+        pause_seconds: of a round, in which nothing is sent; nor is anything during its latency.
         """
         if not self._burst_bytes or not link.burst_bytes:
             return times * message_bytes
@@ -104,9 +106,9 @@ class Bucket:
         return max(0.0, wanted - free)
 
 
-# What the algorithms call it.
+# The algorithms' names for the option that widens an update.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
-# What a Compression does unless one says otherwise; 1 where there is no such option.
+# The defaults of a Compression; 1 where there is no such option.
 USUAL_WIDENINGS: Final = {"gtopk": USUAL_GROWTH, "hierarchical": USUAL_GROWTH}
 
 
@@ -114,7 +116,7 @@ USUAL_WIDENINGS: Final = {"gtopk": USUAL_GROWTH, "hierarchical": USUAL_GROWTH}
 class Candidate:
     """One way to reduce the gradients.
 
-    density:  share of the elements that a rank selects; dense sends all, whatever it says.
+    density:  share of the elements that a rank selects; ignored by dense, which sends all.
     widening: entries of the update over those selected: gtopk's growth, also between nodes;
               oktopk's k_out / k.
     """
@@ -135,14 +137,14 @@ class Candidate:
 
     @property
     def wider(self) -> str:
-        """Return " growth=4", say, by the algorithm's own word; nothing where it is as usual."""
+        """Return a text such as " growth=4", by the algorithm's option; "" for its default."""
         if self.widening == USUAL_WIDENINGS.get(self.algorithm, 1.0):
             return ""
         return f" {WIDENING_OPTIONS[self.algorithm]}={self.widening:g}"
 
 
 class Traffic(NamedTuple):
-    """What a rank sends: on average, and no rank more than `most_bytes`."""
+    """Messages and bytes that a rank sends: on average; no rank sends more than `most_bytes`."""
 
     messages: float
     bytes: float
@@ -151,15 +153,15 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is expected to take.
+    """The predicted time and traffic of a candidate.
 
     select_seconds:      accumulate, select, apply; of dense the copies in their place.
     code_seconds:        encode and decode.
-    communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
-    rounds:              of messages.
-    merge_seconds:       merge, keep track of what is alive, and what lists take in calls.
+    communicate_seconds: on the wire; latency_seconds: the part that stays at any bandwidth.
+    rounds:              rounds of messages.
+    merge_seconds:       merge, keep track of picks that are alive, and the calls for each list.
     updated:             coordinates that the update holds.
-    lag_steps:           by which its training is behind one that updates all (see `lag`).
+    lag_steps:           steps by which its training is behind dense (see `lag_steps()`).
     agreement_seconds:   until all ranks know that all are ready, where they have to agree.
     """
 
@@ -177,7 +179,7 @@ class Prediction:
 
     @property
     def exchange_seconds(self) -> float:
-        """Return what follows the selection: encode, send, decode, merge."""
+        """Return the seconds after the selection: encode, send, decode, merge."""
         return self.code_seconds + self.communicate_seconds + self.merge_seconds
 
     @property
@@ -185,7 +187,7 @@ class Prediction:
         return self.agreement_seconds + self.select_seconds + self.exchange_seconds
 
     def times(self, count: int) -> Prediction:
-        """Return what as many take, one after the other, each of as long a vector."""
+        """Return the prediction for `count` such reductions, one after the other."""
         if count == 1:
             return self
         sent = Traffic(*(count * each for each in self.sent))
@@ -197,7 +199,7 @@ class Prediction:
         )
 
     def scaled(self, select: float, merge: float, communicate: float) -> Prediction:
-        """Return the prediction with its parts that many times as long."""
+        """Return the prediction with its parts multiplied by these factors."""
         return replace(
             self,
             select_seconds=select * self.select_seconds,
@@ -215,11 +217,11 @@ def predict(
     rates: Rates,
     value_bytes: int = 4,
 ) -> Prediction:
-    """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
+    """Return the prediction for a gradient of `length` values of `value_bytes`.
 
-    Where ranks share cores, they select and copy at the same time. What they have to code is taken
-    to be shorter than the slices in which a core is divided: they stand in line.
-    A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
+    Ranks that share a core are assumed to select and copy at the same time, but to encode and
+    decode one after the other, as that is shorter than the scheduler's time slices.
+    A hierarchy is assumed to sum picks inside a node and to run gtopk across.
     """
     is_dense = candidate.algorithm == "dense"
     order = _order(candidate, length, network, value_bytes)
@@ -276,7 +278,7 @@ def predict(
 
 
 def most_bytes(candidate: Candidate, length: int, network: Network, value_bytes: int = 4) -> float:
-    """Return what no rank sends more than, wherever the picks lie (see `most_message_bytes`)."""
+    """Return the most bytes that any rank sends, for any picks (see `most_message_bytes`)."""
     return _most_bytes(candidate, _order(candidate, length, network, value_bytes))
 
 
@@ -290,9 +292,9 @@ def _most_bytes(candidate: Candidate, order: Order) -> float:
 
 @lru_cache(1024)
 def _messages(candidate: Candidate, order: Order) -> list[tuple[Round, float]]:
-    """Return the rounds, each with the bytes of its largest message: at any speed of the links.
+    """Return the rounds, each with the bytes of its largest message; cached.
 
-    The search for a break-even asks for the same ones at a hundred bandwidths.
+    They do not depend on the bandwidth, of which a search for a break-even tries a hundred.
     """
     return [
         (step, _bytes_of(step, candidate, order, message_bytes))
@@ -320,7 +322,7 @@ def _bytes_of(
     order: Order,
     size: Callable[[int, int, Format, int, int], float],
 ) -> float:
-    """Return the bytes of the largest message of a round, by the size of one with a list."""
+    """Return the bytes of the largest message of a round; size: of a message with one list."""
     if not step.lists:
         return step.plain_bytes
     format = step.format(candidate.format)

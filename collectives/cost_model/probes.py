@@ -1,9 +1,9 @@
 """Probes: small measurements that grow only as long as their time lasts.
 
-Each goes to the next size, GROWTH times the last, only if the time left is enough for GOES of it,
-by what the last one took; else the last one is as large as the time allows. A slow link or machine
-is measured at a smaller size, never for longer. What a go takes at any size comes on top, and what
-goes are held up by others.
+A probe goes on to the next size, GROWTH times the last, only if the time left is enough for GOES of
+it, by the last one's time; else the last size is as large as the time allows. A slow link or
+machine is measured at a smaller size, never for longer. The fixed time of goes comes on top, and
+disturbances by others.
 
 A link is measured by swaps, as the rounds of a reduction use it: both ways at once, each timed
 where it ends. Long ones come in pieces, and the bandwidth is that of the later ones:
@@ -35,13 +35,13 @@ from ..vector import Array
 from .schedules import Order, dense
 
 GROWTH: Final = 8
-GOES: Final = 3  # of a size: one may be held up
+GOES: Final = 3  # goes of a size, as one may be disturbed
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
 SLOWEST: Final = 8 / 1e5  # seconds of a byte: nobody trains on less than 100 kbit/s
 WORD_BYTES: Final = 16
-PIECES: Final = 16  # of a swap whose bandwidth is looked at
+PIECES: Final = 16  # of a swap that measures the bandwidth
 SMALLEST_IN_PIECES: Final = 1 << 12
 # Of a swap that looks for a burst: as few as can be, for each takes a processor's time, too; a
 # longer one would be announced before it is sent.
@@ -67,11 +67,11 @@ def grow(
 ) -> Samples:
     """Return the seconds that `go(size)` says it took, for growing sizes.
 
-    slowest: the seconds that a unit of size takes at the most.
-    The time is kept by what `go` says, so that ranks that are told the same seconds make the same
-    goes. The budget is for what sizes take: what a go takes at any size, on a long link, comes on
-    top, and then there are fewer goes. Of a size's goes the shortest counts: one that is held up
-    leaves no less for the others.
+    slowest: the most seconds that a unit of size takes.
+    Time is counted by the seconds that `go` returns, so that ranks that get the same seconds make
+    the same goes. The budget is for the time that grows with size: the fixed time of a go, on a
+    long link, comes on top, and then there are fewer goes. Of a size's goes the shortest counts
+    against the budget, so that a disturbed one does not use it up.
     """
     small = [go(smallest), go(smallest)]
     while len(small) < REPEATS and (len(small) + 1) * min(small) <= budget_seconds / 8:
@@ -90,7 +90,7 @@ def grow(
                 break
         size, more = grown, grown - smallest
         seconds = samples[size] = [go(size) for _ in range(goes)]
-        # A unit takes no longer than it did at a smaller size, unless something is in the way.
+        # A unit takes no longer than at a smaller size, unless a go was disturbed.
         while len(seconds) < GOES and min(seconds) - floor > 1.25 * more * per_unit:
             seconds.append(go(size))
         per_unit = max(0.0, min(seconds) - floor) / more
@@ -106,7 +106,7 @@ def link_of(samples: Samples) -> Link:
     """Return latency and seconds per unit of size: the best of small goes, the median of large."""
     sizes = sorted(samples)
     latency = min(samples[sizes[0]])
-    if len(sizes) == 1:  # so slow that nothing larger was tried: as slow as it can be
+    if len(sizes) == 1:  # so slow that no larger size was tried: assume the slowest rate
         return Link(latency, latency / max(1, sizes[0]))
     slope = (statistics.median(samples[sizes[-1]]) - latency) / (sizes[-1] - sizes[0])
     return Link(max(0.0, latency - sizes[0] * max(0.0, slope)), max(0.0, slope))
@@ -138,7 +138,7 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
         burst_bytes = _burst_bytes(burst, Link(latency, per_byte), largest, budget_seconds / 2)
     if burst_bytes:  # the small swaps' bytes took no time either
         latency = min(samples[SMALLEST_BYTES]) / 2
-    transport.send(np.empty(0, np.uint8), peer)()  # the game is over
+    transport.send(np.empty(0, np.uint8), peer)()  # tells the peer that it is over
     return Link(latency, per_byte, burst_bytes)
 
 
@@ -198,9 +198,9 @@ def _burst_bytes(
 
 
 def follow_swaps(transport: Transport, peer: int, clock: Clock) -> Link:
-    """Swap as a peer says, until it says nothing more; return the seconds of a byte from there.
+    """Swap as a peer asks, until it ends; return the link from it, with its seconds a byte.
 
-    NaN where it never sent in pieces, and for latency and burst, which the peer finds.
+    They are NaN where it never sent in pieces; so are latency and burst, which the peer finds.
     """
     arrivals: dict[int, list[list[float]]] = {}
     while (word := transport.receive(peer)).size:
@@ -222,9 +222,9 @@ def _swap(transport: Transport, peer: int, pieces: int, size: int) -> Iterator[A
 
 
 def time_agreement(transport: Transport, clock: Clock) -> float:
-    """Return what it takes until every rank has a word of each: the median of a few goes.
+    """Return the seconds until every rank has a message of each: the median of a few goes.
 
-    Every rank must call it; all are told the mean of their times. Where a go is long there is one.
+    Every rank must call it; all get the mean of their times. If a go is long, there is only one.
     """
     board = np.zeros(transport.size * AGREEMENT_BYTES, np.uint8)
     bounds = range(0, board.size + 1, AGREEMENT_BYTES)
@@ -243,12 +243,12 @@ def time_agreement(transport: Transport, clock: Clock) -> float:
 def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:
     """Return the link that the transport's allreduce makes of its messages and bytes.
 
-    Up to as long again as the budget comes on top, for goes that are not the first of their size.
-    None where only short ones fit the time: what they take says little about a gradient's. Every
-    rank must call it; all are told the mean of their times.
+    Further goes of a size may take as long as the budget once more. None where only short
+    allreduces fit the time, which say little about a gradient's. Every rank must call it; all get
+    the mean of their times.
 
-    Long allreduces may have more rounds than short ones: of words that answer their messages.
-    Each is taken to wait as long as one of a short one; None, too, where they take most of it.
+    Long allreduces may have more rounds than short ones, of confirmations. Each is assumed to wait
+    as long as a round of a short one; the result is None, too, where they take most of the time.
     """
     share = 2 * (transport.size - 1) / transport.size  # of the bytes, to be sent by a rank
 
@@ -278,17 +278,17 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
 
 
 def agree_on_mean(transport: Transport, seconds: float) -> float:
-    """Return the mean of every rank's number; NaN is none.
+    """Return the mean of every rank's number; NaN does not count.
 
-    Of what all ranks begin together, but for a latency at the most: as long as the first ones wait
-    for messages, the last ones find theirs there.
+    It is for times of operations that all ranks begin within a latency: the first ranks wait longer
+    for messages by as much as the last ones wait less.
     """
     everyones = transport.gather_object(seconds)
     return statistics.fmean(number for number in everyones if not math.isnan(number))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:
-    """Return the largest of every rank's numbers, place by place; NaN is none."""
+    """Return the largest of every rank's numbers, place by place; NaN does not count."""
     slowest = np.fmax.reduce(np.array(transport.gather_object([*seconds]), np.float64))
     return [float(number) for number in slowest]
 
@@ -322,4 +322,4 @@ def seconds_per_unit(
 
     grow(go, smallest, largest, budget_seconds)
     size = max(timed)
-    return min(timed[size]) / size  # what holds up a go makes it longer
+    return min(timed[size]) / size  # disturbances only make a go longer

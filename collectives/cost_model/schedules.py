@@ -13,7 +13,7 @@ table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
     hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
     shards           P-1 at once, + log2 P         2(P-1)/P k values, no indices
 
-Formats: how many bytes the messages of each wire format take, and which formats there are.
+Also here: the bytes of messages in each wire format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMATS: Final = tuple(Format(indices, values) for indices in INDEX_CODES for va
 
 _BLOCK: Final = 1 << 16
 _LONG: Final = 1 << 7  # numbers that take another byte in blocks are as many times as large
-# What Rice codes take above the entropy of uniform positions: bits an entry, and their padding.
+# Bits an entry of Rice codes above the entropy of uniform positions, padding included.
 _ABOVE_ENTROPY_BITS: Final = 0.2
 _RICE_PADDING_BYTES: Final = 24
 # Of equal gaps, their worst: bits an entry above those of a gap, and a width for 64 entries; and of
@@ -56,8 +56,8 @@ def message_bytes(
 ) -> float:
     """Return the bytes of a message: exact for raw indices, else expected.
 
-    Expected for positions spread evenly over one of so many parts of the length; those of a real
-    gradient cluster, and take less packed.
+    Positions are assumed to be spread evenly over one of `parts` parts of the length; those of a
+    real gradient cluster, and take less packed.
     """
     if format.indices == WHOLE:
         indices = 0.0
@@ -75,7 +75,7 @@ def message_bytes(
 def most_message_bytes(
     entries: int, length: int, format: Format = EXACT, value_bytes: int = 4, parts: int = 1
 ) -> float:
-    """Return what no message exceeds, wherever its entries lie in one of so many parts.
+    """Return the most bytes of a message, wherever its entries lie in one of `parts` parts.
 
     Nor do several together, of as many entries on average, in parts that are as large on average.
     Packed this holds where no gap is many times as long as the 64 around it, as clusters' are: they
@@ -104,17 +104,17 @@ def _with_values(index_bytes: float, entries: int, format: Format, value_bytes: 
 
 
 def _expected_count_bytes(entries: int, blocks: int) -> float:
-    """Return what says how many entries each block has, where they are spread evenly.
+    """Return the expected bytes of the blocks' entry counts, for entries that are spread evenly.
 
     A count for each block that has some; a mark and a length for each stretch that has none.
     """
 
     def empty(those: int) -> float:
-        """Return the chance that so many blocks have no entries."""
+        """Return the chance that `those` blocks have no entries."""
         return max(0.0, 1.0 - those / blocks) ** entries
 
     def stretches(least: int) -> float:
-        """Return how many of at least so many blocks lie before one that has entries."""
+        """Return how many stretches of at least `least` empty blocks end at one with entries."""
         return max(0, blocks - least) * (empty(least) - empty(least + 1))
 
     count_bytes = 1 if entries < _LONG * blocks else 2
@@ -123,7 +123,7 @@ def _expected_count_bytes(entries: int, blocks: int) -> float:
 
 
 def _most_count_bytes(entries: int, in_part: float, blocks: float) -> float:
-    """Return the most that it takes: every second block has entries, and some have many."""
+    """Return the most bytes of the counts: every second block has entries, and some have many."""
     most = 3.0 * min(entries, in_part / 2)
     many, longer = float(_LONG), blocks / _LONG
     while many <= _BLOCK:
@@ -150,22 +150,23 @@ GATHER_SENDS: Final = 6
 
 
 class Round(NamedTuple):
-    """Messages that ranks send at the same time, and what becomes of the largest of them.
+    """Messages that ranks send at the same time, and the work for the largest of them.
 
     senders: how many ranks send one.
     leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
     lists:   sparse lists in a message, each with a header, of `entries` entries.
-    parts:   of as many of the vector the entries of a list lie in one.
-    exact:   whether their values travel as they are, whatever the format rounds.
-    raw:     whether their indices do, too.
-    plain_bytes: what else is in it: values without indices, bits, sizes.
+    parts:   the entries of a list lie in one of so many parts of the vector.
+    exact:   whether values are sent without rounding in any format.
+    raw:     whether indices are sent raw in any format.
+    plain_bytes: the message's other bytes: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
-    summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
-    swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
-    sends:   lists that it encodes and sends by themselves; what else takes calls counts as so many.
+    summed:  entries of lists that are added up after it, in pairs, times the number of passes.
+    swaps:   lists that a rank sends and merges with a received one; others: further lists that it
+             decodes.
+    sends:   lists that a rank encodes and sends by themselves; other calls count as so many lists.
     times:   how many rounds like this one there are.
-    waits:   latencies that they wait for: fewer than there are rounds where messages leave at once;
-             None: one each.
+    waits:   latencies of all these rounds: fewer than rounds where messages leave at once; None:
+             one each.
     fresh:   whether its senders send for the first time, where others have sent before.
     """
 
@@ -194,11 +195,11 @@ class Round(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks.
+    """The reduction to schedule: k of `length` values of `value_bytes`, on `ranks` ranks.
 
     widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
     uneven:   whether picks lie where the rank that sends the most sends as much as any could.
-    native_bytes: of dense, as in `Network`.
+    native_bytes: as in `Network`; only dense uses it.
     """
 
     length: int
@@ -406,7 +407,7 @@ def shards(order: Order) -> Iterator[Round]:
 def _allgather(
     ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0, parts: int = 1
 ) -> Iterator[Round]:
-    """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
+    """Yield an allgather of messages of `plain_bytes`, or of lists of `entries` entries."""
     for number in range(rounds(ranks)):
         messages = min(1 << number, ranks - (1 << number))
         yield Round(
@@ -433,5 +434,5 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
 
 @lru_cache(1024)
 def schedule(algorithm: str, order: Order) -> tuple[Round, ...]:
-    """Return the rounds of an algorithm; who searches for a link or a format asks many times."""
+    """Return the rounds of an algorithm; cached, as searches for links and formats repeat it."""
     return tuple(SCHEDULES[algorithm](order))

@@ -1,8 +1,8 @@
-"""The few hot loops: one contract, and the twins that keep it.
+"""The hot loops: one interface with three implementations, called twins.
 
-`reference` is NumPy: the truth for tests, and what runs where nothing is compiled. `host` is C++;
-`device` is CUDA, for CuPy arrays.
-Twins give the same results to the bit; which one works on an array is decided in `_twin` alone.
+`reference` is NumPy: the reference for tests, and the fallback where nothing is compiled. `host` is
+C++; `device` is CUDA, for CuPy arrays.
+Twins give the same results to the bit; `_twin` chooses the one for an array.
 
 An order holds throughout: the larger |value| first, among equals the lower index. NaN counts as
 larger than infinity; exact zeros are never selected, so fewer than k entries may come out.
@@ -76,14 +76,14 @@ def accumulate_and_select(
     gradient:  of the residual's dtype, or with float32 residuals float16, or uint16 for the bits
                of bfloat16: [n], or a list of one-dimensional arrays with n elements in all, which
                are read where they lie.
-    threshold: a guess at the k-th largest |value|, 0 without one. It decides the time taken, never
-               the result.
+    threshold: a guess at the k-th largest |value|, 0 without one. It affects the time, never the
+               result.
     weight:    multiplies the gradient first, in the residual's dtype.
-    momentum:  takes the gradient into its velocity, in place, which is then what is added.
-    into:      memory for the sum, like `residual`, which stays as it is then; None: in place.
+    momentum:  its velocity takes the gradient, in place, and is added instead of the gradient.
+    into:      memory for the sum, like `residual`, which is then unchanged; None: in place.
     Returns the k largest entries, or all that are not zero where there are fewer, and the
-    threshold for the next step. Raises ValueError for what does not fit together, and TypeError for
-    what is no array of NumPy or CuPy, with nothing changed.
+    threshold for the next step. Raises ValueError for arguments that do not fit together, and
+    TypeError for anything but arrays of NumPy or CuPy, with nothing changed.
     """
     twin = _twin(residual)
     picked, following = twin.accumulate_and_select(
@@ -144,16 +144,16 @@ def clear_at(dense: Array, indices: Array) -> None:
 def clear(dense: Array) -> None:
     """Set all elements of a contiguous array on the host to zero.
 
-    A large one past the caches, which takes half the time of a memset that reads it first.
+    A large one is written past the caches, in half the time of a memset that reads it first.
     """
     _for_numpy.clear(dense)
 
 
 def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
-    """Set the vector's entries in the arrays that it lies in, one after the other, in place.
+    """Set the vector's entries in place in arrays that make up the vector, one after the other.
 
     parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
-           bfloat16, which are rounded to; one-dimensional, with `length` elements in all.
+           bfloat16, to which they are rounded; one-dimensional, with `length` elements in all.
     """
     if isinstance(parts, Located):
         from . import device

@@ -1,13 +1,13 @@
-"""The hot loops of the wire: one contract, and the twins that keep it.
+"""The hot loops of the wire: one interface and its implementations, called twins.
 
-`reference_codes` is NumPy, and says what the bytes are; `host.codes` is C++. Twins write the same
-bytes, and refuse the same ones.
+`reference_codes` is NumPy, and defines the bytes; `host.codes` is C++. Twins write the same bytes,
+and refuse the same ones.
 
 `pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
-`unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
+`unpack_...` reads bytes from any sender: a ValueError says what is wrong with them.
 
-A GPU's arrays have `in_order`, the blocks, the 16-bit floats and the integers of 2 to 4 bits here,
-and `write_head` and `read_head`, which are theirs alone.
+For arrays on a GPU there are `in_order`, the blocks, the 16-bit floats and the integers of 2 to 4
+bits; `write_head` and `read_head` are only for them.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def checksum(data: Array, seed: int = 0) -> int:
 
 
 def write_head(message: Array, head: Array) -> None:
-    """Begin a GPU's message with 56 bytes of the host, and its checksum; waits for nothing.
+    """Write 56 bytes of the host and a checksum at a GPU message's beginning; waits for nothing.
 
-    The checksum takes 8 bytes; it is that of all after it, seeded with that of the 56 bytes.
+    The checksum has 8 bytes; it covers all bytes after it, seeded with that of the 56 bytes.
     """
     _codes(message).write_head(message, head)
 
 
 def read_head(message: Array) -> tuple[Array, int]:
-    """Return a GPU message's first 64 bytes on the host, and what `write_head` writes there."""
+    """Return a GPU message's first 64 bytes on the host, and the checksum that belongs there."""
     head, number = _codes(message).read_head(message)
     return head, number
 

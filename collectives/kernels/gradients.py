@@ -1,6 +1,6 @@
-"""What may be added to a residual: one array or one for each parameter, through a velocity or not.
+"""Gradients to add to a residual: one array or one for each parameter, with momentum or without.
 
-Every twin takes its arguments from here, so that all refuse the same ones with the same words.
+Every twin checks its arguments here, so that all refuse the same ones with the same texts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SIXTEEN_BITS: Final = (np.dtype(np.float16), np.dtype(np.uint16))
 class Located:
     """Arrays on a GPU that follow each other in a vector, by their addresses.
 
-    The kernels read and write them through a table. Whoever makes one keeps the memory alive, and
-    answers for it that the elements of each array lie side by side.
+    The kernels read and write them through a table. The caller keeps the memory alive, and ensures
+    that the elements of each array lie side by side.
 
     dtype:     of all arrays.
     addresses: device pointers, one an array.
@@ -39,11 +39,11 @@ Gradient: TypeAlias = Array | Sequence[Array] | Located
 
 
 class Momentum(NamedTuple):
-    """Momentum before the selection: velocity = factor * velocity + gradient is what is added.
+    """Momentum before the selection: adds velocity = factor * velocity + gradient.
 
     velocity: of the residual's dtype and length.
     factor:   of the old velocity in the new one.
-    into:     memory for the new velocity, like the old one's; None: it takes the old one's place.
+    into:     memory for the new velocity, like the old one's; None: the old one is overwritten.
     """
 
     velocity: Array
@@ -117,8 +117,8 @@ def gradient_parts(
     momentum: Momentum | None,
     into: Array | None = None,
 ) -> Sequence[Array]:
-    """Return the gradient's arrays in order; ValueError or TypeError for what does not fit."""
+    """Return the gradient's arrays in order; raise as `require_addable`."""
     require_addable(residual, gradient, k, momentum, into)
     parts = _in_order(gradient)
-    assert not isinstance(parts, Located)  # which are of a GPU: refused
+    assert not isinstance(parts, Located)  # a GPU's, which was refused
     return parts

@@ -1,8 +1,8 @@
-"""narrow: 16-bit floats, calculated with in float32: widened for it, and rounded afterwards.
+"""narrow: 16-bit floats, which are widened to float32 for computing, and rounded afterwards.
 
-NumPy knows float16, and not bfloat16, the upper half of a float32. Where its bits could be taken
-for whole numbers they are of a dtype of their own, BFLOAT16, which NumPy copies and cuts as any
-other, and refuses to calculate with. (A gradient is never of whole numbers: there they are uint16.)
+NumPy has float16, but not bfloat16, the upper half of a float32. Where bits of bfloat16 could be
+taken for integers they have a dtype of their own, BFLOAT16, which NumPy copies and slices, and
+refuses to compute with. (A gradient is never of integers: there the bits are uint16.)
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def widen(array: Array) -> Array:
 
 
 def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return what was widened in its first dtype, to nearest, ties to even."""
+    """Round widened values to their first dtype, to nearest, ties to even."""
     if dtype == BFLOAT16:
         return round_to_bfloat16(values.astype(np.float32, copy=False)).view(BFLOAT16)
     return values.astype(dtype, copy=False)
 
 
 def widen_bfloat16(bits: Array) -> Array:
-    """Return the float32 that bits of bfloat16, uint16, stand for."""
+    """Return bits of bfloat16, uint16, as float32."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def round_to_bfloat16(values: Array) -> Array:
-    """Return the bits of bfloat16, uint16, of float32 [n], ties to even; NaN stays one."""
+    """Round float32 [n] to bfloat16, as bits, uint16, ties to even; NaN stays NaN."""
     rounded = np.empty(values.size, np.uint16)
     for start in range(0, values.size, _BLOCK):
         block = values[start : start + _BLOCK]
@@ -55,7 +55,7 @@ def round_to_bfloat16(values: Array) -> Array:
         halves += bits
         halves >>= 16
         rounded[start : start + _BLOCK] = halves
-        lost = np.isnan(block)  # a carry may have made infinity of it, or zero
+        lost = np.isnan(block)  # a carry may have turned a NaN into infinity or zero
         if lost.any():
             rounded[start : start + _BLOCK][lost] = bits[lost] >> 16 | 0x40
     return rounded

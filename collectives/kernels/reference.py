@@ -1,4 +1,4 @@
-"""The hot loops in NumPy, in chunks that stay in cache: the truth that the other twins follow."""
+"""The hot loops in NumPy, in chunks that stay in cache: the reference for the other twins."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def search(
     weight: float = 1.0,
     into: Array | None = None,
 ) -> tuple[SparseVector, float, int]:
-    """Do what `accumulate_and_select` does, and tell how often the residual was read for it."""
+    """Return as `accumulate_and_select`, and the number of passes over the residual."""
     parts = gradient_parts(residual, gradient, k, momentum, into)
     looking = _Search(residual if into is None else into, k, residual)
     picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
@@ -96,7 +96,7 @@ def _starts(dense: Array) -> range:
 def _addends(
     residual: Array, parts: Sequence[Array], momentum: Momentum | None, weight: float
 ) -> Iterator[tuple[int, Array]]:
-    """Return, chunk by chunk, where it begins in the residual and what is added there."""
+    """Yield, chunk by chunk, its beginning in the residual and the values to add."""
     begin = 0
     for part in parts:
         for start in range(0, part.size, CHUNK):
@@ -168,12 +168,12 @@ class _Search:
         self.scans = 0
 
     def add(self, start: int, addend: Array) -> None:
-        """Write a part of the vector: what was there before, and an addend."""
+        """Write a part of the vector: the old values plus an addend."""
         here = slice(start, start + addend.size)
         np.add(self._before[here], addend, out=self.dense[here])
 
     def scan_again(self, threshold: float) -> None:
-        """Collect anew, from what the dense vector now holds."""
+        """Collect anew, from the dense vector's present values."""
         self.scan(((start, None) for start in _starts(self.dense)), threshold)
 
     def scan(self, chunks: Iterator[tuple[int, Array | None]], threshold: float) -> None:
@@ -194,7 +194,7 @@ class _Search:
                     self._prune()
 
     def _hits(self, part: Array) -> Array:
-        """Return where the entries of a chunk are that do not lie under the threshold."""
+        """Return the positions of a chunk's entries that are not under the threshold."""
         if np.isnan(self.threshold):  # k NaN were seen: only a NaN of more bits is larger
             return np.flatnonzero(keys(part) >= keys(self.threshold))
         # Two comparisons: |part| would be a third array to keep in cache. NaN passes neither.

@@ -1,4 +1,4 @@
-"""How messages travel: one protocol, several carriers."""
+"""Transports: one interface for messages between ranks, with several implementations."""
 
 from __future__ import annotations
 

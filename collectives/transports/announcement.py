@@ -1,11 +1,11 @@
-"""Announcement: the host message that says how a message of a GPU's memory will follow.
+"""Announcement: the host message that says how a message from a GPU's memory will follow.
 
     byte 0            8     16              24
          +------------+-----+---------------+
          | "GTKDEV/1" | way | message_bytes |     little-endian
          +------------+-----+---------------+
 
-A host message needs none, unless it reads like one.
+A host message is announced only if its bytes look like an announcement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANNOUNCEMENT_BYTES: Final = _FIELDS.size
 
 
 class Way(IntEnum):
-    """How the announced message travels, and where it belongs."""
+    """How the announced message is sent, and in which memory it ends."""
 
     NCCL = 0  # from GPU to GPU
     STAGED = 1  # as the next host message, into the receiver's GPU
@@ -35,7 +35,7 @@ class Way(IntEnum):
 
 
 class Announcement(NamedTuple):
-    """What will follow."""
+    """The way and size of the message that will follow."""
 
     way: Way
     message_bytes: int
@@ -46,7 +46,7 @@ class Announcement(NamedTuple):
 
     @classmethod
     def read(cls, message: Array) -> Announcement | None:
-        """Return what a host message announces; None when it is no announcement."""
+        """Parse a host message; None when it is no announcement."""
         if message.size != ANNOUNCEMENT_BYTES:
             return None
         magic, way, message_bytes = _FIELDS.unpack(message.data)
@@ -56,9 +56,9 @@ class Announcement(NamedTuple):
 
 
 def require_same(host: Transport, own: str) -> None:
-    """Have all ranks say in words what they are about to do together.
+    """Compare the ranks' texts about the operation that they are about to do together.
 
-    Raises MismatchError, on all of them alike, where that is not the same.
+    Raises MismatchError, on all of them alike, where they differ.
     """
     texts = host.gather_object(own)
     for rank, text in zip(host.ranks, texts, strict=True):

@@ -1,6 +1,6 @@
-"""Carrier: the transport of all ranks, which carries what its views send, too.
+"""Carrier: the transport of all ranks, which also carries the messages of its views.
 
-View: some of the ranks, or a stream of messages of its own, as a transport.
+A view is a transport of some of the ranks, or of a separate stream of messages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, s
 
 
 class View(Transport):
-    """A part of what a carrier carries.
+    """Some of the ranks, or a separate stream of messages, of a carrier.
 
-    Its traffic is its own; what it sends counts for the transport it was made from, too. The job is
-    the carrier's: to announce a departure, leave or abort here is to do so there.
+    It counts its own traffic, which also counts for the transport that it was made from. Calls to
+    announce a departure, leave or abort go to the carrier.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class View(Transport):
         return self._carrier.library()
 
 
-_LOOK_SECONDS: Final = 0.001  # how often a rank that leaves looks who else has
+_LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which others have left
 
 
 class Carrier(Streams):
@@ -163,7 +163,7 @@ class Carrier(Streams):
 
     @abstractmethod
     def own_library(self) -> str:
-        """Return name and version of what carries the messages, whatever link is emulated."""
+        """Return name and version of the library that carries messages, also under emulation."""
 
     def conclude(self) -> None:
         self.conclude_on(self)
@@ -207,7 +207,7 @@ class Carrier(Streams):
         return self._left.copy()  # threads add to it meanwhile
 
     def departure_notice(self, reason: str) -> DepartureNotice:
-        """Return what this rank tells its peers when it leaves."""
+        """Return the notice that this rank sends its peers when it leaves."""
         views = list(self._views.values())
         completed = {view.tag: view.completed for view in views if view.completed}
         missed = (found for view in views if (found := view.find_missing(None)))
@@ -218,13 +218,13 @@ class Carrier(Streams):
         self._wake()
 
     def note(self, rank: int, notice: DepartureNotice) -> None:
-        """Note that a rank has left: what it said itself counts more than what others know."""
+        """Note that a rank has left; its own notice replaces one that others have given."""
         known = self._left.get(rank)
         if known is None or (known.lost and not notice.lost):
             self._left[rank] = notice
 
     def _wake(self) -> None:
-        """Have those who wait look again who has left."""
+        """Make waiting threads check again who has left."""
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self.announce_departure(reason)

@@ -1,4 +1,4 @@
-"""Counter: a number that all ranks share; to add to it, a rank needs none of the others."""
+"""Counter: a number that all ranks share; a rank adds to it without the others' taking part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Counter(Protocol):
 
 
 class Counts:
-    """The numbers that threads of one process share, by name."""
+    """Numbers that threads of one process share, by name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

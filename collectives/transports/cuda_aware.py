@@ -1,9 +1,9 @@
-"""CUDA-aware: whether an MPI library takes arrays in a GPU's memory; its claim, and its deed.
+"""CUDA-aware: whether an MPI library takes arrays in a GPU's memory: by its claim, and by a trial.
 
-A library may claim it and crash all the same, such as for want of a driver that fits. So a child
-process tries before a rank relies on it: an MPI world of its own, which sends to itself.
+A library may claim it and still crash, such as without a matching driver. So a child process tries
+it before a rank relies on it: an MPI world of one process, which sends to itself.
 
-What is tried is this host's library and GPU, not the network between hosts.
+The trial tests this host's library and GPU, not the network between hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECONDS: Final = 30.0
 _SIZES: Final = (64, 1 << 20)  # bytes: sent at once, and after the receiver's word
 _HELD: Final = "what arrived is what was sent"
 
-# By these a launcher makes a process its rank; the rest of OMPI_MCA_ is the user's settings.
+# Variables by which a launcher makes a process its rank; others of OMPI_MCA_ are the user's.
 _LAUNCHERS: Final = (
     *("OMPI_", "PMI", "PRTE_", "HYDRA", "HYDI_", "MPI_LOCAL", "SLURM_", "PALS_", "FLUX_"),
 )
@@ -45,7 +45,7 @@ def why_staged() -> str:
 
 
 def claims_cuda(library: str | None) -> bool:
-    """Ask an MPI library, or what has loaded it, whether it takes arrays in a GPU's memory.
+    """Ask an MPI library, or a library that has loaded it, whether it takes a GPU's arrays.
 
     MPIX_Query_cuda_support is Open MPI's, MPIX_GPU_query_support (kind 0: CUDA) MPICH's; a library
     that has neither takes none.
@@ -61,7 +61,7 @@ def claims_cuda(library: str | None) -> bool:
 
 
 def attempt(seconds: float = _SECONDS) -> str:
-    """Have a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
+    """Let a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {__name__} import {send_to_self.__name__}; {send_to_self.__name__}()"
@@ -86,7 +86,7 @@ def attempt(seconds: float = _SECONDS) -> str:
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what makes a process a launcher's rank."""
+    """Return the environment without the variables that make a process a launcher's rank."""
 
     def makes_a_rank(name: str) -> bool:
         if name.startswith("OMPI_MCA_"):
@@ -98,7 +98,7 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
 
 def send_to_self() -> None:
     """Send GPU memory from this process to itself; this is what the child does."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to die here is an answer
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected outcome
     mpi, cupy = import_module("mpi4py.MPI"), load_cupy("mpi")
     for size in _SIZES:
         sent = (cupy.arange(size) % 251).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Departure notice: what a rank that takes part no more tells its peers."""
+"""Departure notice: the last message of a rank to its peers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..vector import Array
 
 
 class DepartureNotice(NamedTuple):
-    """How far a rank came, and why it left.
+    """The operations that a rank has completed, and why it left.
 
     completed: how many operations of each stream it has completed, by the stream's tag.
-    missed:    the rank that left before and was missed by this one, and its notice: a rank that
-               gets the consequence first learns the cause with it.
-    lost:      it said nothing: its connection broke, so its process has died or cannot be reached.
+    missed:    the rank whose departure made this one leave, and its notice: a rank that gets this
+               notice first learns the cause with it.
+    lost:      whether it sent no notice: its connection broke, so it has died or is unreachable.
     """
 
     completed: Mapping[int, int]
@@ -31,7 +31,7 @@ class DepartureNotice(NamedTuple):
 
     @classmethod
     def decode(cls, message: Array) -> DepartureNotice:
-        """Return what `encode` made a message of."""
+        """Parse a message that `encode` made."""
         return cls._of(*json.loads(message.tobytes()))
 
     @classmethod

@@ -4,8 +4,8 @@
     the same without CuPy, with torch's NCCL                      NCCL through torch: dense only
     anything else                                                 staged through the hosts' memory
 
-Every rank puts the same facts in, so that no further word is needed. What was chosen is trusted
-once a small allreduce has given the right sum on every rank.
+Every rank decides from all ranks' facts, so no further message is needed. The choice is used once a
+small allreduce has given the right sum on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN_GPU: Final = "give each rank its own: torch.cuda.set_device(hvd.local_rank()
 
 
 class Carrying(Enum):
-    """What carries the messages of GPUs."""
+    """The ways to carry the messages of GPUs."""
 
     NCCL = "NCCL"
     TORCH = "torch's NCCL"
@@ -33,7 +33,7 @@ class Carrying(Enum):
 
 
 class Facts(NamedTuple):
-    """What counts of a rank.
+    """The facts about a rank that decide.
 
     device:     the GPU it uses, by a name that no other GPU has; "" where it has none.
     problem:    why it has none.
@@ -51,12 +51,12 @@ class Facts(NamedTuple):
     checks: bool = False
 
     def encode(self) -> Array:
-        """Return them as a host message."""
+        """Return the facts as a host message."""
         return np.frombuffer(json.dumps(self).encode(), np.uint8)
 
     @classmethod
     def read(cls, message: Array, sender: int) -> Facts:
-        """Return what a rank says; raise MismatchError where it is in another operation."""
+        """Parse a rank's message; raise MismatchError where it is of another operation."""
         try:
             return cls(*json.loads(message.tobytes()))
         except (ValueError, TypeError) as error:
@@ -68,7 +68,7 @@ class Facts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What carries the messages of GPUs, and why, in words that end a sentence."""
+    """How GPUs' messages are carried, and the reason, as the end of a sentence."""
 
     carrying: Carrying
     reason: str
@@ -78,9 +78,9 @@ class Choice(NamedTuple):
 
 
 def choose(facts: Sequence[Facts], ranks: Sequence[int]) -> Choice:
-    """Return what carries the messages of these ranks' GPUs.
+    """Choose how the messages of these ranks' GPUs are carried.
 
-    ranks: what they are called.
+    ranks: their numbers in texts.
     """
     named = list(zip(ranks, facts, strict=True))
     if lacking := [(rank, fact) for rank, fact in named if not fact.device]:
@@ -115,7 +115,7 @@ def _without_cupy(named: Sequence[tuple[int, Facts]]) -> str:
 
 
 def _amiss(versions: Sequence[tuple[int, int]], what: str) -> str:
-    """Return what keeps ranks with these versions of an NCCL from using it together; "": nothing.
+    """Return why ranks with these NCCL versions cannot use it together; "": they can.
 
     NCCL refuses peers of another version.
     """

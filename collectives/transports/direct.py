@@ -5,10 +5,10 @@ A message is announced with its size, and follows on the same stream of MPI's me
     send()     announce  wait for the caller's CUDA stream  Isend from the GPU
     receive()  learn the size, take GPU memory, wait until it is free  receive into it
 
-Where messages are checked or paced, all of them are staged: it is the host that does so.
+Where messages are checked or paced, all of them are staged, as that is the host's work.
 
-MPI knows nothing of CUDA's streams: the host polls an event until the message is made, or until
-whoever had the memory before is done with it.
+MPI does not follow CUDA's streams: the host polls an event until the message is made, or until
+earlier work on the memory has ended.
 
 Dense collectives are staged: MPI libraries reduce GPU memory in blocking calls only, which would
 wait for ever for a rank that left.
@@ -39,14 +39,14 @@ def open_mpi(
 ) -> Transport:
     """Return the MPI transport; where every rank has CuPy and a GPU, one for their messages, too.
 
-    A collective. Those are direct where the MPI library has shown on every host that it can send
-    them, else staged through pinned host memory.
+    A collective. GPUs' messages are direct where the MPI library has passed the trial on every
+    host, else staged through pinned host memory.
     """
     return over_gpus(MpiTransport(communicator, timeout_seconds), timeout_seconds)
 
 
 def over_gpus(host: MpiTransport, timeout_seconds: float) -> Transport:
-    """Return what carries hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
+    """Return a transport for hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
     if not _everywhere(host, has_gpu()):
         return host
     # One try for each host: its ranks use the same library.
@@ -109,7 +109,7 @@ class DirectTransport(StagedTransport):
         return message
 
     def _wait_for_stream(self, array: Array) -> None:
-        """Return when the current stream of an array's GPU has done all that it was given."""
+        """Wait until the current stream of an array's GPU has done its work so far."""
         cuda = self._cupy.cuda
         with array.device:  # type: ignore[attr-defined]
             done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
@@ -118,7 +118,7 @@ class DirectTransport(StagedTransport):
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message; each is sent to every rank, P-1 times.
 
-        Fewer and longer messages would be copied together and apart on the GPU.
+        Fewer and longer messages would take copies on the GPU.
         """
         if not is_on_device(message):
             return self.host.allgather(message)

@@ -1,4 +1,4 @@
-"""Endpoint: one of several ranks that send each other messages, and nothing more than that."""
+"""Endpoint: a rank's connection for sending and receiving messages, without collectives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..vector import Array
 class Endpoint(ABC):
     """The ranks, seen from one of them.
 
-    rank, size: its number among them, and how many there are.
-    ranks:      the world ranks of all: what errors call them.
+    rank, size: this rank's number among them, and how many there are.
+    ranks:      their numbers in the world, which errors name.
     """
 
     rank: int

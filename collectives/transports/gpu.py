@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where an array of CuPy's or a tensor of torch's lies; dtype: by its name in NumPy."""
+    """The place of an array of CuPy's or a tensor of torch's; dtype: its name in NumPy."""
 
     address: int
     size: int
@@ -55,7 +55,7 @@ def is_of_gpu(array: Any) -> bool:
 
 
 def span_of(array: Any) -> Span:
-    """Return where an array lies."""
+    """Return the place of an array."""
     if is_tensor(array):
         return Span(
             array.data_ptr(),
@@ -99,7 +99,7 @@ def require_place(array: Any, own: int | None, rank: int) -> None:
 
 
 def tensor_event(tensor: Any) -> Any:
-    """Return torch's event of what its current stream was given so far, on a tensor's device."""
+    """Return torch's event after the work so far on the current stream of a tensor's device."""
     torch = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
@@ -194,7 +194,7 @@ def torch_nccl() -> int:
 
 
 def facts_here(host: Transport, device: int | None) -> Facts:
-    """Return what counts of this rank for what carries the messages of GPUs; sends nothing.
+    """Return this rank's facts for the choice of how GPUs' messages are carried; sends nothing.
 
     device: the GPU that it uses, by its number; None: by its place on its host.
     """

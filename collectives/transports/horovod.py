@@ -12,7 +12,7 @@ Channels and subsets share the ticks, told apart by their tags. The ticks end to
 in which all ranks are done: each has departed, and knows that all others have.
 
 Horovod ends on all ranks as soon as one shuts it down. So an operation ends on all ranks together:
-who has no more to do in it would else be free to end what carries the rest of it.
+otherwise a rank that has finished could end Horovod while others still need it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class HorovodTransport(Carrier):
         return staying
 
     def collect_departures(self) -> None:
-        """Do nothing: the ticks note who left."""
+        """Do nothing: the ticks note which ranks left."""
 
     def _wake(self) -> None:
         self._mailbox.wake()
@@ -229,7 +229,7 @@ def _take(queue: list[Array], limit: int) -> Array:
 
 
 def open_horovod(timeout_seconds: float) -> HorovodTransport:
-    """Join the ranks of Horovod; initialize it where nobody has."""
+    """Join the ranks of Horovod; initialize it if needed."""
     try:
         import horovod
         import horovod.torch

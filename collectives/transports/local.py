@@ -75,7 +75,7 @@ class LocalTransport(Carrier):
 
 
 def _nothing() -> None:
-    """Wait for nothing: what was sent has been copied."""
+    """Do not wait: the message was copied when it was sent."""
 
 
 def local_world(
@@ -88,8 +88,8 @@ def local_world(
     """Return the transports of a world of `size` ranks in this process, one for each thread.
 
     node_size: how many of them call each other neighbours, as ranks of one host do; None: all.
-    kind: what each is.
-    announces_waits: False where ranks wait for cores, not for each other: more of them than cores.
+    kind: the class of each.
+    announces_waits: whether long waits are printed; False where there are more ranks than cores.
     """
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
@@ -128,7 +128,7 @@ def run_ranks(
         for thread in threads:
             thread.start()
             started += 1
-    except RuntimeError as error:  # those that run would wait for the others
+    except RuntimeError as error:  # started threads would wait for the others
         reason = f"the system allows {started:,} of {len(threads):,} threads"
         errors.append(CollectiveError(f"{reason}, and each rank is one: {error}"))
         for transport in transports[started:]:

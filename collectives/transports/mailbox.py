@@ -1,4 +1,4 @@
-"""Mailbox: the messages that have come in for a rank, and the wait for one that has not."""
+"""Mailbox: the received messages of a rank, and the wait for the next one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..vector import Array
 from . import transport
 from .transport import Transport, say
 
-# What came from one rank on one stream. None is no message: it wakes who waits, as somebody left.
+# The messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
 _Box = queue.SimpleQueue["Array | None"]
 
 
@@ -30,7 +30,7 @@ class Mailbox:
         self._box(tag, source).put(message)
 
     def wake(self) -> None:
-        """Have those who wait look again who has left."""
+        """Make waiting threads check again which ranks have left."""
         for box in self._waited_for.copy():
             box.put(None)
 
@@ -47,7 +47,7 @@ class Mailbox:
         return self._take(stream, stream.tag, source, f"rank {source}", source)
 
     def take_answer(self, stream: Transport, tag: int) -> Array:
-        """Return what this rank gives itself with this tag, once all ranks of a stream did."""
+        """Return this rank's own message with this tag, put once all ranks took part."""
         return self._take(stream, tag, stream.ranks[stream.rank], "its peers", None)
 
     def _take(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
@@ -66,7 +66,7 @@ class Mailbox:
         next_warning = begun + warning_seconds
         deadline = begun + self.timeout_seconds
         while True:
-            # Read before the look into the box: whoever leaves has sent all it will ever send.
+            # Read before the box: a rank that has left has sent all its messages before.
             missing = stream.missing(peer)
             remaining = min(next_warning, deadline) - time.monotonic()
             try:

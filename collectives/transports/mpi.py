@@ -8,10 +8,10 @@ Messages travel in pieces, and a piece that is not full is the last one:
     to another host    60,000 bytes each up to 16 MiB, then 1 GiB each
     on the same host   1 GiB each: messages of 2^31 bytes and more fail in Open MPI
 
-MPI sends a small piece at once. A large one waits for the receiver's word that it may come (the
-rendezvous), and where two ranks swap large messages over TCP that word stands in line behind the
-other message: on a slow link the two then cross one after the other, and a swap takes twice its
-time. Beyond 16 MiB the memory that unexpected pieces take would weigh more.
+MPI sends a small piece at once. A large one waits for the receiver's clearance (the rendezvous).
+Where two ranks swap large messages over TCP, that clearance queues behind the other message: on a
+slow link the two are then sent one after the other, and a swap takes twice its time. Beyond 16 MiB,
+small pieces would take too much memory for unexpected messages.
 
 Messages are in the hosts' memory; those of GPUs go over it by the direct transport where MPI is
 CUDA-aware, else by the staged one.
@@ -50,28 +50,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Where launchers say how many ranks they started: Open MPI's; MPICH's, and srun's PMI.
+# The variables with the number of ranks: Open MPI's; that of MPICH, and of srun's PMI.
 LAUNCHED_SIZES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-# MPI's tags: departure notices; the word that one waits; the stream with tag 0, and so on.
+# MPI's tags: departure notices; messages that a rank waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
-_LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
-_HEAR_EVERY: Final = 100  # gathers, so that who never waits hears it, too
+_LONG_SECONDS: Final = 0.5  # a rank that waits so long tells the others
+_HEAR_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
 _SMALL_BYTES: Final = 1 << 16
 # From here on, and between hosts on Ethernet, MPI's nonblocking allreduce sends more than one made
 # of send and receive, on 8 ranks nearly twice as much: below, it has fewer messages.
 _BY_HAND_BYTES: Final = 12 << 10
-# Where the kernel names the cards that reach another host's memory by themselves.
+# Where the kernel lists network cards with RDMA.
 _RDMA_DEVICES: Final = ("/sys/class/infiniband", "/sys/class/cxi")
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
 
 
 def launched_ranks() -> int | None:
-    """Return how many ranks an MPI launcher says it started; None when none started us."""
+    """Return how many ranks the MPI launcher has started; None without an MPI launcher."""
     for variable in LAUNCHED_SIZES:
         if os.environ.get(variable):
             return whole_number(variable, None)
@@ -123,14 +123,14 @@ class MpiTransport(Carrier):
         self._has_departed = False
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
-        self._here: dict[int, int] = {}  # up to which gather others have told that they wait
+        self._here: dict[int, int] = {}  # by rank: the last gather in which it said that it waits
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
         self._neighbours = self._find_neighbours()
         self._reduces_itself = self._is_over_ethernet()
-        # What MPI may still read, by tag: a request is forgotten when it is done, also if nobody
-        # waits. A stream's is one thread's: no two may test the same request.
+        # Messages that MPI may still read, by tag, until their request is done, also if nobody
+        # waits. One thread uses a stream, so no two test the same request.
         self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
@@ -201,8 +201,8 @@ class MpiTransport(Carrier):
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by MPI's own allreduce, where MPI knows the dtype and is quick.
 
-        Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
-        allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends more
+        Its messages cannot be counted; they are counted by formula as those of a bandwidth-optimal
+        allreduce, the fewest bytes possible. Between hosts on Ethernet Open MPI's sends more
         and waits for rendezvous: from 12 kB on one made of send and receive takes its place
         (docs/measured/collectives.md), as it does wherever messages are checked
         or paced.
@@ -222,7 +222,7 @@ class MpiTransport(Carrier):
         }[reduction]
         blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
         if blocking:
-            self.barrier()  # everyone is here: a blocking call cannot wait for one who left
+            self.barrier()  # all ranks are here, so the blocking call cannot wait for one that left
         step = PIECE_BYTES // array.itemsize
         for start in range(0, array.size, step):
             piece = array[start : start + step]
@@ -244,7 +244,7 @@ class MpiTransport(Carrier):
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         """Fill the others' parts in place; small ones of one size by MPI's own allgather.
 
-        That takes a third of the time. Its messages are reckoned as those of the other way.
+        That takes a third of the time. Its messages are counted as those made of send and receive.
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
         parts = array[bounds[0] : bounds[-1]]
@@ -260,9 +260,9 @@ class MpiTransport(Carrier):
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
 
     def _await_gather(self, request: MPI.Request) -> None:
-        """Wait for all; raise PeerTimeoutError that names who never came.
+        """Wait for all; raise PeerTimeoutError that names the ranks that never came.
 
-        Who waits long tells the others so: of the rest nothing was heard.
+        A rank that waits long tells the others, so the missing ranks are those that were silent.
         """
         look_from = time.monotonic() + _LONG_SECONDS
         told = False
@@ -309,9 +309,9 @@ class MpiTransport(Carrier):
         self._wait(stream, lambda: request.Test() or None, peer)
 
     def _wait(self, stream: Transport, test: Callable[[], T | None], peer: int | None) -> T:
-        """Return what `test` returns once that is not None.
+        """Call `test` until its result is not None, and return that.
 
-        peer: the rank waited for; None when it is all of them.
+        peer: the rank waited for; None: all of them.
         """
 
         def tested() -> T | None:
@@ -332,7 +332,7 @@ class MpiTransport(Carrier):
         status = self._mpi.Status()
         while True:
             with self._calling:
-                # Matched: no other thread can take what this one has found.
+                # A matched probe: no other thread can receive the message found here.
                 message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _LEAVE, status)
                 if message is None:
                     return
@@ -380,7 +380,7 @@ class MpiTransport(Carrier):
     def shared_memory_on(self, stream: Transport, size_bytes: int) -> FileMemory:
         """Return a window of MPI's, allocated by the first rank and mapped by all.
 
-        It is freed with the process: to free it earlier takes all ranks, and one may have died.
+        It is freed with the process: freeing it earlier needs all ranks, and one may have died.
         """
         here = set(self._neighbours)
         if not here.issuperset(stream.ranks):

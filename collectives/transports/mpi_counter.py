@@ -1,8 +1,8 @@
 """The counters of MPI's ranks: on one host in the memory of one rank, across hosts asked of it.
 
-On one host an add is a one-sided call, and the keeper takes no part. Over TCP it would have to: its
-MPI moves others' one-sided calls only while the keeper itself calls MPI, several times for each,
-and a rank that computes does not. So there a thread of the keeper answers, in one round trip.
+On one host an add is a one-sided call, in which the keeper takes no part. Over TCP MPI completes
+one-sided calls only while the keeper calls MPI, several times for each, and a rank that computes
+does not. So a thread of the keeper answers there, in one round trip.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .transport import Transport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-KEEPER: Final = 0  # of the communicator, and of the stream
+KEEPER: Final = 0  # the keeper's rank, in the communicator and in the stream
 _QUESTION, _ANSWER = 0, 1  # tags
-_PAUSE_SECONDS: Final = 0.0002  # of the thread that answers
+_PAUSE_SECONDS: Final = 0.0002  # between two polls of the answering thread
 _NUMBER: Final = np.dtype(np.int64)
 
 
@@ -42,9 +42,9 @@ class WindowCounter:
         stream: Transport,
         calling: AbstractContextManager[Any],
     ) -> None:
-        """Make it; all ranks of the communicator do so together, and MPI waits for all of them.
+        """Make the counter; all ranks of the communicator call it, and MPI waits for all of them.
 
-        calling: is entered around every call, where threads must take turns.
+        calling: a context that is entered around every MPI call, where threads must take turns.
         """
         self._mpi = mpi
         self._stream = stream
@@ -58,7 +58,7 @@ class WindowCounter:
                 self._window.Lock(KEEPER, mpi.LOCK_EXCLUSIVE)
                 self._window.Put([np.zeros(1, _NUMBER), mpi.INT64_T], KEEPER)
                 self._window.Unlock(KEEPER)
-            communicator.Barrier()  # nobody adds before there is a zero
+            communicator.Barrier()  # no rank adds before the number is zero
             self._window.Lock_all()
 
     def add(self, amount: int) -> int:
@@ -79,7 +79,7 @@ class WindowCounter:
 
 
 class AskedCounter:
-    """A number that a communicator's rank 0 keeps, and a thread of it adds to for the others."""
+    """A number that a communicator's rank 0 keeps; a thread of that rank adds for the others."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class AskedCounter:
         calling: AbstractContextManager[Any],
         is_over: Callable[[], bool],
     ) -> None:
-        """Make it, of a communicator of its own, all ranks of which do so.
+        """Make the counter on a communicator of its own; all its ranks call it.
 
-        is_over: whether MPI may not be called any more.
+        is_over: tells whether MPI may not be called any more.
         """
         self._mpi = mpi
         self._communicator = communicator
@@ -108,7 +108,7 @@ class AskedCounter:
         if self._stream.rank == KEEPER:
             return self._number.add(amount)
         added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
-        with self._asking:  # an answer is for who asked
+        with self._asking:  # one question at a time, so that the answer belongs to it
             with self._calling:
                 answer = self._communicator.Irecv(before, KEEPER, _ANSWER)
                 question = self._communicator.Isend(added, KEEPER, _QUESTION)

@@ -66,8 +66,8 @@ class NcclTransport(StagedTransport):
     A view is connected by its own `connect`, or by its first collective on a GPU's array; until
     then it stages. Each connection takes GPU memory for NCCL's buffers.
 
-    An automatic one connects in that way, too, and goes on staging where the ranks cannot use NCCL.
-    `choice` then says why; it is told to `on_choice`.
+    An automatic transport connects in the same way, and goes on staging where the ranks cannot use
+    NCCL. `choice` then says why; `on_choice` is called with it.
     """
 
     counts_allreduce = False
@@ -85,8 +85,8 @@ class NcclTransport(StagedTransport):
     ) -> None:
         """device: the GPU's number; None: by this rank's place on its host.
 
-        bootstrap: where that carries messages of GPUs itself, it stages them here.
-        torch_backend: what takes the place of torch's NCCL in tests: "gloo", on the host.
+        bootstrap: the host transport; it only carries host messages here.
+        torch_backend: "gloo", on the host, replaces torch's NCCL in tests.
         Raises, on all ranks alike and unless automatic, ImportError where NCCL is missing,
         RuntimeError where a rank has no GPU of its own.
         """
@@ -97,7 +97,7 @@ class NcclTransport(StagedTransport):
             if isinstance(bootstrap, StagedTransport)
             else StagedTransport(bootstrap, needs_cupy=False)
         )
-        # Of an automatic one a view asks its own ranks.
+        # A view of an automatic transport chooses among its own ranks.
         self.choice: Choice | None = parent.choice if parent and not self.automatic else None
         self.on_choice: Callable[[Choice], None] = on_choice if parent is None else parent.on_choice
         self._device: int | None = device if parent is None else parent._device
@@ -106,7 +106,7 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._connected: list[Collectives] = []
         self._collectives: Collectives | None = None
-        self._all_on_gpu: dict[Hashable, bool] = {}  # by what it is, as the ranks have told
+        self._all_on_gpu: dict[Hashable, bool] = {}  # the ranks' answers, by `what` of `carrying`
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if parent is not None:
             self._connected = parent._connected
@@ -187,11 +187,11 @@ class NcclTransport(StagedTransport):
         return self.choice is not None and self.choice.carrying is Carrying.STAGED
 
     def _try(self, choice: Choice) -> Choice:
-        """Connect, and return what carries the messages of GPUs now that it was tried."""
+        """Connect; return the choice, which is staging where the trial failed."""
         failure = ""
         self.choice = choice
         try:
-            # A rank that fails at once waits for the others' word: no longer than it may.
+            # A rank that fails at once waits for the others' results, within its timeout.
             self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -204,9 +204,9 @@ class NcclTransport(StagedTransport):
         return tried
 
     def _open(self, seconds: float) -> None:
-        """Connect the ranks, and see whether they add up.
+        """Connect the ranks, and test a sum over them.
 
-        Raises PeerError, also where they do not.
+        Raises PeerError, also for a wrong sum.
         """
         assert self.choice is not None
         if self.choice.carrying is Carrying.NCCL and self._gpu is None:
@@ -257,7 +257,7 @@ class NcclTransport(StagedTransport):
         return sent
 
     def _stage_undecided(self) -> None:
-        """Send what would otherwise wait for an operation that comes first."""
+        """Stage the undecided send, as another operation comes before its end is waited for."""
         stage, self._undecided.stage = self._undecided.stage, None
         if stage is not None:
             stage()
@@ -345,7 +345,7 @@ class NcclTransport(StagedTransport):
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by NCCL's own allreduce; counted by formula, as MPI's is.
 
-        The least and the most of floats through the host: NCCL's may lose a NaN.
+        "min" and "max" of floats go through the host, as NCCL's may lose a NaN.
         """
         self._stage_undecided()
         if not is_of_gpu(array):
@@ -439,9 +439,9 @@ class NcclTransport(StagedTransport):
         *,
         any_size: bool = False,
     ) -> Collectives | None:
-        """Return what carries it, when all ranks are here, connected, and mean the same.
+        """Return NCCL's collectives, once all ranks are connected and agree on the operation.
 
-        None: it is staged. NCCL itself would hang, or worse, where they do not mean the same.
+        None: it is staged. Where ranks disagree, NCCL would hang or compute nonsense.
         Raises MismatchError on all ranks alike.
         """
         span = span_of(array)
@@ -468,11 +468,11 @@ class NcclTransport(StagedTransport):
         require_place(array, own, self.ranks[self.rank])
 
     def _current(self) -> Any:
-        """Return what makes this rank's GPU the current one."""
+        """Return a context in which this rank's GPU is the current one."""
         return nullcontext() if self._gpu is None else self._gpu.device
 
     def _empty(self, length: int) -> Array:
-        # On the caller's current stream: what used this memory before has ended when NCCL begins.
+        # On the caller's current stream, so that earlier work on this memory ends before NCCL.
         with self._current():
             array: Array = self._cupy.empty(length, np.uint8)
         return array
@@ -488,8 +488,8 @@ class NcclTransport(StagedTransport):
         return late
 
     def disconnect(self, reason: str) -> None:
-        """Let go of NCCL on all views; nothing of it may be under way."""
-        # To destroy would wait for peers.
+        """Abort NCCL on all views; no call of it may be under way."""
+        # Destroying a communicator would wait for peers.
         for connected in self._connected:
             connected.abort(reason)
 

@@ -29,9 +29,9 @@ _REDUCTIONS: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX
 
 
 class CupyCollectives:
-    """NCCL among the ranks of a host transport, which must all make one together.
+    """NCCL among the ranks of a host transport, which must all make the object together.
 
-    Every rank passes arrays of the same sizes and dtypes; a call returns when it has ended.
+    Every rank passes arrays of the same sizes and dtypes; a call returns when its work has ended.
     """
 
     dtypes = DTYPES
@@ -48,18 +48,18 @@ class CupyCollectives:
         return int(self._gpu.device.id)
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait as long for a peer from now on."""
+        """Set the longest wait for a peer."""
         self.communicator.timeout_seconds = seconds
 
     def abort(self, reason: str) -> None:
-        """End what is under way, and be of no use from then on."""
+        """End all calls under way; later calls fail."""
         self.communicator.abort(reason)
 
     def sum_of_ranks(self) -> list[float]:
-        """Return the sum of every rank's 1 + rank, four times: what a start-up test asks for."""
+        """Return the sum of every rank's 1 + rank, four times, for a start-up test."""
 
         def add_up() -> list[float]:
-            self._gpu.device.use()  # to go back to GPU 0 would open a context there
+            self._gpu.device.use()  # not `with`: going back to GPU 0 would open a context there
             array = self._gpu.cupy.asarray(np.full(4, self._rank + 1, np.float32))
             self.allreduce(array, "sum")
             total: list[float] = array.get().tolist()
@@ -117,7 +117,7 @@ class CupyCollectives:
         self.communicator.run(enqueue, [array])
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
-        """Fill the parts that the others own with theirs."""
+        """Fill the other ranks' parts of the array with those that they have."""
         span = span_of(array)
         uint8, item = self._gpu.nccl.NCCL_UINT8, span.itemsize
         parts = parts_of(bounds)
@@ -135,7 +135,7 @@ class CupyCollectives:
         self.communicator.run(enqueue, [array])
 
     def broadcast_into(self, array: Array, root: int) -> None:
-        """Fill with the root's."""
+        """Fill the array with the root's."""
         span = span_of(array)
         size_bytes, uint8 = span.size * span.itemsize, self._gpu.nccl.NCCL_UINT8
         self.communicator.run(
@@ -152,7 +152,7 @@ class CupyCollectives:
         received: Array,
         received_bounds: Sequence[int],
     ) -> None:
-        """Send part r to rank r, and receive what the ranks send here, in rank order."""
+        """Send part r to rank r, and receive the ranks' parts for this one, in rank order."""
         outgoing = [(array[begin:end], to) for to, begin, end in parts_of(bounds)]
         incoming = [
             (received[begin:end], source) for source, begin, end in parts_of(received_bounds)
@@ -170,6 +170,6 @@ class CupyCollectives:
 
 
 def _each(bounds: Sequence[int]) -> int | None:
-    """Return how long every part is; None where they are not equally long."""
+    """Return the length of all parts; None where they are not equally long."""
     sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
     return sizes.pop() if len(sizes) == 1 else None

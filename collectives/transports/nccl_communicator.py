@@ -4,10 +4,10 @@
                                                 v
     own stream                                  wait for ready | NCCL's kernel | done <- polled
 
-Nothing waits for the whole device. The host polls `done`, so that whatever the caller does next
-comes after it on any stream. A kernel whose peer is gone never ends by itself: it is ended by an
-abort of the communicator, which is of no use from then on. NCCL's calls block, too, where ranks
-meet for the first time; such a call is made by a thread, so that this one can look who has left.
+Nothing waits for the whole device. The host polls `done`, so that the caller's later work comes
+after it on any stream. A kernel whose peer is gone never ends by itself: aborting the communicator
+ends it, and the communicator cannot be used afterwards. NCCL's calls block, too, where ranks meet
+for the first time; another thread makes such a call, while this one checks which ranks have left.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .gpu import Gpu, has_come, is_tensor, tensor_event
 from .polling import wait_for_call, wait_until
 from .transport import Transport
 
-_GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
-_ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
+_GRACE_SECONDS: Final = 1.0  # for messages that a rank sent before it left
+_ABORT_SECONDS: Final = 5.0  # the longest wait for an abort, as the GPU may hang
 
 Enqueue = Callable[[Any, int], None]  # (NcclCommunicator, stream's address): NCCL's calls
 
 
 class Communicator:
-    """NCCL among the ranks of a host transport, which must all make one together."""
+    """NCCL among the ranks of a host transport, which must all make the object together."""
 
     def __init__(self, host: Transport, gpu: Gpu, timeout_seconds: float) -> None:
         self._host = host
@@ -42,7 +42,7 @@ class Communicator:
         self._stream: Any = None
         self._broken = ""
         self._met: set[Hashable] = set()
-        # What a kernel may read or write, until it is known to have ended.
+        # The arrays of a kernel that is not known to have ended.
         self._touched: Sequence[Array] = ()
         unique_id = self._share_id()
 
@@ -55,7 +55,7 @@ class Communicator:
     def _share_id(self) -> bytes:
         """Return NCCL's id for these ranks; rank 0 makes it. Raises PeerError where it cannot.
 
-        Nothing else is sent over the host here: who fails later fails by itself.
+        Nothing else is sent over the host here: later failures are each rank's own.
         """
         unique_id, failure = b"", ""
         if self._host.rank == 0:
@@ -80,8 +80,8 @@ class Communicator:
 
         touched: the arrays it reads and writes; ready on the caller's current stream, of CuPy for
                  its arrays, of torch for tensors.
-        peers:   whom it waits for; none when it is all ranks.
-        meets:   with whom NCCL must be connected for it; None when NCCL alone knows.
+        peers:   the ranks that it waits for; empty: all ranks.
+        meets:   the ranks that NCCL must be connected with for it; None: unknown.
         Raises PeerError after an abort, this one or an earlier one; CuPy's error where CUDA fails.
         """
         if self._broken:
@@ -103,7 +103,7 @@ class Communicator:
             raise PeerError(self._broken)
 
     def _wait_for_caller(self, touched: Sequence[Array]) -> object:
-        """Have the own stream wait for the caller's; return the event, to be kept until then."""
+        """Make the own stream wait for the caller's; return the event, to be kept until then."""
         cuda = self._gpu.cupy.cuda
         tensor = next(filter(is_tensor, touched), None)
         if tensor is not None:
@@ -122,7 +122,7 @@ class Communicator:
             self._gpu.nccl.groupEnd()
 
     def _patiently(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
-        """Return what a call returns that may block; made by a thread, abandoned if need be."""
+        """Run a call that may block in another thread, which is abandoned on an error."""
 
         def make() -> Any:
             self._gpu.device.use()  # to go back to GPU 0 would open a context there
@@ -140,7 +140,7 @@ class Communicator:
         )
 
     def _look(self) -> None:
-        """Raise what NCCL noticed by itself, or what ended it while this thread waited."""
+        """Raise NCCL's asynchronous error, or the reason of an abort while this thread waited."""
         nccl = self._nccl
         if self._broken:
             raise PeerError(self._broken)
@@ -148,7 +148,7 @@ class Communicator:
             nccl.check_async_error()
 
     def _unless_broken(self, action: Callable[[], Any], peers: Sequence[int]) -> Any:
-        """Return what an action returns; abort when it fails."""
+        """Return the result of an action; abort when it fails."""
         try:
             return action()
         except (PeerError, self._gpu.cupy.cuda.runtime.CUDARuntimeError) as error:
@@ -165,7 +165,7 @@ class Communicator:
             raise PeerError(text) from error
 
     def abort(self, reason: str) -> None:
-        """End what is under way and free the communicator; it says the reason from then on."""
+        """End all calls under way and free the communicator; later calls raise the reason."""
         self._broken = self._broken or reason
         nccl, self._nccl = self._nccl, None
         if nccl is None:
@@ -175,7 +175,7 @@ class Communicator:
             with suppress(RuntimeError):  # of a GPU that failed
                 self._gpu.device.use()  # NCCL goes back to the thread's own
             nccl.abort()
-            self._touched = ()  # not before: a kernel may still write there
+            self._touched = ()  # only now: a kernel might have written there
 
         thread = threading.Thread(target=end, daemon=True)
         thread.start()

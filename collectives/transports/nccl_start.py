@@ -1,4 +1,4 @@
-"""Start of NCCL: what every rank has, and a connection that has shown that it adds up."""
+"""Start of NCCL: gathers the facts of every rank, and opens a connection with a test sum."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Collectives = CupyCollectives | TorchCollectives
 
 
 def gather_facts(host: Transport, device: int | None) -> list[Facts]:
-    """Return what counts of each rank; device: the GPU that this one uses, None: by its place."""
+    """Return every rank's facts; device: the GPU that this one uses, None: by its place."""
     messages = host.allgather(facts_here(host, device).encode())
     return [Facts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)]
 
 
 def open_gpu(device: int | None) -> Gpu:
-    """Return a GPU as CuPy has it."""
+    """Open a GPU with CuPy."""
     cupy = load_cupy("nccl")
     return Gpu(cupy, load_nccl(), cupy.cuda.Device(device))
 
@@ -32,11 +32,11 @@ def open_collectives(
     seconds: float,
     torch_backend: str,
 ) -> Collectives:
-    """Connect the ranks, and see whether they add up; a collective.
+    """Connect the ranks, and test a sum over them; a collective.
 
-    gpu: where NCCL is reached through CuPy. seconds: the longest wait for a peer.
-    Raises PeerError where a rank does not come, or the sum is wrong, and what CUDA, NCCL and torch
-    raise. Whatever fails, no word of it is left on its way between the hosts.
+    gpu: this rank's, where NCCL is reached through CuPy. seconds: the longest wait for a peer.
+    Raises PeerError where a rank does not come, or the sum is wrong, and errors of CUDA, NCCL and
+    torch. After any failure no host message of it is still on its way.
     """
     opened: Collectives
     if carrying is Carrying.TORCH:

@@ -1,12 +1,12 @@
-"""NodeMemory: bytes that the ranks of one host share, a lock on them, and who is still there.
+"""NodeMemory: bytes that the ranks of one host share, a lock on them, and the ranks' presence.
 
-Locks and presence are the kernel's: a file's byte ranges, which it frees when a process ends,
-however it ends. So a rank that is killed holds up nobody, and is known to be gone at once. All
-memories of the same ranks have one such file, for who lets go of a memory lives on:
+Locks and presence are locks on a file's byte ranges, which the kernel frees when a process ends in
+any way. So a killed rank blocks no other, and is known to be gone at once. All memories of the same
+ranks share one such file, as a rank that frees a memory is still alive:
 
     offset in the lock file    who locks it
     place                      the rank at that place, for as long as it lives
-    ranks + number             whoever holds the lock of the memory of that number
+    ranks + number             the rank that holds the lock of the memory with that number
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NodeMemory(Protocol):
     places: int
 
     def lock(self) -> AbstractContextManager[object]:
-        """Enter as the only rank; who dies inside is out of it. Not to be entered twice."""
+        """Enter as the only rank; a rank that dies inside releases it. It is not reentrant."""
 
     def is_present(self, place: int) -> bool:
         """Tell whether a rank's process lives; once it does not, it never will."""
@@ -60,7 +60,7 @@ class FileLocks:
         self.memories = itertools.count()  # their numbers
         self._file = file
         self._gone: set[int] = set()
-        # Not at exit: until the process ends it is there.
+        # Not at exit: the rank counts as present until the process ends.
         weakref.finalize(self, os.close, file).atexit = False
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
 
@@ -87,7 +87,7 @@ class FileLocks:
 
 
 class FileMemory:
-    """Memory of processes; number: of `locks.memories`, the same on all."""
+    """Memory that processes of a node share; number: drawn from `locks.memories`, equal on all."""
 
     def __init__(self, memory: Array, locks: FileLocks, number: int, seconds: float) -> None:
         self.bytes = memory
@@ -95,7 +95,7 @@ class FileMemory:
         self._locks = locks
         self._offset = locks.places + number
         self._timeout_seconds = seconds
-        self._of_threads = threading.Lock()  # to the kernel a process is one
+        self._of_threads = threading.Lock()  # the kernel's locks are per process
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class FileMemory:
 
 
 class OfThreads:
-    """What the threads of a process share."""
+    """The state that the threads of a process share."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes: Array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]

@@ -8,10 +8,10 @@ until the link out is free, and its end comes in when the link in has had time f
     first byte arrives   begins + latency
     last byte arrives    when the link in was free for that long since then
 
-The message travels at once, by whatever carries it, and `begins` travels at its end: the receiver
-hands it on no sooner than its last byte would arrive. All ranks read one clock, CLOCK_MONOTONIC,
-which the processes of a host have in common. A receiver may take messages in another order than
-they arrive in: each takes what time of the link in is left, so that the order does not matter.
+The transport sends the message at once, with `begins` at its end; the receiver returns it no sooner
+than its last byte would arrive. All ranks read one clock, CLOCK_MONOTONIC, which the processes of a
+host share. A receiver may take messages in another order than they arrive in: each takes free time
+of the link in, so that the order does not matter.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ STAMP_BYTES: Final = _STAMP.size
 # Ethernet with 1500 bytes a packet: what TCP has of it, and what IP, TCP and the frame add.
 _SEGMENT_BYTES, _HEADER_BYTES = 1448, 90
 _KEPT: Final = 64  # times at which the link in was busy
-# A sleep ends that much late, or more: the rest is waited for by yielding the core.
+# A sleep may end that much late: the last part of a wait yields the core instead.
 _SLACK_SECONDS: Final = 60e-6
 _NAP_SECONDS: Final = 1e-3
 
 
 def wire_bytes(message_bytes: int) -> int:
-    """Return what a message takes of an Ethernet, packets and frames included."""
+    """Return the bytes of a message on an Ethernet, headers of packets and frames included."""
     segments = max(1, -(-message_bytes // _SEGMENT_BYTES))
     return message_bytes + segments * _HEADER_BYTES
 
 
 def link_of_messages(link: Link) -> Link:
-    """Return what a link is to messages, whose bytes do not count packets and frames."""
+    """Return a link's effective rate for message bytes, without packet and frame headers."""
     per_byte = (1 + _HEADER_BYTES / _SEGMENT_BYTES) * link.seconds_per_byte
     return Link(link.latency_seconds + _HEADER_BYTES * link.seconds_per_byte, per_byte)
 
@@ -58,7 +58,7 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     def wait_until(self, at: float, progress: Callable[[], None]) -> None:
-        """Return at a time, or at once when it is past; call `progress` now and then."""
+        """Wait until a time, not at all when it is past; call `progress` now and then."""
 
 
 class MonotonicClock:
@@ -108,7 +108,7 @@ class Pacer:
         return last
 
     def _fill(self, at: float, seconds: float) -> float:
-        """Return by when the link in has been free for so long since a time."""
+        """Return when the link in, from `at` on, has been free for `seconds`; take that time."""
         for begin, end in self._busy:
             if end <= at:
                 continue

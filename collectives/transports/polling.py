@@ -26,12 +26,12 @@ def wait_until(
     look: Callable[[], None] = lambda: None,
     grace_seconds: float = 0.0,
 ) -> T:
-    """Return what `test` returns once that is not None; count the wait.
+    """Call `test` until its result is not None, and return that; count the wait.
 
-    peers: whose turn it is; ranks of the world, none when it is all of them.
+    peers: the world ranks that are waited for; empty: all of them.
     look:  called now and then; may raise.
-    grace_seconds: how long what a peer has sent may still be on its way after it left; there is at
-           least one test after its departure notice.
+    grace_seconds: how long messages of a peer may arrive after it left; there is at least one test
+           after its departure notice.
     Raises PeerError when a peer left, PeerTimeoutError when nothing happens.
     """
     if (result := test()) is not None:
@@ -44,9 +44,9 @@ def wait_until(
 
 
 def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any]) -> T:
-    """Return what a call returns that may block; made by a thread, which is abandoned if need be.
+    """Run a call that may block in another thread, which is abandoned if `wait` raises.
 
-    wait: returns what a test returns once that is not None, or raises.
+    wait: calls a test until its result is not None and returns that, or raises.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -85,7 +85,7 @@ def _poll(
     spins = 0
     while (result := test()) is None:
         spins += 1
-        # On busy cores a yield takes milliseconds: the spinning is not to delay the first look.
+        # On busy cores a yield takes milliseconds: spinning must not delay the first look.
         if spins < _SPINS and time.monotonic() < next_look:
             os.sched_yield()
             continue

@@ -39,13 +39,13 @@ class Recorder(LocalTransport):
         self._since = 0.0
 
     def begin(self) -> None:
-        """Forget what was noted, and begin anew, in the thread that goes on."""
+        """Clear the record; call it in the thread whose events follow."""
         self.events.clear()
         self.computed.clear()
         self._since = time.thread_time()
 
     def computed_since(self) -> float:
-        """Return the seconds since the last event, and begin others."""
+        """Return the seconds since the last event, and reset them."""
         since, self._since = self._since, time.thread_time()
         return self._since - since
 
@@ -57,6 +57,6 @@ class Recorder(LocalTransport):
     def receive_on(self, stream: Transport, source: int) -> Array:
         self.computed.append(self.computed_since())
         message = super().receive_on(stream, source)
-        self._since = time.thread_time()  # to wait is not to compute
+        self._since = time.thread_time()  # waiting does not count as computing
         self.events.append((source, RECEIVED))
         return message

@@ -16,16 +16,16 @@ same, shifted by their rank:
 Either way each block but the own one is sent once: the fewest rounds and the fewest bytes there
 can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
 
-A message of some length is followed by its checksum: what changes on the way ends the reduction.
-(Where the transport checks all messages, it is at their end.)
+A message from 16 KiB on is followed by its checksum: a change on the way ends the reduction. (Where
+the transport checks all messages, the checksum is at their end.)
 
-A rank that got its message early would send the next one while its last is still in the host's
-queue, and whatever of the last the queue has not taken yet comes behind. Who waits for that is
-late, its next message, too, and so on around: a link idles while another has two messages to carry.
-So the receiver of a long message says that it is here, and only then its sender sends the next.
-Messages of many megabytes would hold each other up on their way: they travel in pieces, each of
-them answered, and the next one is sent when the one before the last has come. A round waits for a
-latency, or two of long messages, however many pieces it has.
+A rank that received its message early would send the next one while its last is still partly
+outside the host's queue, and the rest of the last would queue behind the next. Its receiver would
+be late, and so would that rank's next message, and so on: links idle while others carry two
+messages. So the receiver of a long message confirms it, and only then its sender sends the next.
+Messages of many megabytes would delay each other: they are sent in pieces, each of them confirmed,
+and the next piece is sent when the one before the last has come. A round waits for one latency, or
+two with long messages, for any number of pieces.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-# From here on a message is long: it takes many times as long as the word that it has come.
+# From here on a message is long: it takes many times as long as its confirmation.
 LONG_BYTES: Final = 1 << 17
 _WORD: Final = np.empty(0, np.uint8)
-# Two messages that are much longer hold each other up: a tenth over the link's time became two
-# fifths on two hosts of 100 Mbit/s.
+# Two longer messages delay each other: on two hosts with 100 Mbit/s the time above the link's own
+# grew from a tenth to two fifths.
 PIECE_BYTES: Final = 4 << 20
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
-# From here on a checksum's own message takes no time that counts; below are votes and the like.
+# From here on the time of a checksum's own message is negligible; smaller arrays are flags.
 CHECKED_BYTES: Final = 1 << 14
 
 
 def loses_nan(reduction: str, dtype: str) -> bool:
     """Tell whether a library's own reduction may lose a NaN, as MPI's, gloo's and NCCL's may.
 
-    They compare, and a NaN is neither less nor more than a number; with NumPy's it wins.
-    dtype: by its name in NumPy; bfloat16, too.
+    Their min and max compare, and a NaN is neither less nor more than a number; NumPy's keep it.
+    dtype: its name in NumPy, or bfloat16.
     """
     return reduction in ("min", "max") and "float" in dtype
 
 
 def travels_whole(array_bytes: int, size: int) -> bool:
-    """Tell whether every rank gets all arrays of this size whole, and reduces them itself."""
+    """Tell whether every rank gets all whole arrays of this size, and reduces them itself."""
     return array_bytes * (size - 1) <= _WHOLE_BYTES
 
 
@@ -174,9 +174,9 @@ def _distances(size: int) -> list[int]:
 
 
 def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list[list[Array]]:
-    """Return so many blocks from the first one on, in pieces: of one slice, or two around the end.
+    """Return `blocks` blocks from `first` on, in pieces: of one slice, or two around the end.
 
-    At least one piece, be it empty.
+    There is at least one piece, which may be empty.
     """
     size, length = len(bounds) - 1, bounds[-1] - bounds[0]
     last = first + blocks
@@ -208,8 +208,8 @@ def _shifted(
 ) -> Iterator[tuple[Array, Array]]:
     """Send our pieces, and yield each slice that is wanted with its share of a piece that comes.
 
-    Two ranks that swap have one line for all of it: each receives in the order in which the other
-    sends, pieces 0 and 1, the word for 0, piece 2, the word for 1, piece 3, and so on.
+    Two ranks that swap use one stream: each receives in the order in which the other sends, pieces
+    0 and 1, the confirmation of 0, piece 2, the confirmation of 1, piece 3, and so on.
     """
     sent: list[Callable[[], None]] = []
 

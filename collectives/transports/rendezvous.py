@@ -1,7 +1,7 @@
-"""Where ranks meet that torch.distributed joins: a store that rank 0 serves, or their launcher.
+"""Rendezvous: the store at which ranks meet that torch.distributed joins.
 
-rank 0        serves it, on a port that all are told
-other ranks   call until it answers: rank 0 may come later than they do
+rank 0        serves it, on a port that all ranks know
+other ranks   connect until it answers: rank 0 may come later than they do
 torchrun      serves it itself, before it starts ranks
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
-_LEAST_SECONDS: Final = 1.0  # that the store gets, once the port has answered
-# After which a launcher that refuses all calls there, or a store whose rank is lost, is given up.
+_CALL_SECONDS: Final = 2.0  # for one attempt to connect to the store's port
+_LEAST_SECONDS: Final = 1.0  # at least so long for the store, once the port has answered
+# After it a launcher that refuses all connections, or a store whose rank is lost, counts as gone.
 _GONE_SECONDS: Final = 3.0
 _BACKLOG: Final = 4096  # ranks that call at once
 
-# What this process serves, by where it was asked to. Ranks that meet again meet at the same place:
-# what listens there has threads of the last world's, which hold it for as long as they live.
+# The stores that this process serves, by address. Ranks that meet again use the same address, which
+# threads of the last world keep in use for as long as they live.
 _served: dict[tuple[str, int], TCPStore] = {}
 
 
@@ -84,8 +84,8 @@ def connect(
         return served
     begun = time.monotonic()
     try:
-        # TCPStore, where nobody listens, takes its timeout two times and more; where somebody
-        # listens and does not answer, for ever.
+        # Where nobody listens, TCPStore takes twice its timeout or more; where somebody listens and
+        # does not answer, it waits for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
         reached: TCPStore = within(
             max(_LEAST_SECONDS, begun + start_timeout_seconds - time.monotonic()),
@@ -104,10 +104,10 @@ def connect(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens where the other ranks are told to call, and nowhere else.
+    """Return a socket that listens only at the address that the other ranks connect to.
 
-    Where no interface of this host has that address (a service in front of a container), or only
-    the loopback (the name that many hosts have for themselves), all of them listen.
+    If no interface of this host has that address (a service in front of a container), or only the
+    loopback has (the name that many hosts have for themselves), it listens on all interfaces.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     where = str(address[0])
@@ -121,9 +121,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:
-    """Return when somebody takes a call there; raise OSError when nobody has for so long.
+    """Wait until a connection is accepted there; raise OSError when none was for `seconds`.
 
-    refused_seconds: after which it is believed that nobody is there.
+    refused_seconds: raise earlier, when all connections were refused for so long.
     """
     begun = since = time.monotonic()  # since when all calls were refused
     pause = 0.05
@@ -145,7 +145,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
 
 
 def within(seconds: float, make: Callable[[], T]) -> T:
-    """Return what `make` does; raise TimeoutError, and leave it alone, when it takes longer."""
+    """Return `make()`; raise TimeoutError, and let it go on in its thread, when it takes longer."""
     made: list[T | Exception] = []
 
     def run() -> None:
@@ -185,7 +185,7 @@ class StoreCounter:
             except RuntimeError as error:
                 answers.append(error)
 
-        # Who asks a store that is frozen, or whose host is gone, waits for ever.
+        # A request to a store that is frozen, or whose host is gone, waits for ever.
         threading.Thread(target=ask, name="gtopk-counter", daemon=True).start()
         stream = self._stream
         who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"

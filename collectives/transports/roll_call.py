@@ -1,14 +1,14 @@
-"""Roll call: the ranks that are here now agree on a word that no earlier ranks have used.
+"""Roll call: the ranks of this start agree on a word that no earlier ranks have used.
 
-A launcher's store outlives the ranks that it restarts. What they have written there still stands,
-and nothing that the new ones are told numbers their start alike on all hosts: an agent of torchrun
-counts only the restarts that it has seen itself.
+A launcher's store outlives the ranks that it restarts: entries of earlier ranks are still there.
+The launcher gives the new ranks no number of the start that is equal on all hosts, as an agent of
+torchrun counts only the restarts that it has seen itself.
 
     rank r    here-r = a word of its own              in the call?    WORD-r = here
     rank 0                  call = WORD, all of those words           all here?     WORD-go = begin
 
-Two processes that are told the same number write over each other's word again and again: whoever
-sees it first tells the other, and both end.
+Two processes with the same rank overwrite each other's word again and again: the one that notices
+it first tells the other, and both end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _CALL: Final = "call"
 _LOOK_SECONDS: Final = 0.01  # between two looks at the store
-_TIMES: Final = 10  # as often a process that is ending does not write
+_TIMES: Final = 10  # a process that is ending overwrites a word less often than this
 
 
 def call_roll(store: Store, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return a word that all ranks of this start get, and they alone.
+    """Return a word that all ranks of this start get, and no others.
 
     Raises PeerTimeoutError, which names the ranks that did not come; MismatchError where another
-    process is this rank, too.
+    process has this rank, too.
     """
     begun, called = time.monotonic(), ""
     own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"

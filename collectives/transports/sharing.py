@@ -1,4 +1,4 @@
-"""Sharing: how the ranks of one host come to the same memory.
+"""Sharing: opens memory that the ranks of one host share.
 
 threads of a process     the object itself, by a name
 processes                a file in memory that all map, known by its path until all have it
@@ -62,7 +62,7 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
         _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
         stream.barrier()  # all are present
     locks = _locks[stream]
-    number = next(locks.memories)  # first: the same on all ranks, whatever becomes of this one
+    number = next(locks.memories)  # before anything fails, so that it stays equal on all ranks
     if memory is None:
         file = _open_file(stream, size_bytes)
         try:

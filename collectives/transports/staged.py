@@ -1,7 +1,7 @@
 """The staged transport: any transport, and messages of GPUs through pinned host memory.
 
-Host messages travel as ever; one of a GPU is copied to the host and announced, so that it ends
-in the receiver's current GPU. All copies are ordered by the caller's current stream.
+Host messages are sent unchanged; one of a GPU is copied to the host and announced, so that the
+receiver copies it to its current GPU. All copies are ordered by the caller's current stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transport import Path, Step, Transport
 
 
 class StagedTransport(Transport):
-    """The ranks of another transport, its `host`, which also keeps all the accounts."""
+    """The ranks of another transport, its `host`, which also counts traffic and departures."""
 
     supports_device_messages = True
 
@@ -38,7 +38,7 @@ class StagedTransport(Transport):
 
         needs_cupy: whether to raise ImportError now where it is missing; else at its first use.
         """
-        # A host's own way for messages of GPUs is not this transport's.
+        # If the host stages, too, use the transport below it.
         self.host: Transport = host.host if isinstance(host, StagedTransport) else host
         host = self.host
         super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)

@@ -15,7 +15,7 @@ from .transport import Step, Transport
 
 
 class Streams(Transport):
-    """What a view asks of the transport that it is a part of.
+    """The interface of a transport to the views on it.
 
     `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
     streams at once.
@@ -23,7 +23,7 @@ class Streams(Transport):
 
     @property
     def pacer(self) -> Pacer | None:
-        """This rank's end of the link that is emulated; None: messages take what they take."""
+        """This rank's end of the emulated link; None: messages are not paced."""
         return None
 
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
@@ -56,7 +56,7 @@ class Streams(Transport):
         pacer.clock.wait_until(at, self.progress)
 
     def progress(self) -> None:
-        """Let messages go on, where they only do so while somebody calls what carries them."""
+        """Advance messages, where the library only does so while it is called."""
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

@@ -1,13 +1,13 @@
 """NCCL's collectives through torch.distributed, where CuPy is missing: dense ones, on tensors.
 
-torch brings its own NCCL. The group is made beside the host transport, whatever that is: rank 0
-serves a store, and tells the others over the host transport where it is.
+torch brings its own NCCL. The group is made beside any host transport: rank 0 serves a store, and
+tells the others its address over the host transport.
 
-Every wait is for `is_completed`, on the host: it ends with the transport's timeout, and where a
-peer has left. torch's own watchdog, which would end the process, is given no reason to.
+Every wait polls `is_completed`, on the host: it ends with the transport's timeout, and when a peer
+has left. So torch's own watchdog, which would end the process, never fires.
 
-backend: "gloo" in its place makes the same calls on tensors in the hosts' memory: so they are
-tested where there is no GPU. It has not run over NCCL yet.
+With backend "gloo" the same calls run on tensors in the hosts' memory, for tests without a GPU. It
+has not run over NCCL yet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "floa
 
 
 class TorchCollectives:
-    """A process group among the ranks of a host transport, which must all make one together."""
+    """A process group among the ranks of a host transport, which must all make it together."""
 
     dtypes = DTYPES
     sends_messages = False
@@ -70,11 +70,11 @@ class TorchCollectives:
         self._group = self._unless_broken(lambda: self._call(join))
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait as long for a peer from now on."""
+        """Set the longest wait for a peer."""
         self._timeout_seconds = seconds
 
     def sum_of_ranks(self) -> list[float]:
-        """Return the sum of every rank's 1 + rank, four times: what a start-up test asks for."""
+        """Return the sum of every rank's 1 + rank, four times, for a start-up test."""
         torch = self._torch
         array = torch.full((4,), self._host.rank + 1.0, dtype=torch.float32, device=self._place)
         self.allreduce(array, "sum")
@@ -103,7 +103,7 @@ class TorchCollectives:
         self._run("reduce", begin)
 
     def allgather_into(self, array: Any, bounds: Sequence[int]) -> None:
-        """Fill the parts that the others own with theirs."""
+        """Fill the other ranks' parts of the array with those that they have."""
         array = self._tensor(array)
         self._run(
             "broadcast",
@@ -114,7 +114,7 @@ class TorchCollectives:
         )
 
     def broadcast_into(self, array: Any, root: int) -> None:
-        """Fill with the root's."""
+        """Fill the array with the root's."""
         array = self._tensor(array)
         self._run("broadcast", lambda group: [self._broadcast(group, array, root)])
 
@@ -125,7 +125,7 @@ class TorchCollectives:
         received: Any,
         received_bounds: Sequence[int],
     ) -> None:
-        """Send part r to rank r, and receive what the ranks send here, in rank order."""
+        """Send part r to rank r, and receive the ranks' parts for this one, in rank order."""
         options = self._torch.distributed.AllToAllOptions()
         sizes, received_sizes = np.diff(bounds).tolist(), np.diff(received_bounds).tolist()
         sent, received = self._tensor(array)[bounds[0] : bounds[-1]], self._tensor(received)
@@ -135,7 +135,7 @@ class TorchCollectives:
         )
 
     def _tensor(self, array: Any) -> Any:
-        """Return an array as a tensor; CuPy's, of a rank that has it while others do not, too."""
+        """Return an array as a tensor; also a CuPy array, on a rank that has CuPy."""
         return array if is_tensor(array) else self._torch.from_dlpack(array)
 
     def _broadcast(self, group: Any, part: Any, root: int) -> Any:
@@ -147,7 +147,7 @@ class TorchCollectives:
         return getattr(self._torch.distributed.ReduceOp, _REDUCTIONS[reduction])
 
     def _run(self, kind: str, begin: Callable[[Any], list[Any]]) -> None:
-        """Make torch's calls, and return when what they began has ended.
+        """Make torch's calls, and wait until their work has ended.
 
         Raises PeerError after an abort, this one or an earlier one.
         """
@@ -180,7 +180,7 @@ class TorchCollectives:
         self._is_under_way = False
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """Return what a call returns that may block; made by a thread, abandoned if need be."""
+        """Run a call that may block in another thread, which is abandoned on an error."""
 
         def on_device() -> Any:
             if self._place.type == "cuda":
@@ -200,7 +200,7 @@ class TorchCollectives:
             raise PeerError(self._broken)
 
     def _unless_broken(self, action: Callable[[], Any]) -> Any:
-        """Return what an action returns; abort when it fails."""
+        """Return the result of an action; abort when it fails."""
         try:
             return action()
         except PeerError as error:
@@ -216,12 +216,11 @@ class TorchCollectives:
             raise PeerError(text) from error
 
     def abort(self, reason: str) -> None:
-        """End what is under way, and be of no use from then on."""
+        """End all calls under way; later calls fail."""
         self._broken = self._broken or reason
         group, self._group = self._group, None
         if self._is_under_way:
-            # Never to be destroyed: that would wait for what is under way, also at the program's
-            # end.
+            # Never destroy it: that would wait for calls under way, also at the program's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         end = getattr(group, "abort", None)
         if end is None:
@@ -248,7 +247,7 @@ def _meet(host: Transport, timeout_seconds: float) -> Any:
             text = f"{address} {store.port} {secrets.token_hex(8)}"
         except (RuntimeError, OSError) as error:
             failure = f" ({error})"
-    # The only word over the host: who fails later fails by itself.
+    # The only message over the host: later failures are each rank's own.
     place: str = host.broadcast_object(text)
     if not place:
         raise PeerError(f"rank {host.ranks[0]} could not serve a store for torch's NCCL{failure}")

@@ -9,9 +9,9 @@ streams wait; it is also how a rank learns at once that a peer left, or died:
     tag    size       up to 256 KiB                 256 KiB each but the last
     i64    i64        u8 [min(size, 256 KiB)]       u8 [...]
 
-Several buffers, and small ones: the word that one is posted again stands in line behind what this
-rank is sending. Were that the only buffer, or the whole message, two ranks that swap messages over
-a slow link would send them one after the other.
+There are several small buffers, because the notice that a buffer is posted again queues behind what
+this rank is sending. With one buffer, or one of the whole message, two ranks that swap messages
+over a slow link would send them one after the other.
 
 Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
 
@@ -62,7 +62,7 @@ _PIECES: Final = 0  # gloo's tag
 _POSTED: Final = 4  # buffers for each peer
 _DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
-_GRACE_SECONDS: Final = 1.0  # what a last word gets to go out
+_GRACE_SECONDS: Final = 1.0  # for the last messages to be sent
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
@@ -87,7 +87,7 @@ class TorchDistributedTransport(Carrier):
         timeout_seconds: float = 600.0,
         start_timeout_seconds: float = 120.0,
     ) -> None:
-        """Meet the other ranks; raise PeerTimeoutError that names those who do not come."""
+        """Meet the other ranks; raise PeerTimeoutError that names the ranks that do not come."""
         torch = import_torch()
         super().__init__(rank, size)
         self._torch = torch
@@ -114,7 +114,7 @@ class TorchDistributedTransport(Carrier):
             listener.start()
 
     def _listen(self, source: int) -> None:
-        """Put what a peer sends into the mailbox, until it announces its departure or is gone."""
+        """Put a peer's messages into the mailbox, until it announces its departure or is gone."""
         try:
             notice = self._receive_all(source)
         except Exception as error:
@@ -222,7 +222,7 @@ class TorchDistributedTransport(Carrier):
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by gloo's own allreduce where it is the faster one.
 
-        Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal allreduce.
+        Its messages cannot be counted; they count by formula as a bandwidth-optimal allreduce's.
         """
         if self.size == 1:
             return
@@ -231,7 +231,7 @@ class TorchDistributedTransport(Carrier):
         if ours or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return
-        self.barrier()  # everyone is here: gloo's cannot be given up when somebody left
+        self.barrier()  # all ranks are here: gloo's call cannot be given up when a rank left
         options = self._torch.distributed.AllreduceOptions()
         operations = self._torch.distributed.ReduceOp
         options.reduceOp = {
@@ -267,14 +267,14 @@ class TorchDistributedTransport(Carrier):
         return PeerError(missing or f"rank {self.rank} failed in {self.activity}: {error}")
 
     def collect_departures(self) -> None:
-        """Do nothing: the listeners note who left."""
+        """Do nothing: the listeners note which ranks left."""
 
     def announce_departure(self, reason: str) -> None:
         if self._departing is None:
             self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
 
     def _tell_all(self, tag: int, message: Array) -> list[Work]:
-        """Send a last word to all that are still there."""
+        """Send a last message to all peers that are still there."""
         works: list[Work] = []
         for peer in self._listeners:
             try:
@@ -310,11 +310,11 @@ class TorchDistributedTransport(Carrier):
 def open_torch_distributed(
     timeout_seconds: float, start_timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> TorchDistributedTransport:
-    """Join the ranks of the default process group, or those that torchrun's environment tells of.
+    """Join the ranks of the default process group, or those of torchrun's environment.
 
     ranks: which of them; None: all.
-    A gloo group of its own is made beside the default one, whatever that one's backend: no message
-    of a user's own can mix with ours.
+    A gloo group of its own is made beside the default one, with any backend, so that the script's
+    messages cannot mix with gtopk's.
     """
     distributed = import_torch().distributed
     if distributed.is_initialized():
@@ -350,7 +350,7 @@ def join_at(
     """Join the ranks that meet at a store, which may serve others, too.
 
     ranks: which of them, the same on each; the others need not come. None: all.
-    Other ranks, or these, may have met there before: by their word these find each other.
+    Other ranks, or these, may have met there before: a roll call gives these a word of their own.
     """
     under, prefix = import_torch().distributed.PrefixStore, "gtopk"
     if ranks is not None:
@@ -365,19 +365,19 @@ def join_at(
         )
 
     try:
-        # Who asks a store that is frozen, or whose host is gone, waits for ever.
+        # A request to a store that is frozen, or whose host is gone, waits for ever.
         word = within(
             start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
-        # Which tells the hosts, and has gloo connect all: each has that long.
+        # `meet` exchanges the hosts and connects gloo: each may take that long.
         return within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None
 
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
-    """Return every rank's host, once all have told it."""
+    """Return every rank's host, once all have published theirs."""
     begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
     store.set(keys[rank], socket.gethostname())
@@ -391,7 +391,7 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
 
 
 def _see_off(works: list[Work]) -> None:
-    """Wait a little for last words to go out."""
+    """Wait a little for the last messages to be sent."""
     deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:
         remaining = deadline - time.monotonic()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """What this rank sent, and how long it waited, since the counters were read last.
+    """Counts messages and bytes that this rank sent, and its waits, since the last `take`.
 
     wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
-    parent:       counts the same once more: a message of a view is one of what the view is part of.
-    Threads may count at once; nothing is lost.
+    parent:       counts the same, too: a view's messages are also those of its parent.
+    Several threads may count at the same time.
     """
 
     sent_bytes: int = 0
@@ -24,7 +24,7 @@ class Traffic:
     )
 
     def count(self, sent_bytes: int, sent_messages: int = 1) -> None:
-        """Add what was sent."""
+        """Add bytes and messages that were sent."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.sent_messages += sent_messages
@@ -32,7 +32,7 @@ class Traffic:
             self.parent.count(sent_bytes, sent_messages)
 
     def count_wait(self, seconds: float) -> None:
-        """Add what was waited."""
+        """Add the seconds of a wait."""
         with self._lock:
             self.wait_seconds += seconds
         if self.parent is not None:

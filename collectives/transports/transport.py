@@ -1,4 +1,4 @@
-"""Transport: what an algorithm may ask of the ranks' connection.
+"""Transport: the operations of the ranks' connection that algorithms use.
 
 A transport implements `send`, `receive` and the few facts below; everything else is built here
 from those two, so that every transport counts what it sends and no wait lasts for ever. One
@@ -106,9 +106,9 @@ class Transport(Endpoint):
         return self.view(number, self.ranks)
 
     def connect(self, device: int | None = None) -> None:
-        """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
+        """Prepare for messages in GPU memory, where that is needed; all ranks call it together.
 
-        A view that nobody connected may pass them through the hosts.
+        A view that was not connected may send them through the hosts.
         device: the GPU, by its number; None: the current one.
         """
 
@@ -121,29 +121,29 @@ class Transport(Endpoint):
         return self.size == 1 and tensor.device.type == "cuda"
 
     def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
-        """Return what carries vectors that each rank has on its GPU, or on its host.
+        """Return the transport for vectors that each rank has on its GPU, or on its host.
 
-        All ranks call it together; the first time they ask each other, where that takes asking.
-        what: tells these vectors from others that may lie elsewhere; equal on all ranks.
+        All ranks call it together; the first time for a `what` they may exchange a message.
+        what: a key of these vectors, as others may lie elsewhere; equal on all ranks.
         """
         return self
 
     @property
     def tensor_place(self) -> str:
-        """Where tensors are that are carried, in torch's words; the current GPU where none is."""
+        """torch's name of the device of tensors that `carries` accepts."""
         return "cuda"
 
     @abstractmethod
     def check_messages(self) -> None:
-        """Have every message of the world end with its checksum, on all views, from now on.
+        """Add a checksum to every message of the world, on all views, from now on.
 
-        All ranks do so at the same place in their messages. Dense collectives are then made of
-        messages, whatever the library has for them. Not checked: what NCCL carries.
+        All ranks call it at the same place in their messages. Dense collectives are then made of
+        messages, not the library's own. NCCL's messages are not checked.
         """
 
     @property
     def link(self) -> Link | None:
-        """The link that is emulated for each rank; None: messages take what they take."""
+        """The link that is emulated for each rank; None: messages are not paced."""
         return None
 
     @property
@@ -156,11 +156,10 @@ class Transport(Endpoint):
 
     @abstractmethod
     def emulate(self, link: Link, clock: Clock | None = None) -> None:
-        """Have every message take what it would over such a link of each rank, on all views.
+        """Pace every message from now on as if each rank had such a link, on all views.
 
-        From now on: all ranks do so at the same place in their messages. Dense collectives are then
-        made of messages, whatever the library has for them. Not paced: what NCCL carries, counters
-        and shared memory.
+        All ranks call it at the same place in their messages. Dense collectives are then made of
+        messages, not the library's own. NCCL's messages, counters and shared memory are not paced.
         clock: None: the host's.
         Raises ValueError where the ranks are on several hosts.
         """
@@ -179,9 +178,9 @@ class Transport(Endpoint):
 
     @abstractmethod
     def announce_departure(self, reason: str) -> None:
-        """Tell every rank of the world that this one takes part no more.
+        """Tell every rank of the world that this one has left.
 
-        Returns at once; only the first reason counts. Whoever waits for this rank gets an error.
+        Returns at once; only the first reason counts. Ranks that wait for this one get an error.
         """
 
     @abstractmethod
@@ -193,13 +192,13 @@ class Transport(Endpoint):
 
     @abstractmethod
     def collect_departures(self) -> None:
-        """Look who has departed since the last look, for `departures`."""
+        """Collect new departure notices for `departures`."""
 
     @abstractmethod
     def lose(self, rank: int, reason: str) -> None:
-        """Note that a rank of the world is gone, as somebody knows by other means.
+        """Note that a rank of the world is gone, as known by other means.
 
-        Whoever waits for it here gets an error. What it said itself when it departed counts more.
+        Threads that wait for it here get an error. Its own departure notice replaces this reason.
         """
 
     @abstractmethod
@@ -234,10 +233,10 @@ class Transport(Endpoint):
 
     @abstractmethod
     def library(self) -> str:
-        """Return name and version of what carries the messages."""
+        """Return name and version of the library that carries the messages."""
 
     def native_bytes(self) -> int:
-        """Return from how many bytes on an allreduce is the library's own: no words, no pieces.
+        """Return from how many bytes on an allreduce is the library's own, not made of messages.
 
         sys.maxsize: all are made of messages. Equal on all ranks.
         """
@@ -245,7 +244,7 @@ class Transport(Endpoint):
 
     @abstractmethod
     def departures(self) -> Mapping[int, DepartureNotice]:
-        """Return what those who departed have said, as far as it is known here, by world rank."""
+        """Return the departure notices known here, by world rank."""
 
     @property
     def sends_from_device(self) -> bool:
@@ -254,12 +253,12 @@ class Transport(Endpoint):
 
     @property
     def activity(self) -> str:
-        """What the ranks do, for an error's text."""
+        """The name of the operation under way, for an error's text."""
         return self._activity or "an exchange"
 
     @property
     def begun(self) -> int:
-        """How many operations were begun on this stream: the number of the one under way.
+        """The number of operations begun on this stream, which is that of the one under way.
 
         The same on all ranks that are in it.
         """
@@ -267,11 +266,11 @@ class Transport(Endpoint):
 
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
-        """Name what the ranks do together next.
+        """Begin an operation that the ranks do together, and name it.
 
-        Errors then say it, and a rank that left before completing it is missed at once by every
-        peer, not only by the one that waits for its message. Inside, views of this transport may be
-        used: who is missed here is missed there. An operation within an operation is a part of it.
+        Errors name it. When a rank leaves before completing it, every peer gets an error at once,
+        not only the one that waits for its message, also in views of this transport that are used
+        inside. An operation within an operation is a part of it.
         """
         if self._activity:
             yield
@@ -287,12 +286,12 @@ class Transport(Endpoint):
 
     @abstractmethod
     def conclude(self) -> None:
-        """Return when this rank's part of an operation reaches its peers, whatever it does next."""
+        """Wait until this rank's part of an operation reaches its peers without further calls."""
 
     def missing(self, peer: int | None) -> str | None:
         """Return the text about a rank that left and is needed: the peer, or any member.
 
-        peer: in the world; None when it is all of them.
+        peer: its rank in the world; None: all members are needed.
         """
         found = self.find_missing(peer)
         if found is None:
@@ -304,9 +303,9 @@ class Transport(Endpoint):
         )
 
     def find_missing(self, peer: int | None) -> tuple[int, DepartureNotice] | None:
-        """Return who left and is needed, as in `missing`, and its departure notice.
+        """Return the rank that left and is needed, as in `missing`, and its departure notice.
 
-        Where one left because it missed another, that is the other one: the first that left.
+        Where a rank left because another had, the first one that left is returned.
         """
         for rank, notice in self.departures().items():
             if rank == peer or self.misses(rank, notice):
@@ -319,7 +318,7 @@ class Transport(Endpoint):
         return rank in self._members and notice.completed.get(self.tag, 0) < self._begun
 
     def lost(self) -> list[int]:
-        """Return the world ranks that died without a word, as far as it is known here."""
+        """Return the world ranks known here to have died without a notice."""
         found = set()
         for rank, notice in self.departures().items():
             link: tuple[int, DepartureNotice] | None = (rank, notice)
@@ -339,9 +338,8 @@ class Transport(Endpoint):
     ) -> Iterator[Array]:
         """Send messages, each to its rank, and yield the next one of each source, in that order.
 
-        Whoever is sent to expects it in an `exchange_all` of its own, and who is received from
-        sends it in one: together they are one step, in which nobody waits for a turn. The messages
-        may be made while the first of them travel.
+        The receivers and the sources call `exchange_all`, too: together the calls are one step, in
+        which no rank waits for a turn. Later messages may be made while the first are sent.
         """
         sends = [self.send(message, to) for message, to in messages]
         if sources:
@@ -369,7 +367,7 @@ class Transport(Endpoint):
         return reductions.allgather(self, message)
 
     def broadcast(self, message: Array | None, root: int) -> Array:
-        """Return the root's message (uint8); the others' argument is not looked at.
+        """Return the root's message (uint8); the others' argument is ignored.
 
         A binomial tree: round j doubles the ranks that hold the message.
         """
@@ -450,19 +448,19 @@ class Transport(Endpoint):
         """Return every rank's object, in rank order; every rank calls it.
 
         An object is what JSON has: numbers (floats to the bit), texts, booleans, None, lists and
-        dicts with texts as keys; tuples arrive as lists. For what is said now and then: a vector
-        goes by `allgather`. Raises MessageError, which names the rank, for bytes that are no JSON.
+        dicts with texts as keys; tuples arrive as lists. It is for rare, small messages; use
+        `allgather` for vectors. Raises MessageError, which names the rank, for invalid JSON.
         """
         messages = self.allgather(_as_message(mine))
         return [_as_object(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
 
     def broadcast_object(self, mine: Any, root: int = 0) -> Any:
-        """Return the root's object, as `gather_object` has it; the others' is not looked at."""
+        """Return the root's object, of `gather_object`'s types; the others' is ignored."""
         own = _as_message(mine) if self.rank == root else None
         return _as_object(self.broadcast(own, root), self.ranks[root])
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
         self.allgather(np.empty(0, np.uint8))
 
 

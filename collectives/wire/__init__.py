@@ -4,10 +4,10 @@
     | header | indices | values | extra |       header.py, indices.py, values.py; bytes of the
     +--------+---------+--------+-------+       algorithm's own
 
-The indices' part is filled up with zeros to a multiple of what one element of the values' takes.
+The indices' part is filled up with zeros to a multiple of the size of one element of the values.
 
-`decode` trusts nothing: whatever is wrong with a message ends in one MessageError that says what
-and from which rank, before anything is done with its content.
+`decode` trusts nothing: any defect of a message raises a MessageError that names the defect and the
+sender, before the content is used.
 """
 
 from .format import EXACT, Format

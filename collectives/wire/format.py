@@ -18,20 +18,20 @@ class Format(NamedTuple):
 
 EXACT: Final = Format()
 
-# What a GPU writes and reads itself; its vectors travel in other formats by way of the host.
+# The formats that a GPU writes and reads itself; in others its vectors go by way of the host.
 ON_DEVICE: Final = frozenset(
     Format(indices, values)
     for indices in ("raw", "blocks")
     for values in ("exact", "bf16", "fp16", "int4", "int3", "int2")
 )
 
-# A code's number in the header is its place here.
+# A code's number in the header is its index here.
 _INDEX_NAMES: Final = tuple(ALL_INDEX_CODES)
 _VALUE_NAMES: Final = tuple(VALUE_CODES)
 
 
 def check(format: Format) -> Format:
-    """Return the format, or raise ValueError naming the codes there are for sparse vectors."""
+    """Return the format; raise ValueError, which lists the codes for sparse vectors, for others."""
     for part, code, names in (
         ("indices", format.indices, tuple(INDEX_CODES)),
         ("values", format.values, _VALUE_NAMES),
@@ -47,7 +47,7 @@ def numbers(format: Format) -> tuple[int, int]:
 
 
 def numbered(index_code: int, value_code: int) -> Format:
-    """Return the format with these numbers; ValueError says that there is none."""
+    """Return the format with these numbers; raise ValueError where there is none."""
     if index_code >= len(_INDEX_NAMES) or value_code >= len(_VALUE_NAMES):
         raise ValueError(
             f"its codes are numbers {index_code} and {value_code}; "

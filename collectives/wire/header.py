@@ -16,8 +16,8 @@
     index bytes       of the indices' part, its padding included
     refused by        the lowest rank known to have refused its contribution, or -1
     exponent          the values' common power of two, where their code has one; else 0
-    number            of the operation on its stream that the message is a part of, modulo 65536:
-                      one of another operation, come twice or out of turn, is told by it
+    number            of the operation on its stream that the message is a part of, modulo 65536: it
+                      reveals a message of another operation, sent twice or out of order
     checksum          of the 56 bytes before it and everything behind it
 
 All little-endian.
@@ -38,7 +38,7 @@ VERSION: Final = 3
 _FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
-NUMBERS: Final = 1 << 16  # of operations, before they begin anew
+NUMBERS: Final = 1 << 16  # operations are numbered modulo this
 
 
 class Header(NamedTuple):
@@ -68,7 +68,7 @@ def write(header: Header, message: Array) -> None:
 
 
 def read(message: Array) -> Header:
-    """Return the fields of a whole message; ValueError says why it is not one."""
+    """Return the fields of a whole message; raise ValueError, with the reason, if it is invalid."""
     if message.size < HEADER_BYTES:
         raise ValueError(f"{message.size} bytes are fewer than its header's {HEADER_BYTES}")
     if isinstance(message, np.ndarray):

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from ..kernels import codes
 from ..vector import Array, index_dtype, module_of
 
-USUAL_INDICES: Final = "blocks"  # of a Compression, unless one says otherwise
+USUAL_INDICES: Final = "blocks"  # the default of a Compression
 
 
 class IndexCode(NamedTuple):
@@ -60,7 +60,7 @@ def _unpack_whole(data: Array, count: int, length: int) -> tuple[Array, int]:
     return indices, 0
 
 
-# Of sparse vectors: what one may choose from.
+# The codes for sparse vectors.
 INDEX_CODES: Final[dict[str, IndexCode]] = {
     "raw": IndexCode(_raw_bytes, _pack_raw, _unpack_raw),
     "blocks": IndexCode(codes.blocks_capacity, codes.pack_blocks, codes.unpack_blocks),

@@ -1,6 +1,6 @@
-"""encode and decode: header, indices, values and extra put together, and taken apart.
+"""encode and decode: put header, indices, values and extra together, and take them apart.
 
-Meter: what writing and reading messages has taken this thread, and how long they became.
+`coded` tells the time that this thread has spent on that, and the size of its messages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .values import VALUE_CODES
 
 
 class Coded(NamedTuple):
-    """What encode and decode did.
+    """Totals of encode and decode in a thread.
 
-    seconds: of both.
+    seconds: the time of both.
     entries, bytes: of the messages that were written, headers included.
     """
 
@@ -33,7 +33,7 @@ class Coded(NamedTuple):
     bytes: int = 0
 
     def since(self, earlier: Coded) -> Coded:
-        """Return what has come to it."""
+        """Return the difference to earlier totals."""
         return Coded(
             self.seconds - earlier.seconds,
             self.entries - earlier.entries,
@@ -45,7 +45,7 @@ NOTHING_CODED: Final = Coded()
 
 
 class _OfThread(threading.local):
-    """A rank's messages are written and read by one thread, its engine's."""
+    """Totals by thread: a rank's messages are written and read by one thread, its engine's."""
 
     total = NOTHING_CODED
 
@@ -54,7 +54,7 @@ _here: Final = _OfThread()
 
 
 def coded() -> Coded:
-    """Return what this thread has coded since it began."""
+    """Return this thread's totals since it began."""
     return _here.total
 
 
@@ -73,14 +73,14 @@ _MOST_PADDING: Final = 8
 
 
 class Encoded(NamedTuple):
-    """A message, and what it says."""
+    """A message, and the vector that it decodes to."""
 
     message: Array  # uint8 [m]
     vector: SparseVector  # what every receiver will decode: the same indices, rounded values
 
 
 class Decoded(NamedTuple):
-    """What a message says; the arrays may share its memory."""
+    """A message's content; the arrays may share its memory."""
 
     vector: SparseVector
     extra: Array  # uint8 [extra_bytes]
@@ -168,13 +168,13 @@ def decode(
     extra_bytes: int = 0,
     number: int = 0,
 ) -> Decoded:
-    """Return what a message of a reduction with this k and format says.
+    """Return the content of a message of a reduction with this k and format.
 
     like:   a vector of the expected length and value dtype.
     sender: the rank the message came from, for the error's text.
-    extra_bytes: how many there must be.
+    extra_bytes: the number of extra bytes that it must have.
     number: of the operation that it must be a part of.
-    A GPU's message gives a vector there; the host sees its header alone. Raises MessageError when
+    A GPU's message gives a vector there; the host reads its header alone. Raises MessageError when
     the message is anything but such a vector.
     """
     begun = time.perf_counter()
@@ -233,7 +233,7 @@ def _decode(
 
 
 def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
-    """Return the error that says what the ranks do not have in common."""
+    """Return the error that names the differences between the ranks."""
     said = [
         (
             ("operation's number", number),

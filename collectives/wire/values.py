@@ -85,9 +85,9 @@ VALUE_CODES: Final[dict[str, ValueCode]] = {
     "int2": _few_bits("int2", codes.pack_int2, codes.unpack_int2),
 }
 
-# By the bits of a value; of two codes of 16 bits the one with float32's range.
+# By the bits of a value; of the two codes of 16 bits, the one with float32's range.
 CODES_OF_BITS: Final = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "bf16", 32: "exact"}
 
-# Of which a choice by speed is made: fewer bits delay more of a gradient, and nobody has measured
-# what that costs on every task. They are taken where they are asked for.
+# The codes for a choice by speed. Fewer bits delay more of a gradient, at a cost in convergence
+# that is not measured for every task, so other codes are used only on request.
 CHOSEN_FROM: Final = ("exact", "bf16", "fp16", "int8")

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m gtopk.as_horovod train.py --epochs 3
     python -m gtopk.as_horovod -m package.train
 
-The script says `import horovod.torch as hvd` and is not changed; a real Horovod beside it is not
-touched, and not seen. Objects may travel as pickles there, as they do with Horovod, unless
-GTOPK_ALLOW_PICKLE says otherwise.
+The script says `import horovod.torch as hvd` and is not changed; an installed Horovod is neither
+changed nor imported. Objects may be sent as pickles, as with Horovod, unless GTOPK_ALLOW_PICKLE
+forbids it.
 """
 
 from __future__ import annotations

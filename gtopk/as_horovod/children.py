@@ -1,7 +1,7 @@
-"""Processes that multiprocessing spawns load the script anew: they find gtopk in Horovod's place.
+"""Makes processes that multiprocessing spawns find gtopk in Horovod's place, too.
 
-A DataLoader's workers with multiprocessing_context="forkserver" are such processes, and Horovod's
-own examples ask for them. Forked ones need nothing.
+They load the script anew. A DataLoader's workers with multiprocessing_context="forkserver" are such
+processes, and Horovod's own examples use them. Forked processes need nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPAWNED: Final = "gtopk.as_horovod.spawned"
 
 
 def follow() -> None:
-    """Make every process that multiprocessing spawns from now on begin with `spawned`."""
+    """Make every process that multiprocessing spawns from now on load `spawned` as its script."""
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from .. import settings
 
-# The version whose names, arguments and meaning gtopk.torch has.
+# The version of Horovod whose API gtopk.torch follows.
 HOROVOD_VERSION: Final = "0.28.1"
 
-# Horovod's module, gtopk's; what lies below the one lies below the other.
+# Horovod's module and gtopk's; their submodules correspond by name.
 _STANDS_FOR: Final = (
     ("horovod.common", "gtopk.common"),
     ("horovod.run.runner", "gtopk.runtime.runner"),  # until Horovod 0.20
@@ -26,9 +26,9 @@ _STANDS_FOR: Final = (
 
 
 def install() -> None:
-    """Let this process find gtopk wherever it imports horovod, from now on.
+    """Make every later import of horovod in this process return gtopk's modules.
 
-    Raises RuntimeError when it has imported Horovod already, or is to send through it.
+    Raises RuntimeError when it has imported Horovod already, or uses Horovod as its transport.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def stands_for(name: str) -> str | None:
-    """Return the module of gtopk that stands for one of Horovod's, if one does."""
+    """Return gtopk's module for one of Horovod's, or None."""
     for theirs, ours in _STANDS_FOR:
         if name == theirs or name.startswith(f"{theirs}."):
             target = ours + name.removeprefix(theirs)
@@ -62,9 +62,9 @@ def _exists(module: str) -> bool:
 
 
 class Finder(MetaPathFinder):
-    """First in sys.meta_path: finds gtopk's modules under Horovod's names, and never Horovod's.
+    """Finds gtopk's modules under Horovod's names, and never Horovod's; first in sys.meta_path.
 
-    installed_by: what gives another process one, too; gtopk.run asks for it.
+    installed_by: the module whose `install` adds it in another process; gtopk.run uses that.
     """
 
     installed_by = "gtopk.as_horovod"
@@ -94,22 +94,22 @@ class _Alias(Loader):
         self._module = module
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import system to make a module, which is then replaced."""
+        """Return None: the import system makes a module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put gtopk's module in the place of the one that was made."""
+        """Replace the new module by gtopk's in sys.modules."""
         sys.modules[module.__name__] = importlib.import_module(self._module)
 
 
 class _Made(Loader):
-    """Loads the two modules that gtopk has no counterpart of: horovod, and the old horovod.run."""
+    """Makes the two modules that have no counterpart in gtopk: horovod, and the old horovod.run."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return an empty module; horovod.run is a function, and was once a package."""
         return _CallableModule(spec.name) if spec.name == "horovod.run" else ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill it."""
+        """Set the module's names."""
         from ..runtime.runner import run
 
         module.__dict__["run"] = run

@@ -1,4 +1,4 @@
-"""Running a script or a module as Python itself does: its argv, its __main__, its traceback."""
+"""Runs a script or a module as Python itself does, with its argv, __main__ and tracebacks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _become_main() -> ModuleType:
 
 
 def _begin_path_with(folder: str) -> None:
-    """Put a folder where Python puts the script's, in place of the one for -m."""
+    """Put a script's folder first in sys.path, in place of the one that -m has put there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     if importlib.util.find_spec("collectives") is None:  # gtopk was found in that other folder
@@ -76,13 +76,13 @@ def _refuse(text: str, code: int) -> NoReturn:
 
 
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print an uncaught exception without the frames that stand above the script's."""
+    """Print an uncaught exception without the frames above the script's."""
     trace = _without_own_frames(traceback)
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the script's first frame on: what follows the last of ours."""
+    """Return a traceback from the script's first frame on, which follows gtopk's last one."""
     trace, own = traceback, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:

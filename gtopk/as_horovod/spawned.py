@@ -1,4 +1,4 @@
-"""What stands in for the script in a process that multiprocessing has spawned: the script."""
+"""Loads the script, with gtopk in Horovod's place, in a process spawned by multiprocessing."""
 
 from __future__ import annotations
 

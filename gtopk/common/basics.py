@@ -10,9 +10,9 @@ __all__ = ["HorovodBasics", "ProcessSet", "global_process_set"]
 
 
 class HorovodBasics:
-    """What `horovod.torch` offers besides operations on tensors, as methods.
+    """The functions of `horovod.torch` other than operations on tensors, as methods.
 
-    Horovod's library, of which the arguments tell the place, is not needed: they are not looked at.
+    The arguments, which name the place of Horovod's library, are ignored: it is not needed.
     """
 
     Average, Sum, Adasum, Min, Max, Product = Average, Sum, Adasum, Min, Max, Product

@@ -1,4 +1,4 @@
-"""Horovod's import path for what its states of all frameworks share."""
+"""Horovod's import path for the base classes of elastic states of all frameworks."""
 
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from ..torch.elastic import ObjectState, State, run_fn

@@ -16,9 +16,9 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework of another version than it was built against; never raised here.
+    """Horovod's error for a framework of another version than it was built against.
 
-    gtopk is built against none. Scripts that catch it, or raise it, find the name.
+    gtopk never raises it, as it is built against none; scripts may catch or raise it.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

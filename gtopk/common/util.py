@@ -1,4 +1,4 @@
-"""What clients take from `horovod.common.util`; questions about a build are answered as torch's."""
+"""The functions of `horovod.common.util` that clients use; those about a build answer for torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def env(**variables: str | None) -> Iterator[None]:
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Return so many slices of a list, in order; the first len(items) % parts have one more."""
+    """Return `parts` slices of a list, in order; the first len(items) % parts have one more."""
     each, more = divmod(len(items), parts)
     ends = [number * each + min(number, more) for number in range(parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(ends)]
@@ -49,7 +49,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def is_iterable(x: object) -> bool:
-    """Tell whether `iter` takes it."""
+    """Tell whether `iter` accepts the object."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -60,7 +60,7 @@ def is_iterable(x: object) -> bool:
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """Tell whether a version is the target, "major.minor.patch", or a later one.
 
-    Raises ValueError for a target of another form, and for what is no text.
+    Raises ValueError for a target of another form, and for a value that is no text.
     """
     if not isinstance(ver, str) or not isinstance(target, str):
         raise ValueError(f"versions must be strings, got {ver!r} and {target!r}")
@@ -74,13 +74,13 @@ def get_average_backwards_compatibility_fun(
 ) -> Callable[[int | None, bool | None], int]:
     """Return a function of (op, average) that returns the op that Horovod's arguments mean.
 
-    reduce_ops: has the numbers as Average and Sum: horovod.torch.mpi_ops, say.
+    reduce_ops: an object with the ops' numbers as Average and Sum, such as horovod.torch.mpi_ops.
     """
     return lambda op, average: op_of(op, average, reduce_ops.Average, reduce_ops.Sum)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError for another framework than torch; nothing needs to be built for that one.
+    """Raise ImportError for another framework than torch, for which nothing needs to be built.
 
     ext_name: "horovod.torch", "horovod.tensorflow", ... The other arguments are Horovod's.
     """
@@ -98,7 +98,7 @@ def check_installed_version(
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Tell whether it is torch's."""
+    """Tell whether the extension is torch's."""
     return ext_base_name in EXTENSIONS
 
 
@@ -138,6 +138,6 @@ def get_ext_suffix() -> str:
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Return where the compiled module of the last name would lie, beside a module's file."""
+    """Return the path of a compiled module with the last name, beside a module's file."""
     *folders, name = args
     return os.path.join(os.path.dirname(pkg_path), *folders, name + get_ext_suffix())

@@ -1,9 +1,9 @@
-"""Advice: one sentence at the start of a run, on what compression saves here, and its details.
+"""Advice: one sentence at the start of a run about the time that compression saves, with details.
 
-From the links and rates that are measured once and kept for a week (collectives.cost_model): about
-three seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
+It rests on links and rates that are measured once and kept for a week (collectives.cost_model):
+about three seconds the first time, on all ranks together. GTOPK_ADVICE=off turns it off.
 
-Expectation: what the exchange of a step is to take, by the model and the links measured here.
+Also here: the seconds that a step's exchange should take, by the model and the measured links.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, 
 def expected(
     compression: object, length: int, calibration: Calibration, value_bytes: int = 4
 ) -> Prediction | None:
-    """Return what the exchange of such a gradient is expected to take.
+    """Return the prediction for the exchange of a gradient of `length` values.
 
-    None for what chooses, and beyond the model: across nodes all but gtopk, dense gradients inside
-    them, nodes by number that share their hosts' links with others, or stretch over several, and
-    nodes of unlike numbers of ranks.
+    None for a compression that chooses by itself, and for cases beyond the model: across nodes all
+    algorithms but gtopk, dense gradients inside nodes, nodes given by number that share their
+    hosts' links with others or stretch over several hosts, and nodes of different numbers of ranks.
     """
     network, rates = calibration.network, calibration.rates
     if isinstance(compression, Hierarchical):
@@ -63,7 +63,7 @@ def expected(
 
 @runtime_checkable
 class Exchanging(Protocol):
-    """A BucketExchange, or what stands for one: a bucket, and the way it is exchanged."""
+    """A bucket and the way it is exchanged: a BucketExchange, or an object like it."""
 
     bucket: Bucket
     exchange: Exchange
@@ -79,7 +79,7 @@ def _way_of(bucket_exchange: Sized) -> Exchange | None:
 
 
 def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration) -> float | None:
-    """Return what all buckets are expected to take; None where one is beyond the model."""
+    """Return the seconds predicted for all buckets; None where one is beyond the model."""
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
@@ -100,9 +100,9 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
 
 
 def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bool]:
-    """Return the buckets of which compressing is a question, and whether they are compressed.
+    """Return the buckets that could be compressed, and whether they are.
 
-    Those that are, where some are: what travels dense beside them does so in any case.
+    If any are compressed, these are the ones: buckets that are dense beside them always are.
     """
     dense, compressed = [], []
     for bucket_exchange in bucket_exchanges:
@@ -120,14 +120,14 @@ _log = logging.getLogger("gtopk")
 
 
 class Advice(NamedTuple):
-    """The sentence that is logged, and what it rests on, which GTOPK_LOG=debug shows."""
+    """The sentence that is logged, and its grounds, which GTOPK_LOG=debug shows."""
 
     sentence: str
     details: str = ""
 
 
 def say_once(here: World, said: Advice) -> None:
-    """Have rank 0 say it, unless a line was said in this world."""
+    """Log the advice on rank 0, unless this world has logged one."""
     if here.rank == 0 and not here.advised:
         here.advised = True
         _log.info("%s", said.sentence)
@@ -145,15 +145,15 @@ def advice(
     other_buckets: int | None = None,
     over: str = "",
 ) -> Advice:
-    """Return what to say.
+    """Return the advice.
 
-    lengths: values that compressing is a question of, in each bucket; others: that travel as they
-        are in any case.
-    per: what an exchange ends.
-    beyond: what runs in place of any exchange that is modelled; "": nothing does.
-    other_buckets: in how many the values would be if they travelled whole, where they are
-                   compressed, or were compressed, where they are not; None: in as many.
-    over: what carries the ranks' messages.
+    lengths: by bucket, the number of values that could be compressed; others: the number of values
+        that are sent uncompressed in any case.
+    per: the unit that an exchange ends, as the text names it.
+    beyond: the name of an exchange that the model does not cover, and that runs here; "": none.
+    other_buckets: the number of buckets in the other case: if compressed values were sent whole, or
+                   uncompressed ones compressed; None: the same.
+    over: the name of the transport.
     """
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
@@ -244,14 +244,14 @@ def _verdict(
 
 
 def _amount(way: Candidate) -> str:
-    """Return how much a way sends in a step, as its options say it."""
+    """Return the option that sets how much a candidate sends in a step, as a text."""
     if way.algorithm == "shards":
         return f"period {1.0 / way.density:.0f}"
     return f"density {way.density:g}"
 
 
 def _options(way: Candidate, runs: Prediction | None) -> str:
-    """Return a way's options in words, with what tells it from the same algorithm as it runs."""
+    """Return a candidate's options, with those that differ from the running prediction `runs`."""
     options = [_amount(way), way.wider.strip()]
     if runs is not None and runs.candidate.algorithm == way.algorithm:
         is_other = runs.candidate.format.indices != way.format.indices
@@ -264,7 +264,7 @@ def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:
 
 
 def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> BreakEven:
-    """Return the bandwidth below which what runs beats dense."""
+    """Return the bandwidth below which the running compression beats dense."""
     cluster = comparison.cluster
 
     def runs_on(link: Link) -> float:
@@ -279,7 +279,7 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> Break
 
 
 def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
-    """Return what it is expected to take there; None beyond the model."""
+    """Return the compression's prediction on a cluster; None beyond the model."""
     calibration = Calibration(cluster.network, rates, "")
     if not isinstance(compression, ErrorFeedback):
         return cluster.reduced(DENSE, rates)

@@ -1,15 +1,15 @@
 """The plan: which parameters share a bucket, and in which order the buckets are exchanged.
 
 Backward produces gradients from the last layer to the first. A bucket is exchanged as soon as it is
-full, while backward goes on; only the last one, the smallest, has nothing left to hide behind.
+full, while backward goes on; only the exchange of the last one, the smallest, is not hidden.
 
     backward   |  a b c  |  d e f  |  g h  |
     engine               [ abc ]   [ def ] [ gh ]
                                            ^ synchronize
 
-An exchange costs some latency however little it carries: buckets are merged until that is a small
-part of it, by the model of cost. Its links are assumed, not measured, so that a program makes the
-same buckets wherever and whenever it runs.
+Every exchange has some latency, so buckets are merged until the latency is a small part of an
+exchange, by the cost model. The model's links are assumed, not measured, so that a program makes
+the same buckets wherever and whenever it runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collectives.cost_model.calibration import assumed
 
 from ..compression import Automatic, GTopK, SparseCompression
 
-# To agree, hand over to the engine's thread and back, with all the calls on the way.
+# Agreement, and the way to the engine's thread and back.
 OPERATION_SECONDS: Final = 5e-4
-# What a bucket's contents take, over what it would take empty: the last ones, and the others.
+# Least time for a bucket's contents over that for an empty bucket: for the last ones, for others.
 WORTH_AN_OPERATION: Final = 0.25
 WORTH_CLOSING: Final = 4.0
-# Links may be faster than assumed; the engine's own time is not.
+# A limit, as links may be faster than assumed, while the engine's own time stays.
 MOST_FULL_BUCKETS: Final = 16
 # A GPU selects from any model in less than the host takes to launch that and to wait for it, so
 # more than three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
@@ -38,7 +38,7 @@ _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # elements
 
 
 class Sizes(NamedTuple):
-    """From how many elements on a bucket is worth an operation, and when it is closed anyway."""
+    """Sizes of buckets in elements: the least that is worth an operation, and a full bucket."""
 
     least: int
     full: int
@@ -50,7 +50,7 @@ ONE_BUCKET: Final = Sizes(_LARGEST, _LARGEST)
 def sizes_for(
     compression: object, total: int, ranks: int, value_bytes: int = 4, *, on_gpu: bool = False
 ) -> Sizes:
-    """Return the sizes of buckets for `total` elements, by the model of cost.
+    """Return the sizes of buckets for `total` elements, by the cost model.
 
     on_gpu: whether kernels on a GPU work on them.
     """
@@ -64,7 +64,7 @@ def sizes_for(
 
 def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -> int:
     """Return the power of 2 of elements that take `worth` times the latency of their exchange."""
-    if isinstance(compression, Automatic):  # which may choose dense: that takes no larger ones
+    if isinstance(compression, Automatic):  # it may choose dense, which needs no larger buckets
         compression = GTopK(compression.density or 0.001)
     if isinstance(compression, SparseCompression):
         candidate = compression.candidate(compression.formats()[0])
@@ -86,10 +86,9 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
     """Return the parameters, by number, in buckets.
 
     A bucket is closed when it is full, or when it is worth an operation and not smaller than all
-    that follows: towards the end of backward buckets become small, for the last has nothing left
-    to hide behind.
+    that follows: towards the end of backward buckets become small, as the last one is not hidden.
 
-    order: of all that are to be placed, the first to be complete first.
+    order: the parameters to place, in the order in which their gradients are complete.
     """
     rest = sum(lengths[number] for number in order)
     buckets: list[list[int]] = [[]]
@@ -105,12 +104,12 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
 
 
 def buckets_by(compression: object, lengths: Sequence[int], ranks: int) -> int:
-    """Return in how many buckets parameters would be, the first to be complete first."""
+    """Return the number of buckets; lengths: in the order in which gradients are complete."""
     return len(fill(range(len(lengths)), lengths, sizes_for(compression, sum(lengths), ranks)))
 
 
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
-    """Return the parameters in `groups` buckets of as many parameters each, or one more."""
+    """Return the parameters in `groups` buckets of equally many parameters, or one more."""
     groups = max(1, min(groups, len(order)))
     size, more = divmod(len(order), groups)
     buckets, begin = [], 0
@@ -123,7 +122,7 @@ def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Part:
-    """Some parameters, by number, that are exchanged together, and how."""
+    """Parameters, by number, that are exchanged together, and how."""
 
     how: Literal["compressed", "dense", "sparse"]
     numbers: list[int]
@@ -141,9 +140,10 @@ def arrange(
     """Return the parts of a step, the first to be complete first.
 
     order:  of all parameters, as backward completes them.
-    groups: buckets made by hand; or into how many, then of all that is neither dense nor sparse.
-    dense:  parameters that travel whole whatever the compression is.
-    sparse: parameters whose gradients are sparse tensors: each by itself.
+    groups: buckets made by hand; or the number of buckets for all parameters that are neither dense
+            nor sparse.
+    dense:  parameters that are sent whole with any compression.
+    sparse: parameters whose gradients are sparse tensors: each is a part by itself.
     """
     compressed = [n for n in order if n not in sparse and n not in dense]
     if isinstance(groups, int):

@@ -1,4 +1,4 @@
-"""Comparison: what every method is modelled to take on a cluster, and which one pays."""
+"""Comparison: the predicted time of every method on a cluster, and which one pays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from collectives.wire import WHOLE
 from ..units import SPACE, about_bandwidth_text, rough_bandwidth_text
 
 DENSE: Final = Candidate("dense")
-# What `Compression.shards` does unless one says otherwise.
+# The defaults of `Compression.shards`.
 SHARDS: Final = Candidate("shards", 0.25, Format(WHOLE, "int3"))
 LABELS = {
     "dense": "dense allreduce",
@@ -42,11 +42,11 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster and the model that a comparison is about.
+    """The cluster and the neural network that a comparison is about.
 
     length:           values of the gradient, float32.
-    buckets:          of as many values each, that are reduced one after the other.
-    dense_buckets:    likewise, where the gradient is sent whole; None: as many.
+    buckets:          number of buckets, equally large, that are reduced one after the other.
+    dense_buckets:    their number where the gradient is sent whole; None: the same.
     backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
                       methods, which select from the whole gradient, when it has ended.
     """
@@ -61,9 +61,9 @@ class Cluster:
     def on(self, link: Link) -> Cluster:
         """Return the cluster with another link between its nodes, or inside the only one.
 
-        What the library's own allreduce takes for a byte beyond the link may be processors' work,
-        which stays (1 ns on emulated links, docs/measured/forecasts.md), or its algorithm's, in
-        proportion to the link's. It is taken for what makes the allreduce quicker there.
+        The library's own allreduce may take more time for a byte than the link. That time may be
+        processors' work, which stays (1 ns on emulated links, docs/measured/forecasts.md), or due
+        to its algorithm, in proportion to the link's. Of both, the quicker one is assumed.
         """
         here, allreduce = self.network.farthest, self.network.allreduce
         longer = _over(link.latency_seconds, here.latency_seconds)
@@ -89,11 +89,11 @@ class Cluster:
 
     @property
     def bucket_length(self) -> int:
-        """Return how many values a bucket of what is compressed has."""
+        """Return how many values a compressed bucket has."""
         return -(-self.length // self.buckets)
 
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
-        """Return what a way to reduce the gradient is modelled to take."""
+        """Return the prediction for reducing the gradient by a candidate."""
         buckets = (candidate == DENSE and self.dense_buckets) or self.buckets
         found = predict(candidate, -(-self.length // buckets), self.network, rates)
         return in_a_step(found.times(buckets), self.network, buckets)
@@ -105,13 +105,13 @@ def _over(new: float, old: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answer.
+    """The predictions for all methods, and which one pays.
 
-    dense, sparse:    predictions; of each sparse method in its quickest format.
-    equal_bytes:      the sparse methods at the density at which they send what gtopk sends.
-    cheapest:         of all of them.
-    break_even:       of the quickest sparse method and dense.
-    shards:           to compare, whatever the density; None where its values were not measured.
+    dense, sparse:    predictions; each sparse method in its quickest format.
+    equal_bytes:      the sparse methods at the density at which they send as many bytes as gtopk.
+    cheapest:         the cheapest of all of them.
+    break_even:       the bandwidth at which the quickest sparse method and dense take equal times.
+    shards:           its prediction, at any density; None where its values were not measured.
     """
 
     cluster: Cluster
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def methods(self) -> list[Prediction]:
-        """Return all of them, dense first."""
+        """Return all predictions, dense first."""
         shards = [] if self.shards is None else [self.shards]
         return [self.dense, *self.sparse, *shards]
 
@@ -165,7 +165,7 @@ def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
 
 
 def deciding(cluster: Cluster, rates: Rates) -> list[str]:
-    """Return which inputs turn the verdict where one of them alone is half or twice as much."""
+    """Return the inputs of which halving or doubling one alone changes the verdict."""
     link, now = cluster.network.farthest, pays_clearly(cluster, rates)
     found = []
     for factor, words in ((0.5, "half"), (2.0, "twice")):
@@ -187,16 +187,16 @@ def deciding(cluster: Cluster, rates: Rates) -> list[str]:
 
 
 def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
-    """Return what the reductions of so many buckets take in a step, with the ranks' agreements.
+    """Return the prediction for a step of `buckets` reductions, with the ranks' agreements.
 
-    They agree once before the last bucket, and once before all others, which are ready together
-    where backward does not hold them up.
+    Ranks agree once before the last bucket, and once before all others, which are ready together
+    unless backward delays them.
     """
     return replace(found, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds)
 
 
 def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
-    """Return what of a method does not hide behind the backward pass."""
+    """Return the seconds of a method that the backward pass does not hide."""
     if found.candidate.algorithm == "dense":
         return max(0.0, found.seconds - backward_seconds)
     return found.seconds
@@ -205,7 +205,7 @@ def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
 def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = None) -> Comparison:
     """Return the comparison of all methods on a cluster.
 
-    formats: that the sparse ones may send; None: all that have a rate.
+    formats: those that sparse methods may send; None: all that have a measured rate.
     """
     formats = list(rates.coding) if formats is None else formats
     has_shards = rates.coding_of(SHARDS.format) is not None
@@ -238,7 +238,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         break_even(
             lambda link: dense_on(cluster.on(link)).seconds,
-            # Added here, not taken from dense, all of whose time may be off.
+            # Added to sparse, not subtracted from dense, whose whole time the margin scales.
             lambda link: (
                 cluster.backward_seconds
                 + min(
@@ -269,9 +269,9 @@ def _in_quickest_format(
 
 
 def where_it_pays(edge: BreakEven) -> str:
-    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
+    """Return a text: "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
 
-    Its bounds alone where it cannot be told to a fifth.
+    Only the bounds are given where the bandwidth is not known to a fifth.
     """
     none, every = "at most, perhaps at no bandwidth", "at least, perhaps at every bandwidth"
     side, at_slow, at_fast = ("above", every, none) if edge.above else ("below", none, every)

@@ -1,10 +1,10 @@
-"""Logs: how the logger "gtopk" speaks where the script has said nothing of logging.
+"""Logs: the output of the logger "gtopk" where the script configures no logging.
 
     gtopk: rank 0: compression of 25,557,032 elements begins with gtopk density=0.001 ...
 
-On stderr; from rank 0 what is worth knowing, from the others what is amiss there. GTOPK_LOG, one of
-debug, info, warning, error and off, is for all ranks alike. Handlers of the script's own, on the
-root logger or on "gtopk", take its place.
+It goes to stderr: level info from rank 0, warnings from the other ranks. GTOPK_LOG, one of debug,
+info, warning, error and off, sets one level for all ranks. Where the script has handlers, on the
+root logger or on "gtopk", only those are used.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _LEVELS: Final = {
 }
 _log = logging.getLogger("gtopk")
 
-# `extra` of what all ranks say alike: without GTOPK_LOG only rank 0's is shown.
+# `extra` of messages that are equal on all ranks: without GTOPK_LOG only rank 0 prints them.
 EVERYWHERE: Final = {"everywhere": True}
 
 
 class _Spoken(logging.Handler):
-    """Writes to stderr, a line in one write, unless the root logger has handlers of its own.
+    """Writes to stderr, a line in one write, unless the root logger has handlers.
 
-    set_level: whether the logger's level is ours.
+    set_level: whether `speak` has set the logger's level.
     """
 
     def __init__(self, rank: int, all_ranks: bool) -> None:
-        """all_ranks: say also what other ranks say, too."""
+        """all_ranks: whether ranks other than 0 print messages that are equal on all ranks."""
         super().__init__()
         self._whose = f"rank {rank}"
         self._is_echo = rank > 0 and not all_ranks
         self.set_level = False
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; some messages begin with the rank by themselves."""
+        """Return the line, with the rank in front unless the message begins with it."""
         said = super().format(record)
         begins = said.startswith((f"{self._whose}:", f"{self._whose} "))
         return f"gtopk: {said if begins else f'{self._whose}: {said}'}"
@@ -63,7 +63,7 @@ class _Spoken(logging.Handler):
 
 
 def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Have this rank's logger speak, unless the script has seen to that.
+    """Add this rank's handler to the logger, unless the script has added one.
 
     Raises ValueError for a GTOPK_LOG that is no level.
     """
@@ -80,16 +80,16 @@ def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def say(text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.environ) -> None:
-    """Print a line of the library's own, unless GTOPK_LOG asks for less.
+    """Print a line of the library's, unless GTOPK_LOG asks for less.
 
-    For what is said before `init` has made the logger speak, too.
+    It works before `init` has called `speak`, too.
     """
     if level >= _LEVELS.get(settings.LOG.text(environ).lower(), logging.INFO):
         transport.say(text)
 
 
 def fall_silent() -> None:
-    """Let the logger be as it was before `speak`."""
+    """Restore the logger as it was before `speak`."""
     for handler in _log.handlers[:]:
         if isinstance(handler, _Spoken):
             _log.removeHandler(handler)

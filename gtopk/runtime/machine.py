@@ -26,12 +26,12 @@ class Machine(TypedDict):
     numpy: str
     gtopk: str
     started: str  # ISO 8601
-    load_before: float  # processes that run or want to, mean of the last minute
+    load_before: float  # load average of the last minute
     load_after: float
 
 
 def this_machine() -> Machine:
-    """Return what holds now; the load is to be looked at again in the end."""
+    """Return the machine as it is now; the caller sets `load_after` at the end."""
     return Machine(
         processor=processor(),
         cores=usable_cores(),

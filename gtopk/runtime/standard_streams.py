@@ -1,4 +1,4 @@
-"""Standard streams: some may be closed (by a daemon), or take few letters, or colours."""
+"""Standard streams, which may be closed (by a daemon), lack characters, or show colours."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SPELT: Final = "gtopk-spelt"
 
 
 def spell_in_any_encoding() -> None:
-    """Have stdout and stderr write what their encoding lacks in ASCII: no output is an error then.
+    """Make stdout and stderr write characters that their encoding lacks in ASCII, without errors.
 
     A few characters have an ASCII spelling ("us" for microseconds), all others are escaped.
     """
     codecs.register_error(_SPELT, _spelt)
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)  # what stands in for a stream has none
+        reconfigure = getattr(stream, "reconfigure", None)  # a script's replacement may lack it
         if reconfigure is not None:
             reconfigure(errors=_SPELT)
 
@@ -38,10 +38,10 @@ def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def occupy_closed_descriptors() -> None:
-    """Open what is closed of descriptors 0, 1 and 2 on the null device.
+    """Open those of the descriptors 0, 1 and 2 that are closed, on the null device.
 
-    Else a socket or a pipe that is opened next gets such a number, and a child process, which has
-    its own standard streams there, does not inherit it.
+    Otherwise the next socket or pipe would get such a number, and a child process, whose standard
+    streams have these numbers, would not inherit it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -49,7 +49,7 @@ def occupy_closed_descriptors() -> None:
 
 
 def flush() -> None:
-    """Flush stdout and stderr, as far as this process has them."""
+    """Flush stdout and stderr, where this process has them."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):  # the reader is gone; closed

@@ -48,7 +48,7 @@ def broadcast_parameters(
 
 
 def _named(params: object) -> list[Named]:
-    """Return the names and tensors in whatever `broadcast_parameters` got."""
+    """Return names and tensors from the argument of `broadcast_parameters`."""
     pairs: Iterable[Any]
     if isinstance(params, Mapping):
         pairs = sorted(((str(k), v) for k, v in params.items()), key=lambda pair: pair[0])
@@ -90,9 +90,9 @@ def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
 def _begin_in_place(
     name: str | None, tensor: torch.Tensor, root_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Begin to broadcast a tensor; return what to copy it to, what will hold it, and the handle.
+    """Begin to broadcast a tensor; return the tensor to copy to, the received one, and the handle.
 
-    One that cannot travel is an error of the operation: on all ranks, with its name. Other ranks
+    A tensor that cannot be sent makes the operation fail on all ranks, with its name: other ranks
     may be able to send theirs, and would wait.
     """
     if why := unfit(tensor):
@@ -107,10 +107,10 @@ def _begin_in_place(
 
 
 def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Return a tensor without elements that share their memory, and what was left out of it.
+    """Return a tensor without repeated elements, and texts about the dimensions left out.
 
-    As `expand` makes them, of rotary tables and masks, say. All ranks must have expanded it alike:
-    what another rank has there would not fit.
+    `expand` makes such tensors, in rotary tables and masks, say. All ranks must have expanded it
+    alike: another rank's tensor would not fit.
     """
     if not is_expanded(tensor):
         return tensor, []
@@ -131,7 +131,7 @@ def _transferable(dense: torch.Tensor) -> torch.Tensor:
 
 
 class _Parcel(NamedTuple):
-    """An object encoded, or the words for what kept it from being encoded."""
+    """An encoded object, or the error's text where it could not be encoded."""
 
     content: bytes
     has_pickle: bool = False
@@ -150,7 +150,7 @@ class _Label(NamedTuple):
 def _pack(obj: object) -> _Parcel:
     try:
         content = encode(obj)
-    except Exception as error:  # whatever it is, no rank may wait for an object that never comes
+    except Exception as error:  # of any kind: no rank may wait for an object that never comes
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         return _Parcel(text.encode(errors="replace"), error=error)
     return _Parcel(content, holds_pickle(content))

@@ -3,12 +3,12 @@
     forward     count, mean, invstd of this rank -> allgather -> those of all rows -> normalize
     backward    sum_dy, sum_dy_xmu of this rank  -> allreduce -> those of all rows -> gradient
 
-What travels is a few float64 numbers a channel, of whatever type the input is.
+A few float64 numbers a channel are sent, for any dtype of the input.
 
-Where ranks weigh unlike (`set_num_samples`, `adapt`), the loss of all is the sum of w_j * loss_j,
-and the optimizer multiplies what rank i computes with w_i. So what comes back to its rows from rank
-j's loss has to be w_j / w_i times that: sums are multiplied with this rank's weight before they are
-added, and divided by it after.
+Where ranks have different weights (`set_num_samples`, `adapt`), the total loss is the sum of
+w_j * loss_j, and the optimizer multiplies rank i's gradient by w_i. So the gradient that rank j's
+loss gives to rank i's rows needs a factor w_j / w_i: each rank multiplies its sums by its weight
+before they are added, and divides the total by its weight afterwards.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from . import mpi_ops
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d for any number of ranks: what one rank would do with all the rows.
+    """BatchNorm1d, 2d and 3d over all ranks' rows, with the result of one rank that has them all.
 
-    In training, every rank calls it alike, with as many rows as it has, or none; their number
-    weighs in the statistics, but for those of a batch that stands in for none. Gradients are of the
-    loss that the optimizer of its weight makes of all ranks', by what that was told of their
-    samples before the forward pass (`set_num_samples`, `adapt`); without a weight (affine=False) as
-    if all ranks weighed alike. Layers run one after the other, and so share the names of their
-    operations: do not run two at a time, in threads. In eval mode, and in a world of one rank, it
-    is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of any layer
-    are.
+    In training, every rank calls it equally often, with any number of rows, also none. Each row has
+    the same weight in the statistics; rows of a placeholder batch, on a rank without data, have
+    none. Gradients are those of the weighted loss of all ranks: the weights are the optimizer's of
+    this layer's weight, as set before the forward pass (`set_num_samples`, `adapt`); without a
+    weight (affine=False) all ranks weigh the same. Layers run one after the other and share the
+    names of their operations: do not run two at a time, in threads. In eval mode, and in a world of
+    one rank, it is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of
+    any layer are.
 
     Input in float16 or bfloat16 is normalized in float32. Raises ValueError, on all ranks alike,
     where they have one row or none together.
@@ -94,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module with every BatchNorm in it replaced by one of these.
+        """Return the module with every BatchNorm in it replaced by a SyncBatchNorm.
 
         Parameters and running statistics stay the same tensors, so an optimizer that was made
         before steps them still.
@@ -118,9 +118,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """Those of all ranks' rows; float64 [channels], on the host.
+    """The statistics of all ranks' rows; float64 [channels], on the host.
 
-    total: how many values each channel has.
+    total: the number of values in a channel.
     variance: the biased one.
     """
 
@@ -130,7 +130,10 @@ class _Statistics(NamedTuple):
 
 
 def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statistics:
-    """Return the statistics of the inputs of all ranks, of those that count; the same on each."""
+    """Return the statistics of all ranks' inputs, the same on each.
+
+    counts: whether this rank's rows count.
+    """
     wide = _widened(input.detach())
     count = input.shape[0] * math.prod(input.shape[2:]) if counts else 0
     mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
@@ -150,7 +153,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     total = int(rows.sum())
     shares = (rows.double() / max(total, 1))[:, None]
     mean = (shares * means).sum(0)
-    # Chan et al. 1979: spread within the ranks, and between them.
+    # Chan et al. 1979: the variance within the ranks, and between them.
     spreads = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
     return _Statistics(total, mean, (shares * spreads).sum(0))
 
@@ -212,12 +215,12 @@ class _Normalize(torch.autograd.Function):
 
 
 def _weighed(sums: torch.Tensor, weight: int) -> torch.Tensor:
-    """Return the sums times a weight; what weighs nothing may be NaN."""
+    """Return the sums times a weight; zeros for weight 0, also where a sum is NaN."""
     return sums * weight if weight else torch.zeros_like(sums)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype to reckon in: its own, but float32 at least."""
+    """Return a tensor in the dtype to compute in: its own, but float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -226,7 +229,7 @@ def _all_but_channels(tensor: torch.Tensor) -> list[int]:
 
 
 def _spread_out(like: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
-    """Return vectors over channels in a form that meets the rows of an input."""
+    """Return vectors over channels in a shape that broadcasts over an input's rows."""
     shape = [1, like.shape[1]] + [1] * (like.dim() - 2)
     dtype = torch.promote_types(like.dtype, torch.float32)
     return [vector.to(like.device, dtype).view(shape) for vector in vectors]

@@ -1,19 +1,19 @@
 """The hot loops of CuPy arrays in CUDA C++: function for function the twins of `reference`.
 
-Everything runs on CuPy's current stream. What waits for the GPU, once and for a few bytes: the
-functions whose result's size or value the host must know (accumulate_and_select, select, merge,
-sum_by_index, all_finite, squared_norms). The others only launch.
+Everything runs on CuPy's current stream. Functions whose result's size or value the host must know
+wait for the GPU, once and for a few bytes (accumulate_and_select, select, merge, sum_by_index,
+all_finite, squared_norms). The others only launch.
 
     source.py     the .cu files as texts, and which kernels there are
-    machine.py    what a launch sequence needs of a GPU
-    cuda.py       that, through CuPy
+    machine.py    the interface of a GPU for the launch sequences
+    cuda.py       that interface, through CuPy
     selection.py  select and split: the sequence of launches
     sums.py       merge and sum_by_index
     entries.py    single entries, and a vector in one number
-    codes.py      what the wire asks: the twin of reference_codes
+    codes.py      the wire's codes: the twin of reference_codes
     packing.py    16-bit offsets and values
     step.py       accumulate and select of one residual, as a CUDA graph
-    timing.py     what each of them takes
+    timing.py     the time that each of them takes
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
 
 
 def open_step(residual: Array, k: int) -> Step:
-    """Return what accumulates into this residual and selects k entries, step after step."""
+    """Return a Step that accumulates into this residual and selects k entries, step after step."""
     return Step(cuda.scratch(residual).machine, residual.size, k, residual.dtype)
 
 

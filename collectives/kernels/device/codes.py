@@ -1,7 +1,7 @@
-"""What the wire asks of a GPU: a message's checksum, its indices in order, and codes of values.
+"""The wire's codes on a GPU: a message's checksum, checks of indices, and codes of values.
 
-Function for function as in `reference_codes`, which has more of them: `packed` indices and `int8`
-values are coded on the host.
+Function for function as in `reference_codes`, which has more: `packed` indices and `int8` values
+are coded on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import cuda, packing
 from .machine import Scratch, blocks_for
 from .source import instance
 
-# As in checksum.cu: what the checksum covers at a message's beginning, and its own 8 bytes.
+# As in checksum.cu: the bytes before the checksum at a message's beginning, and its own 8 bytes.
 HEAD_BYTES: Final = 56
 CHECKSUM_BYTES: Final = 8
 
@@ -26,7 +26,7 @@ def write_head(message: Array, head: Array) -> None:
 
 
 def read_head(message: Array) -> tuple[Array, int]:
-    """Return the first 64 bytes, in the host's memory, and what checksum belongs there.
+    """Return the first 64 bytes, in the host's memory, and the checksum that belongs there.
 
     Waits for one copy.
     """
@@ -46,7 +46,7 @@ def pack_blocks(indices: Array, length: int, out: Array) -> int:
 def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
     """Return the indices, int32 or int64 [count], and how many bytes of `data` they took.
 
-    Waits for the account of the blocks, and for whether the indices are in order.
+    Waits for the blocks' counts, and for the check of the indices' order.
     """
     scratch = cuda.scratch(data)
     indices, used = packing.unpack_blocks(scratch, data, count, length)

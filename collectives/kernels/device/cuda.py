@@ -24,7 +24,7 @@ _mine: Final = threading.local()
 
 @functools.cache
 def cupy() -> Any:
-    """Return CuPy, or raise ImportError with the way out."""
+    """Return CuPy, or raise ImportError that says how to install it."""
     try:
         return import_module("cupy")
     except ImportError as error:
@@ -34,7 +34,7 @@ def cupy() -> Any:
 
 
 class CudaMachine:
-    """The current device and stream, as CuPy has them."""
+    """CuPy's current device and stream."""
 
     threads = THREADS
 
@@ -62,7 +62,7 @@ class CudaMachine:
         array.set(content)  # type: ignore[attr-defined]
 
     def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
-        """Return what replays a CUDA graph of the launches on the then current stream.
+        """Return a function that replays a CUDA graph of the launches on the then current stream.
 
         They are captured on a stream of their own: the default stream cannot be captured, and
         another may have work of other threads on it.
@@ -150,10 +150,10 @@ def _foreign_stream(address: int, device: int) -> Any:
 
 @contextmanager
 def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Iterator[None]:
-    """Let everything here run on a stream of another library: a CUDA stream's address.
+    """Run everything in the context on another library's stream; pointer: the stream's address.
 
-    make_room: has that library let go of memory it does not use; called where there is too little
-        for CuPy's pool, before a second try.
+    make_room: makes that library free unused memory; called where there is too little for CuPy's
+        pool, before a second try.
     """
     cuda = cupy().cuda
     allocate = cuda.get_allocator()
@@ -176,8 +176,8 @@ def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Ite
 def from_dlpack(tensor: Any) -> Array:
     """Return another library's device array as CuPy's, in the same memory.
 
-    What that library has still to do with it on its current stream comes before what the current
-    stream here does next: the protocol orders them with an event.
+    Work of that library on its current stream comes before later work of the current stream here:
+    the protocol orders them with an event.
     """
     array: Array = cupy().from_dlpack(tensor)
     return array

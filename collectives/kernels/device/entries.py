@@ -1,4 +1,4 @@
-"""The small ones on a GPU: single entries of a dense vector, and a whole vector in one number."""
+"""Small kernels on a GPU: single entries of a dense vector, and reductions of a whole vector."""
 
 from __future__ import annotations
 

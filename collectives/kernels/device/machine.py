@@ -1,6 +1,7 @@
-"""Machine: what the launch sequences need of a GPU, and nothing more.
+"""Machine: the interface of a GPU for the launch sequences.
 
-CUDA is one (cuda.py). Another is the tests': it runs the same kernels on the host, on NumPy arrays.
+CUDA is one machine (cuda.py). The tests have another, which runs the same kernels on the host, on
+NumPy arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Machine(Protocol):
     blocks: int  # that the device runs at once, about
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return device memory with whatever is in it."""
+        """Return device memory without setting it."""
 
     def zeros(self, size: int, dtype: Any) -> Array:
         """Return device memory, all zero bytes."""
@@ -33,17 +34,17 @@ class Machine(Protocol):
         """Enqueue a copy of a small host array to device memory; it is free again at once."""
 
     def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that launches the same again: nothing is launched now.
+        """Record the launches, without running them; return a function that runs them.
 
-        Addresses and numbers among the arguments stay what they are now. The kernels were launched
-        once before, and nothing here asks for memory.
+        Addresses and numbers among the arguments are fixed now. The kernels must have been launched
+        before, and `launches` must not allocate memory.
         """
 
     def packed(self, array: Array) -> Array:
         """Return the array, or a copy where its elements lie apart."""
 
     def address(self, array: Array) -> int:
-        """Return where an array's data begins, as the device counts."""
+        """Return the device address of an array's data."""
 
     def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
         """Enqueue a kernel, by its name with template arguments; None is a null pointer."""
@@ -93,7 +94,7 @@ class Scratch:
         return held[:size]
 
     def written(self, name: str, content: NDArray[Any]) -> Array:
-        """Return memory of that name with a host array in it, which is sent where it is news."""
+        """Return memory of that name with a host array in it, which is sent only if it changed."""
         array = self.array(name, content.size, content.dtype)
         content_bytes = content.tobytes()
         if self._written.get(name) != content_bytes:

@@ -1,7 +1,7 @@
-"""Indices and values as the wire has them, made on a GPU: the bytes of `reference_codes`.
+"""Codes indices and values for the wire on a GPU, into the bytes of `reference_codes`.
 
-The host sees no entries. It waits for the counts of the blocks to say them in bytes, and for the
-largest |value| to choose the power of two by which values are scaled.
+The host reads no entries. It waits for the blocks' counts, which it codes, and for the largest
+|value|, to choose the power of two by which values are scaled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .source import instance
 
 BLOCK: Final = 1 << BLOCK_BITS
 
-# How the wire calls them, and the dtypes of their bits.
+# The wire's names of the 16-bit floats, and the dtypes of their bits.
 NARROW: Final = {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16)}
 
 _NOTHING: Final = 1 << 16  # bits that no 16-bit float has
@@ -57,7 +57,7 @@ def pack_blocks(scratch: Scratch, indices: Array, length: int, out: Array) -> in
 
 
 def unpack_blocks(scratch: Scratch, data: Array, count: int, length: int) -> tuple[Array, int]:
-    """Return the indices [count] and the bytes of `data` they took; their order is not looked at.
+    """Return the indices [count] and the bytes of `data` they took; their order is not checked.
 
     Raises ValueError where the blocks are not of `count` entries within the length.
     """

@@ -6,9 +6,9 @@
            bits, a few     list, in it     k entries
            more than k     the k-th key
 
-The kernels decide on the device whether the guess that `mark` went by was any good. The host waits
-once, for the number of entries, and learns of it with that. Where it was not, as in a first step,
-the vector is searched for the k-th key, and marked by that:
+The kernels decide on the device whether the guess that `mark` used was good. The host waits once,
+for the number of entries and that decision. If the guess was bad, as in a first step, the vector is
+searched for the k-th key, and marked by that:
 
     search x levels    remark     collect
           |               |          |
@@ -28,7 +28,7 @@ from .machine import Machine, Scratch, blocks_for, ceil_divide
 from .source import instance
 from .table import located, parts_table
 
-# `Search` and `Tally` of search.cuh, in words.
+# The sizes of `Search` and `Tally` of search.cuh, in words.
 SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
 OUTCOME_WORDS: Final = 4
 TALLY_WORDS: Final = 3  # uint32
@@ -42,11 +42,11 @@ FEWEST_CONTENDERS: Final = 4096
 LEVELS: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 6}
 
 LONGEST: Final = 2**32 - 1  # tallies count in 32 bits
-FROM_DEVICE: Final = float("nan")  # as a guess: what the last search of this scratch left
+FROM_DEVICE: Final = float("nan")  # stands for the guess that the last search left on the device
 
 
 class Outcome(NamedTuple):
-    """What a search found; dense: nothing yet, as the guess was of no use."""
+    """The result of a search; dense: the guess was bad, so the whole vector must be searched."""
 
     kept: int
     rest: int
@@ -55,11 +55,11 @@ class Outcome(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """What is added before the selection, and where the sum goes.
+    """The gradient to add before the selection, and the memory of the sum.
 
     parts:  of the gradient, in the order of the vector; None: nothing is added.
     weight: multiplies the gradient.
-    into:   memory for the sum; None: it takes the vector's place.
+    into:   memory for the sum; None: it overwrites the vector.
     """
 
     parts: Located | None = None
@@ -166,8 +166,8 @@ def _tiles(length: int, threads: int) -> int:
 def prepare(scratch: Scratch, guess: float, addition: Addition) -> tuple[Array, Array | None]:
     """Return a selection's request and its table of parts, in device memory.
 
-    They are sent where they are not what they were: a graph that was captured with this memory
-    reads them anew each time.
+    They are sent only if they changed: a graph that was captured with this memory reads them anew
+    each time.
     """
     momentum, parts = addition.momentum, addition.parts
     factor = 0.0 if momentum is None else momentum.factor
@@ -185,7 +185,7 @@ def launch_selection(
     table: Array | None,
     addition: Addition,
 ) -> None:
-    """Launch all that leaves the k largest entries in `chosen`, [k], where the guess is good.
+    """Launch the kernels that write the k largest entries to `chosen`, [k], if the guess is good.
 
     `finish` tells how many there are, once the device is done.
     """
@@ -239,7 +239,7 @@ def finish(
 ) -> tuple[SparseVector, float]:
     """Return the entries that were selected and the next threshold; waits for the device.
 
-    dense: the sum, which is searched whole where the guess was of no use.
+    dense: the sum, which is searched whole where the guess was bad.
     """
     search = memory.candidates.search
     found = outcome(machine, search, dense.dtype)
@@ -279,9 +279,9 @@ def launch_split(
     kept: SparseVector,
     rest: SparseVector | None,
 ) -> Array:
-    """Launch all that splits a sorted list into its k largest entries and the rest; zeros vanish.
+    """Launch the split of a sorted list into its k largest entries and the rest, without zeros.
 
-    kept, rest: memory for the most there can be; rest None where it is not wanted.
+    kept, rest: memory for the most entries; rest: None where it is not wanted.
     """
     machine, m = scratch.machine, list_indices.size
     tiles = ceil_divide(m, machine.threads)
@@ -369,7 +369,7 @@ def _split(
 
 
 def outcome(machine: Machine, search: Array, real: np.dtype[Any]) -> Outcome:
-    """Return what a search found: a copy to the host of 32 bytes, and the one wait for it."""
+    """Return the result of a search: copies 32 bytes to the host, the one wait for the device."""
     kept, rest, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
     bits = np.uint32 if real == np.float32 else np.uint64
     return Outcome(kept, rest, float(np.array(key, bits).view(real)), bool(dense))

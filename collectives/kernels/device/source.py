@@ -1,7 +1,7 @@
 """The CUDA sources: which kernels there are, for which types, and each as one self-contained text.
 
-Texts are handed to the compiler with their includes in place, so that what a compiled kernel is
-cached under knows every line that went into it.
+The compiler gets texts with their includes inserted, so that the cache's key of a compiled kernel
+depends on every line of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FILES: Final = {
     "widen_values": "cast.cu",
 }
 
-# NumPy has no bfloat16; its bits travel as uint16.
+# NumPy has no bfloat16; its bits are uint16.
 TYPES: Final = {
     np.dtype(np.float16): "Half",
     np.dtype(np.uint16): "Bfloat",

@@ -5,7 +5,7 @@
     from then on      replay                               a launch instead of four
 
 Everything that changes from step to step lies in device memory: the weight, the momentum's factor,
-the guess, the addresses of the gradients. What the host waits for is the number of entries.
+the guess, the addresses of the gradients. The host waits only for the number of entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Step:
 
     The entries that a call returns lie in this memory: the next call overwrites them.
 
-    threshold: what the last call returned.
+    threshold: the threshold that the last call returned.
     """
 
     def __init__(self, machine: Machine, length: int, k: int, dtype: Any) -> None:
@@ -57,7 +57,7 @@ class Step:
         into: Array | None = None,
         threshold: float = 0.0,
     ) -> tuple[SparseVector, float]:
-        """Do what `accumulate_and_select` does."""
+        """Accumulate and select as `accumulate_and_select`."""
         held = self.launch(residual, gradient, momentum, weight, into, threshold)
         found = finish(
             self._machine, self._memory, residual if into is None else into, self._chosen
@@ -75,16 +75,16 @@ class Step:
         into: Array | None = None,
         threshold: float = 0.0,
     ) -> object:
-        """Launch all that a good guess needs, and wait for nothing.
+        """Launch the kernels for a good guess, and wait for nothing.
 
-        Returns what must live until it is done: copies of gradients whose elements lay apart.
+        Returns an object that must live until they are done: copies of non-contiguous gradients.
         """
         require_addable(residual, gradient, self.k, momentum, into)
         machine = self._machine
         parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
         where, held = located(machine, parts)
         addition = Addition(where, momentum, weight, into)
-        # The last call's is on the device: then there is nothing to send.
+        # The last call's threshold is on the device already.
         guess = FROM_DEVICE if threshold == self.threshold else max(0.0, threshold)
         request, table = prepare(self._scratch, guess, addition)
 
@@ -100,7 +100,7 @@ class Step:
         return held
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Launch; the second time with this memory capture, from then on replay."""
+        """Launch; on the second call with this memory capture a graph, and later replay it."""
         if key not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
                 self._graphs.clear()

@@ -41,9 +41,9 @@ extern "C" __global__ void spin(long long cycles) {
 
 
 class Row(NamedTuple):
-    """What one thing took, in seconds of the GPU's clock, or of the host's where it is waited for.
+    """One measured time, in seconds of the GPU's clock, or of the host's where it is waited for.
 
-    bytes: that it must read and write at least; 0 where that says nothing.
+    bytes: the least bytes that it must read and write; 0 where that is not meaningful.
     """
 
     name: str
@@ -87,7 +87,7 @@ def spin() -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long the current stream worked on it; `work` only launches."""
+    """Return how long the current stream took for `work`, which only launches."""
     before, after = (cupy().cuda.Event() for _ in range(2))
     spin()
     before.record()
@@ -160,7 +160,7 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
 
 
 def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float]:
-    """Return the seconds of what is done with lists of k entries: a tenth of them overlap."""
+    """Return the seconds of operations on lists of k entries, of which a tenth overlap."""
     moved = (picked.indices + (picked.indices % 10 > 0)).astype(picked.indices.dtype)
     apart = moved[1:] > moved[:-1]
     positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))

@@ -3,7 +3,7 @@
 Function for function the twins of `reference`, to the bit. One idea, one C++ file:
 
     scan*.cpp      the loop over all elements, for each set of instructions
-    gradient.hpp   what is added: one array or many, 16 bits or more, through a velocity
+    gradient.hpp   the addends: one array or many, 16 bits or more, with momentum
     candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
     merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
     code*.cpp, scale.hpp                      the wire's codes

@@ -23,7 +23,7 @@ class _Suffixes(dict[np.dtype[Any], str]):
         )
 
 
-# How the C names spell a dtype. Those of foreign byte order are others, and missing.
+# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
 SUFFIX: Final = _Suffixes(
     {
         np.dtype(np.float16): "f16",
@@ -78,7 +78,7 @@ def function(name: str, *arguments: Any) -> dict[str, Callable[..., int]]:
 
 
 def enough_memory(result: int) -> int:
-    """Return what a C function that allocates returned, or raise MemoryError."""
+    """Return the result of a C function that allocates; raise MemoryError where it failed."""
     if result < 0:
         raise MemoryError("the C++ core ran out of memory")
     return result

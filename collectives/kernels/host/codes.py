@@ -1,6 +1,6 @@
 """The wire's hot loops: the bytes of `reference_codes`, written and read in C++.
 
-C++ only says that bytes are malformed; what is wrong with them, the reference says.
+C++ only reports that bytes are malformed; the error's text comes from the reference.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _index_code(name: str) -> tuple[Callable[..., int], Callable[..., tuple[Arra
 
     def unpack(data: Array, count: int, length: int) -> tuple[Array, int]:
         """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
-        # An entry takes a bit at least: nobody can have us reserve memory for much more than that.
+        # An entry takes at least a bit: a false count cannot make us allocate much more memory.
         indices = np.empty(min(count, 8 * data.size), index_dtype(length))
         unpack_indices = unpack_in_c[SUFFIX[indices.dtype]]
         used = -1

@@ -1,6 +1,6 @@
-"""The compiled library: found, checked against its sources, and loaded once.
+"""The compiled library: finds it, checks it against the C++ sources, and loads it once.
 
-The C++ sources of the core, and a fingerprint that tells whether a library is made of them.
+A fingerprint of the sources tells whether a library was made from them.
 
 Standard library only: setup.py runs this file before anything is installed.
 """
@@ -34,7 +34,7 @@ def sources() -> list[Path]:
 
 
 def headers() -> list[Path]:
-    """Return what the translation units include."""
+    """Return the headers that the translation units include."""
     return sorted(FOLDER.glob("*.hpp"))
 
 
@@ -62,10 +62,10 @@ def absence() -> str:
 
 
 def _found() -> tuple[ctypes.CDLL | None, str]:
-    """Return the first library that fits; None, and what is amiss with the one beside its sources.
+    """Return the first library that fits; or None, and the problem with the one by the sources.
 
-    A script in a clone imports the clone's sources, whose core may be built in an installed package
-    alone (`pip install .`): there it is looked for, too, so that both run the same kernels.
+    A script in a clone imports the clone's sources, whose core may be built only in an installed
+    package (`pip install .`): that is searched, too, so that both run the same kernels.
     """
     amiss = []
     for path in (LIBRARY, *_installed()):
@@ -78,7 +78,7 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
 
 def _installed() -> list[Path]:
     """Return the libraries of other copies of this package that could be imported."""
-    if not fingerprint():  # an installed package: it has no sources that another could fit
+    if not fingerprint():  # an installed package has no sources to compare another library with
         return []
     found = (Path(folder, *__package__.split("."), LIBRARY.name) for folder in sys.path)
     return [path for path in found if path != LIBRARY and path.is_file()]
@@ -111,6 +111,6 @@ def instructions() -> str:
 
 
 def use_instructions(name: str) -> bool:
-    """Have the library use "portable", "AVX2" or "AVX-512", and tell whether the processor can."""
+    """Make the library use "portable", "AVX2" or "AVX-512"; tell whether the processor has it."""
     loaded = library()
     return loaded is not None and bool(loaded.use_instructions(name.encode()))

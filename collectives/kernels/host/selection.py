@@ -33,7 +33,7 @@ _NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, None, 0.0)
 
 
 class Report(ctypes.Structure):
-    """How a search went. scans: 1, and more when the threshold misled."""
+    """Statistics of a search; scans: passes over the vector, above 1 where the threshold misled."""
 
     _fields_ = (("next_threshold", ctypes.c_double), ("scans", COUNT))
 
@@ -75,7 +75,7 @@ def search(
     weight: float = 1.0,
     into: Array | None = None,
 ) -> tuple[SparseVector, Report]:
-    """Do what `accumulate_and_select` does, and report how it went."""
+    """Return as `accumulate_and_select`, with a report instead of the next threshold."""
     parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum, into)]
     sums = residual if into is None else into
     touched = [residual, sums]
@@ -110,7 +110,7 @@ def _search_in_copies(
     weight: float,
     into: Array,
 ) -> tuple[SparseVector, Report]:
-    """Search where an array to change lies apart in memory, or is read-only (ValueError)."""
+    """Search for arrays that are not contiguous; raise ValueError where one is read-only."""
     sums = residual.copy()
     moved = None if momentum is None else Momentum(momentum.velocity.copy(), momentum.factor)
     found = search(sums, parts, k, threshold, moved, weight)

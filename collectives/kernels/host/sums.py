@@ -1,4 +1,4 @@
-"""A whole vector in one number."""
+"""Reductions of a whole vector to one number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
 
 
 def all_finite(array: Array) -> bool:
-    """Tell whether no exponent is all ones."""
+    """Tell whether every element is finite: no exponent is all ones."""
     array = packed(array)
     return bool(_all_finite[SUFFIX[array.dtype]](address(array), array.size))
 

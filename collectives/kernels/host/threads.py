@@ -1,6 +1,6 @@
-"""How many threads a loop may use: the cores that are free, none more under oversubscription.
+"""The number of threads of a loop: this rank's share of the cores; 1 under oversubscription.
 
-How many ranks share this machine, as the launchers' variables say it.
+The launchers' variables tell how many ranks share this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTS: Final = (
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks run here; 1 where nobody says so."""
+    """Return how many ranks run here; 1 where no variable tells."""
     said = [environ.get(name, "") for name in _COUNTS]
     if in_slurm_step(environ):
         said += [_tasks_here(environ), environ.get("SLURM_NTASKS_PER_NODE", "")]
@@ -41,14 +41,14 @@ def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """Return what SLURM says of this node: of "8(x2),4" the nodes 0 and 1 have 8, node 2 has 4."""
+    """Return SLURM's tasks on this node: with "8(x2),4" nodes 0 and 1 have 8, node 2 has 4."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     tasks = itertools.chain.from_iterable([count] * int(times or 1) for count, times in found)
     node = environ.get("SLURM_NODEID", "0")
     return next(itertools.islice(tasks, int(node) if node.isdecimal() else 0, None), "")
 
 
-# A few cores draw all that the memory gives; more would be taken from autograd for nothing.
+# A few cores use the whole memory bandwidth; more threads would only slow autograd.
 _MOST: Final = 8
 
 
@@ -57,7 +57,7 @@ _forced: ContextVar[int | None] = ContextVar("threads", default=None)
 
 @contextmanager
 def using(count: int) -> Iterator[None]:
-    """Have the loops that this thread calls run on so many threads."""
+    """Run the loops that this thread calls in the context on `count` threads."""
     token = _forced.set(count)
     try:
         yield

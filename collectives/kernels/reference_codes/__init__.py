@@ -1,4 +1,4 @@
-"""The wire's hot loops in NumPy: the truth for their twins, and what runs where none is compiled.
+"""The wire's hot loops in NumPy: the reference for their twins, and the fallback without them.
 
     checksum.py   any bytes -> 64 bits
     order.py      are these indices strictly increasing, and in range?
@@ -10,7 +10,7 @@
     scale.py      the powers of two
 
 `pack_...` writes into a buffer with room for `..._capacity` bytes and returns how many it took.
-`unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
+`unpack_...` reads bytes from any sender: a ValueError says what is wrong with them.
 """
 
 from .blocks import blocks_capacity, pack_blocks, unpack_blocks

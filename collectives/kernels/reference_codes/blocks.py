@@ -42,7 +42,7 @@ def pack_blocks(indices: Array, length: int, out: Array) -> int:
 
 
 def write_runs(blocks: Array, counts: Array) -> Array:
-    """Return the bytes behind the offsets, uint8 [m]: of the blocks with entries, and how many."""
+    """Return the bytes behind the offsets, uint8 [m]; counts: the entries of each of `blocks`."""
     empty = np.diff(blocks, prepend=-1) - 1
     numbers = np.stack([np.zeros_like(empty), empty, counts], axis=1).astype(np.uint64)
     written = np.stack([empty > 0, empty > 0, counts > 0], axis=1)
@@ -80,9 +80,10 @@ def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
 
 
 def read_runs(data: Array, count: int, length: int) -> tuple[Array, Array, int]:
-    """Return the blocks with entries, how many each has, int64 [m] both, and the bytes that say so.
+    """Return the blocks with entries, their counts, int64 [m] both, and the number of bytes read.
 
-    data: what is behind the offsets. Raises ValueError for what is no account of `count` entries.
+    data: the bytes behind the offsets. Raises ValueError where they do not account for `count`
+    entries.
     """
     ends = np.flatnonzero(data < 128) + 1
     sizes = np.diff(ends, prepend=0)
@@ -100,7 +101,7 @@ def read_runs(data: Array, count: int, length: int) -> tuple[Array, Array, int]:
         raise ValueError("a number among its blocks' counts is too large")
     if (numbers[stretch] == 0).any():
         raise ValueError("a stretch of empty blocks has length 0")
-    # In floats first: they do not wrap.
+    # In floats, which do not wrap.
     if np.where(stretch, numbers, 1).sum(dtype=np.float64) > (length >> BLOCK_BITS) + 1 + last:
         raise ValueError(f"its blocks go on beyond the {length} elements")
     steps = np.where(stretch, numbers, ~marks)

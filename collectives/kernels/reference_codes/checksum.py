@@ -38,7 +38,7 @@ _KEYS: Final = np.array(
 
 
 def checksum(data: Array, seed: int = 0) -> int:
-    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    """Return 64 bits for `data` (uint8 [n]); seed: the checksum of the bytes before it."""
     whole = data.size // BLOCK_BYTES * BLOCK_BYTES
     rest = data[whole:]
     filled = np.zeros(-(-rest.size // 8) * 8, np.uint8)

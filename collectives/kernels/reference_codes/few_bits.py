@@ -1,4 +1,4 @@
-"""int4, int3, int2: values as integers of so many bits, with a scale for each 256 of them.
+"""int4, int3, int2: values as integers of 4, 3 or 2 bits, with a scale for each block of 256.
 
     +-------------------+----------------------+
     | scales uint8 [b]  | ceil(bits k / 8)     |     value = integer * scale of its block
@@ -34,7 +34,7 @@ _GROUP: Final = 8  # values that fill whole bytes
 
 
 def few_bits_bytes(code: str, count: int) -> int:
-    """Return how many bytes the code of so many values takes."""
+    """Return how many bytes the code of `count` values takes."""
     return -(-count // BLOCK) + -(-count * BITS[code] // 8)
 
 
@@ -67,7 +67,10 @@ def _unpack(code: str, data: Array, count: int, exponent: int, dtype: np.dtype[A
 
 
 def _scale_bytes(code: str, largest: Array, exponent: int) -> Array:
-    """Return what says the scales of blocks, int64 [b]; 0 for a block of zeros."""
+    """Return the byte s that codes each block's scale, int64 [b]; 0 for a block of zeros.
+
+    largest: the largest |value| of each block.
+    """
     found = exponents(largest)
     with np.errstate(invalid="ignore"):
         places = np.floor(scaled(largest, 3 - found))  # 8..15: four significant bits
@@ -81,7 +84,10 @@ def _scale_bytes(code: str, largest: Array, exponent: int) -> Array:
 
 
 def _places_and_shifts(scales: Array) -> tuple[Array, Array]:
-    """Return the two numbers of a scale, places * 2^(exponent - shift): int64 [b] each."""
+    """Decode scale bytes into places and shifts, int64 [b] each.
+
+    The scale is places * 2^(exponent - shift): 8..15 are its four significant bits.
+    """
     return 15 - (scales & 7), scales >> 3
 
 
@@ -103,7 +109,7 @@ def _unpacked(bits: int, data: Array, count: int) -> Array:
 
 
 def _rows(array: Array, width: int) -> Array:
-    """Return the elements in rows of so many, with zeros behind the last."""
+    """Return the elements in rows of `width`, with zeros behind the last."""
     rows = np.zeros((-(-array.size // width), width), array.dtype)
     rows.ravel()[: array.size] = array
     return rows

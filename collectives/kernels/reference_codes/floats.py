@@ -17,7 +17,7 @@ from .scale import TOP, common_exponent, scaled
 
 _BF16_NAN: Final = 0x7FC0
 _FP16_NAN: Final = 0x7E00
-# The bits of 2^(TOP + 1): what values just below it round up to.
+# The bits of 2^(TOP + 1), to which values just below it round up.
 _BEYOND: Final = {"bf16": (TOP["bf16"] + 1 + 127) << 7, "fp16": (TOP["fp16"] + 1 + 15) << 10}
 
 
@@ -65,5 +65,5 @@ def unpack_fp16(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) ->
 
 
 def _cast(narrow: Array, dtype: np.dtype[Any]) -> Array:
-    with np.errstate(invalid="ignore"):  # a NaN that signals, from whoever sends one
+    with np.errstate(invalid="ignore"):  # a sender may send signalling NaNs
         return narrow.astype(dtype)

@@ -1,4 +1,4 @@
-"""int8: values as 8-bit integers, with a power of two for each 64 of them.
+"""int8: values as 8-bit integers, with a power of two for each block of 64.
 
     +------------------+---------------+
     | steps uint8 [b]  | int8 [k]      |     value = integer * 2^(exponent - step of its block)
@@ -24,7 +24,7 @@ _NOT_FINITE: Final = 255
 
 
 def int8_bytes(count: int) -> int:
-    """Return how many bytes the code of so many values takes."""
+    """Return how many bytes the code of `count` values takes."""
     return count + -(-count // BLOCK)
 
 

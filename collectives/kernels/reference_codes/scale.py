@@ -1,7 +1,7 @@
 """scale: powers of two that bring values into the range of a narrower type.
 
-Multiplying by a power of two is exact, so all that a code rounds is seen in one place; and the
-difference of a value and its rounding to a grid of powers of two is a float of the value's type.
+Multiplying by a power of two is exact, so a code rounds in one place only; and the difference of a
+value and its rounding to a grid of powers of two is a float of the value's type.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
 
 
 def exponents(magnitudes: Array) -> Array:
-    """Return the e of 2^e <= m < 2^(e+1), int [n]; one more than finite ones have where not finite.
+    """Return e with 2^e <= m < 2^(e+1), int [n]; 0 for a zero.
 
-    magnitudes: float32 or float64 [n], none below 0. 0 for a zero.
+    For NaN and infinity it is one more than the largest of finite numbers.
+    magnitudes: float32 or float64 [n], none below 0.
     """
     info = np.finfo(magnitudes.dtype)
-    with np.errstate(invalid="ignore"):  # a NaN that signals
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
         found = np.frexp(magnitudes)[1] - 1
     found = np.where(np.isfinite(magnitudes), found, info.maxexp)
     return np.where(magnitudes == 0, 0, found)

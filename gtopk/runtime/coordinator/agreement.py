@@ -1,4 +1,4 @@
-"""Agreement: how errors tell what the ranks disagree about."""
+"""Agreement: the texts of errors about what the ranks disagree on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 
 
 def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
-    """Return the text that says where the ranks' intentions part.
+    """Return the error text that names the difference between the ranks' intentions.
 
-    intentions: by rank: the operation's name, then its signature.
+    intentions: by rank: the operation's name, then its signature. At least two differ.
     """
     (name,) = {intention[0] for intention in intentions.values()}
     first, *others = intentions.values()
     everywhere = set(first).intersection(*others)
-    # The first fact of each rank that the others do not share says it; the rest often follow.
+    # Quote each rank's first part that not all ranks share; later differences often follow from it.
     apart = {
         rank: next((fact for fact in signature if fact not in everywhere), "less")
         for rank, signature in intentions.items()
     }
-    if len(set(apart.values())) == 1:  # all share all of them, in another order
+    if len(set(apart.values())) == 1:  # all ranks have the same parts, in different orders
         places = zip(*intentions.values(), strict=True)
         parted = next(place for place in places if len(set(place)) > 1)
         apart = dict(zip(intentions, parted, strict=True))
@@ -29,7 +29,7 @@ def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
 
 
 def _options_apart(signature: Mapping[int, str]) -> dict[int, str] | None:
-    """Return each rank's options, as `name=value`, that others lack; None where it is no option."""
+    """Return each rank's options (`name=value`) that differ; None where other parts differ, too."""
     words = {rank: fact.split() for rank, fact in signature.items()}
     if not all("=" in word for those in words.values() for word in those[1:]):
         return None
@@ -59,9 +59,9 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) -> str:
-    """Return which gradients some ranks lack, and others have.
+    """Return the text about gradients that some ranks lack and others have.
 
-    missing: the names of the parameters without one, by rank; not the same on all.
+    missing: by rank, the names of the parameters without a gradient; not the same on all ranks.
     most: how many parameters to name; None: all.
     """
     everywhere = set.intersection(*map(set, missing.values()))

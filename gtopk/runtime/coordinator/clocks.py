@@ -1,7 +1,8 @@
-"""Clocks: how far a rank's clock is ahead of rank 0's, so that what ranks note can be put together.
+"""Clocks: how far a rank's clock is ahead of rank 0's, to put ranks' records on one time axis.
 
-rank r   |--asks---------------------->  hears |        the shortest of several round trips: rank 0
-rank 0                | says its time |                 spoke in its middle, give or take half of it
+rank r   |--asks---------------------->  hears |        of several round trips the shortest counts:
+rank 0                | says its time |                 rank 0 is taken to have answered in its
+                                                        middle, with an error of at most half of it
                                                         (Cristian 1989)
 
 Ranks on rank 0's host read the same clock: time.perf_counter counts from the host's start.
@@ -22,16 +23,16 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offset(NamedTuple):
-    """This rank's time.perf_counter less rank 0's, at the same moment; seconds, give or take."""
+    """This rank's time.perf_counter minus rank 0's at the same moment, and the error's bound."""
 
     ahead_seconds: float = 0.0
     uncertain_seconds: float = 0.0
 
 
 def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
-    """Return this rank's offset; every rank must call it, and none goes on before the last.
+    """Return this rank's offset; every rank must call it, and waits for all others in it.
 
-    boot: what ranks that read the same clock have in common; default: their kernel's start.
+    boot: equal on ranks that read the same clock; default: the id of the kernel's start.
     """
     boots = transport.gather_object(boot or _this_boot())
     others = [rank for rank, each in enumerate(boots) if each != boots[0]]
@@ -47,7 +48,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
 
 
 def agree_on_now(transport: Transport) -> float:
-    """Return what rank 0's calendar says, in seconds of Unix; every rank must call it."""
+    """Return rank 0's time in Unix seconds, the same on all ranks; every rank must call it."""
     return float(transport.broadcast_object(time.time()))
 
 

@@ -1,22 +1,23 @@
 """The engine: one thread that owns a transport and runs what all ranks are ready for.
 
-It works in cycles. In a cycle every rank says what became ready there since its last one
-(Announcement), and all note it in the same ReadinessTable; what all ranks are ready for is run at
-once (Execution), in an order that is equal on all ranks, whatever the order of submission.
+It works in cycles. In a cycle every rank announces the operations that became ready on it since the
+last cycle (Announcement), and all ranks enter them in equal tables (ReadinessTable). Operations
+that all ranks are ready for are run at once (Execution). Their order is equal on all ranks; it does
+not depend on the order of submission.
 
-A rank takes part in a cycle when it has something to say, after a moment in which more may come
-(a burst is one cycle); when it waits for others; and now and then with nothing at all, so that who
-waits for it learns that. Which it is:
+A cycle is a collective: it lasts until the last rank takes part. A rank takes part
 
-    something to say      a caller waits      at once
-                          nobody does         no submission came for the cycle time, or long enough
-    ready for something that others are not
-                          others wait for it  after a pause that grows
-                          nobody does         at once: it has nothing else to do
-    neither                                   after the idle time
+    with something to announce
+        a caller waits for it      at once
+        nobody does                when no submission came for the cycle time, or a burst of them
+                                   has lasted for 5 cycle times: a burst is one cycle
+    while it is ready for something that others are not
+        others wait for it, too    after a pause that grows
+        nobody does                at once: it has nothing else to do
+    else                           after the idle time, to learn what others wait for
 
-An operation that only some ranks are ready for has some rank in the last two rows, so that those
-who wait do not spin.
+A rank that others wait for takes part after a pause or the idle time, unless it has something to
+announce. Meanwhile the ranks that wait block in the cycle, and do not spin.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from .operation import (
 )
 from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
 
-_LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
-_LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
+_LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
+_LOOK_SECONDS: Final = 0.2  # between two checks of an idle engine whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
 _LONGEST_BURST_CYCLES: Final = 5  # a burst of submissions that goes on is cut after these
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 8e-3
@@ -58,16 +59,17 @@ _PAUSE_GROWTH: Final = 1.5
 class Engine:
     """Runs operations on one transport until it is closed, or a rank is gone.
 
-    stand_in: what a rank that has joined does for operations with a join descriptor; to be set by
-              its owner.
-    sign: adds to why this rank leaves who and where it is; to be set by its owner.
-    where: says at which step this rank is, for errors; to be set by its owner.
-    ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
-              to be set by who knows that they do.
-    failed_in: the operation that this rank did not complete, and since then no other; else "".
-    finishes_later: tells whether the rank has something under way that it cannot finish with the
-              others yet; else begins that, before the rank leaves by itself; to be set by its
-              owner.
+    The owner sets these:
+
+    stand_in: makes the work of a rank that has joined, for operations with a join descriptor.
+    sign: takes the reason why this rank leaves; returns it with who and where this rank is.
+    where: returns at which step this rank is, for errors.
+    ranks_may_leave: whether the ranks go on when one dies, for as long as they run no operation.
+    finishes_later: called when the program has ended, before the rank leaves by itself. True: the
+              rank has work under way whose part here is not done; it stays, and is asked again.
+              False: there is none, or the call has submitted the operations that finish it.
+
+    failed_in: the operation that failed on this rank, which then runs no other; "": none did.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
@@ -82,7 +84,7 @@ class Engine:
         self.settings = (settings or settings_from()).within(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
         self._observers: tuple[Observer, ...] = ()
-        # Shared with those who submit, under the lock; the rest is the thread's own.
+        # Shared with submitting threads, under the lock.
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
@@ -92,42 +94,42 @@ class Engine:
         self._submitters: set[int] = set()  # threads
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
-        self._outlived = False  # by threads that have nothing to do with it
+        self._outlived = False  # the program has ended, threads that never submitted go on
         self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._settle)
         self._stalls = Stalls(self.settings, transport)
-        self._said: dict[str, Operation] = {}  # ready here, and told
+        self._said: dict[str, Operation] = {}  # announced, not done
         self._said_joining = self._said_leaving = False
-        self._negotiating: set[str] = set()  # what observers know to have begun
+        self._negotiating: set[str] = set()  # names whose "begin negotiate" observers were told
         self._waiting_in = ""
         self._ended = False  # in good order
         self._broken = False  # an operation failed, and others may not know
         self._cycle_ended = time.perf_counter()
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS
         self._owner = threading.current_thread()
-        # A daemon: no thread of a library keeps a program alive that wants to end.
+        # A daemon thread does not keep the program alive when it ends.
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
         self._thread.start()
 
     @property
     def activity(self) -> str:
-        """What the engine is in, for errors: an operation's name, or "idle"."""
+        """The name of the operation that is run or waited for, for errors; "idle" without one."""
         return self._execution.activity or self._waiting_in or "idle"
 
     @property
     def failure(self) -> PeerError | None:
-        """Why nothing is run any more, since a rank is missed; None while all is well."""
+        """The error that stopped the engine, as a rank is gone; None while it runs."""
         return self._over
 
     def observe(self, observer: Observer) -> None:
-        """Tell an observer what happens from now on."""
+        """Call an observer with every event from now on."""
         self._set_observers((*self._observers, observer))
 
     def ignore(self, observer: Observer) -> None:
-        """Tell an observer nothing any more."""
+        """Stop calling an observer."""
         self._set_observers(tuple(each for each in self._observers if each != observer))
 
     def submit(
@@ -142,12 +144,12 @@ class Engine:
     ) -> Operation:
         """Begin an operation; it is run once every rank has submitted one of this name.
 
-        signature: what must be equal on all ranks besides the name, in words: an error quotes those
+        signature: texts that must be equal on all ranks, as the name must; an error quotes those
                 that differ.
-        flags:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
-        join_descriptor: what a rank that has joined needs to take part, equal on all ranks; None:
-                it cannot.
-        fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
+        flags:   int64 that may differ; `work` gets every rank's, and must not change the list.
+        join_descriptor: the bytes from which a rank that has joined makes its part (`stand_in`),
+                equal on all ranks; None: such a rank cannot take part.
+        fusion: arrays to be reduced before `work` is called; see fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
@@ -177,10 +179,10 @@ class Engine:
         return operation
 
     def join(self) -> Operation:
-        """Begin to stand in for this rank in what others submit, until every rank has joined.
+        """Join: until every rank has, let the engine take part in what the others submit.
 
-        The operation's result is the rank that joined last, the same on all ranks. Nothing else can
-        be submitted until then: ValueError.
+        The operation's result is the rank that joined last, the same on all ranks. Until then
+        `submit` raises ValueError.
         """
         ready_name = ReadyName("join", Intention((), None, ()), 0)
         operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
@@ -197,12 +199,12 @@ class Engine:
         return operation
 
     def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
-        where the transport is of all ranks, wait for them to leave, too.
+        """Leave: run what was submitted here and on all ranks, and tell the others.
 
-        What others submit, or have, that needs this rank fails.
+        Where the transport is of all ranks, wait for them to leave, too. Operations of others that
+        need this rank fail.
         leave_timeout_seconds: how long to wait for the others, whatever happened, without ending
-        the job. Returns who has not left.
+        the job. Returns the ranks that have not left.
         """
         with self._changed:
             self._closing = self._closing or reason
@@ -212,12 +214,12 @@ class Engine:
         return self._staying
 
     def _recognize(self, ready_name: ReadyName) -> ReadyName:
-        """Return the object of the last announcement that was equal."""
+        """Return the earlier object that equals this one, so that comparisons are by identity."""
         before = self._ready_names.get(ready_name.name)
         if before == ready_name:
             return before
         if len(self._ready_names) > self._limits[0]:
-            self._ready_names.clear()  # names that come once would be kept for ever
+            self._ready_names.clear()  # else names that are used once would be kept for ever
         self._ready_names[ready_name.name] = ready_name
         return ready_name
 
@@ -234,9 +236,9 @@ class Engine:
             )
 
     def _hurry(self, operation: Operation) -> threading.Event | None:
-        """Have the next cycle begin at once, as this thread waits for an operation.
+        """Begin the next cycle at once, as this thread waits for an operation.
 
-        Return what tells that it is done; None: it is.
+        Return the event that is set when the operation is done; None: it is done already.
         """
         with self._changed:
             if operation.done:
@@ -249,7 +251,7 @@ class Engine:
             return operation.finished
 
     def _at(self) -> str:
-        """Return what `where` says by now."""
+        """Return `where()`; read anew, as its owner sets it after the engine has begun."""
         return self.where()
 
     def _run(self) -> None:
@@ -265,7 +267,7 @@ class Engine:
             self._leave(reason)
 
     def _await_turn(self) -> bool:
-        """Return when a cycle is to begin: True; or False when there will be none any more."""
+        """Wait until a cycle is due and return True; return False when there will be none."""
         with self._changed:
             while self._over is None and not self._ended:
                 wait_seconds = self._due() - time.perf_counter()
@@ -276,7 +278,7 @@ class Engine:
             return False
 
     def _due(self) -> float:
-        """Return when the next cycle is to begin; see above."""
+        """Return when the next cycle is due, as the table at the top says."""
         settings, rank = self.settings, self.transport.rank
         if self._submitted:
             if self._hurried or self._closing is not None or self.transport.size == 1:
@@ -297,9 +299,10 @@ class Engine:
         return self._cycle_ended + self._pause_seconds
 
     def _look_for_the_end(self) -> None:
-        """Leave when the program has ended while a thread of its own keeps the process alive.
+        """Leave when the program has ended while one of its threads keeps the process alive.
 
-        One that has submitted operations may go on to; any other may sleep for ever.
+        A thread that has submitted operations may submit more, so the rank stays for it; any other
+        may sleep for ever, and is not waited for.
         """
         if self._closing is not None:
             return
@@ -340,7 +343,7 @@ class Engine:
     ) -> Announcement:
         ready_names = [operation.ready_name for operation in submitted]
         announcement = self._table.announcement_of(ready_names, self.transport.rank)
-        # Who leaves waits for the others' end however long that takes.
+        # A rank that leaves waits for the others without a limit.
         expired = (
             {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
         )
@@ -353,7 +356,10 @@ class Engine:
         )
 
     def _stuck(self) -> str | None:
-        """Return the operation that the only thread that submits any has waited for a while."""
+        """Return the operation that the one submitting thread has waited in for 0.5 s, if any.
+
+        Where several threads submit, another may go on: None.
+        """
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
@@ -364,7 +370,7 @@ class Engine:
         return operation.name if is_long else None
 
     def _take(self, announcements: Sequence[Announcement]) -> None:
-        """Do what follows from what the ranks say."""
+        """Enter the announcements in the table, and do what follows."""
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
@@ -401,7 +407,7 @@ class Engine:
             self._settle([(operation, None, error)])
 
     def _settle(self, outcomes: Sequence[Settled]) -> None:
-        """Set the outcome of operations; others may have their names from now on."""
+        """Set the outcome of operations, and free their names."""
         with self._changed:
             for operation, result, error in outcomes:
                 del self._said[operation.name], self._pending[operation.name]
@@ -415,16 +421,16 @@ class Engine:
             self._said_joining = False
 
     def _end(self, rank: int, reason: str) -> None:
-        """Begin no further cycle, on all ranks alike: a rank left in good order."""
+        """Begin no further cycle, as a rank left in good order; all ranks do so in this cycle."""
         with self._changed:
             self._ended = True
             if not self._said_leaving:
                 self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
 
     def _give_up(self, error: BaseException) -> None:
-        """Take part no more: the peers are inside an operation that this rank did not complete.
+        """Stop: the peers are inside an operation that this rank did not complete.
 
-        Going on with the next one would pair its messages with theirs of this one.
+        Messages of this rank's next operation would be taken for messages of that one.
         """
         cause = error if isinstance(error, PeerError) else None
         self.failed_in = self.activity
@@ -436,7 +442,7 @@ class Engine:
         self.transport.announce_departure(str(error) if cause else self.sign(text))
 
     def _fail_all(self, error: PeerError) -> None:
-        """Fail what is left, and what another thread submitted while the engine ended."""
+        """Fail all pending operations, also those that were submitted while the engine ended."""
         with self._changed:
             self._over = error
             left = [*self._pending.values()]
@@ -450,7 +456,7 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         leave_timeout_seconds = self._leave_timeout_seconds
-        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        # Where ranks may leave, the others can go on although an operation failed.
         if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
             leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
         self._staying = self.transport.leave(reason, leave_timeout_seconds)
@@ -487,4 +493,4 @@ class Engine:
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing; agreeing was all."""
+    """Do nothing: the operation only agrees with the other ranks."""

@@ -1,13 +1,11 @@
-"""Execution: what is run after a cycle, in an order that is equal on all ranks.
+"""Execution: runs the operations of a cycle, in an order that is equal on all ranks.
 
     ready        a    b    c    d         a, c, d: dense arrays with one key; b: anything else
     run          a c d     b              a c d reduced as one, then the work of each
 
-What can be reduced as one is, at the place of the first of them.
+Arrays that can be reduced as one are, at the place of the first of them.
 
-Stalls: what to say, and when to end, while others are not ready for what this rank is.
-
-Settings: what the environment says about cycles, the cache, fusion and stalls.
+Also: warnings and limits for operations that stall, and the engine's settings.
 """
 
 from __future__ import annotations
@@ -34,14 +32,15 @@ _SHORTEST_IDLE_SECONDS: Final = 0.02
 
 
 class Settings(NamedTuple):
-    """How an engine works.
+    """The engine's settings.
 
-    cycle_seconds:            how long a burst of submissions is waited for after the last of them.
-    cache_capacity:           names that are known by a number; the least of all ranks' counts.
-    fusion_threshold_bytes:   of arrays that are reduced as one; 0: none are; the least counts.
+    cycle_seconds:            a cycle begins when no submission has come for so long.
+    cache_capacity:           cache slots for names; the smallest of all ranks' counts.
+    fusion_threshold_bytes:   most bytes of arrays that are reduced as one; 0: each is reduced
+                              alone; the smallest of all ranks' counts.
     stall_warning_seconds:    after which a rank that waits for others says so; infinity: never.
     stall_shutdown_seconds:   after which it ends the job; infinity: never.
-    idle_seconds:             after which a rank with nothing to do looks what the others wait for.
+    idle_seconds:             after which a rank with nothing to announce takes part in a cycle.
     """
 
     cycle_seconds: float = 1e-3
@@ -52,14 +51,14 @@ class Settings(NamedTuple):
     idle_seconds: float = 10.0
 
     def within(self, timeout_seconds: float) -> Settings:
-        """Return the settings with an idle time well below all that waits are limited by."""
+        """Return the settings with an idle time of at most a quarter of every limit on waits."""
         limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
         idle = min(self.idle_seconds, min(limits) / 4)
         return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings; raise ValueError for a number that is none, or below 0."""
+    """Read the settings; raise ValueError for a text that is no number, or one below 0."""
     unchecked = settings.STALL_CHECK_DISABLE.read(environ)
     warning = settings.STALL_CHECK_TIME.read(environ)
     shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
@@ -76,7 +75,7 @@ _NAMES_SAID = 3
 
 
 class Stalls:
-    """How long this rank has waited for others, by operation."""
+    """Warns about operations that wait for other ranks, and tells which wait for too long."""
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._transport = transport
@@ -91,7 +90,7 @@ class Stalls:
         self._warned: dict[str, float] = {}
 
     def expired(self, said: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
-        """Return the operations that have waited too long, and the text about each."""
+        """Return the names of operations that have waited too long, each with an error's text."""
         now = time.perf_counter()
         return {
             operation.name: f"{self._waits(operation, table, now)}; {self._advice}"
@@ -100,7 +99,7 @@ class Stalls:
         }
 
     def warn(self, said: Iterable[Operation], table: ReadinessTable) -> None:
-        """Say, now and then, what this rank waits for, and which ranks it waits for."""
+        """Print, once a warning interval, operations that wait and the ranks they wait for."""
         now = time.perf_counter()
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in said:
@@ -129,7 +128,7 @@ Settled = tuple[Operation, Any, BaseException | None]  # its result, its error
 
 
 class Part(NamedTuple):
-    """What this rank does of an operation that all ranks run.
+    """This rank's part in an operation that all ranks run.
 
     operation: None where this rank has joined and stands in.
     """
@@ -144,9 +143,11 @@ class Part(NamedTuple):
 def part_of(
     ready: Ready, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
 ) -> Part:
-    """Return what this rank does of an operation; None: it has joined, and did not submit it.
+    """Return this rank's part in an operation.
 
-    place: where tensors are that the transport carries.
+    operation: this rank's own; None: it has joined, and did not submit it.
+    place: the device of the tensors that the transport carries.
+    Raises RuntimeError where nothing stands in for a rank that has joined.
     """
     name, intention, all_flags = ready
     if operation is not None:
@@ -164,18 +165,18 @@ def part_of(
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing more than was reduced."""
+    """Do nothing: the reduction of dense arrays is the whole part of a rank that has joined."""
 
 
 class Step(NamedTuple):
-    """What is run at a time: one operation, or the arrays of several that are reduced as one."""
+    """One step of a cycle: one operation, or the arrays of several that are reduced as one."""
 
-    parts: list[int]  # the operations, each once
+    parts: list[int]  # indices of the operations, each once
     shares: list[Share]
 
 
 def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
-    """Return what is run, one after the other."""
+    """Return the steps, in the order in which they are run."""
     shares = (
         Share(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
@@ -192,15 +193,15 @@ def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> 
 class Execution:
     """Runs operations on a transport.
 
-    settle: sets the outcomes of operations.
-    notice: hears of it all, where there is one.
+    settle: called with the outcomes of operations.
+    notice: called with every event; None: nobody observes.
     """
 
     def __init__(self, transport: Transport, settle: Callable[[Sequence[Settled]], None]) -> None:
         self.transport = transport
         self.settle = settle
         self.notice: Notice | None = None
-        self.activity = ""  # what is run now, or failed
+        self.activity = ""  # the operation that is run now, or failed
         self._fuser = Fuser()
         self._planned: tuple[Sequence[Ready], list[Step]] = [], []
 
@@ -213,9 +214,9 @@ class Execution:
     ) -> None:
         """Run operations that all ranks run now; settle each.
 
-        operations: this rank's; it stands in for the others.
-        Raises what one of them raised that leaves the ranks in different places; those after it are
-        not settled then. That all ranks disagree (MismatchError) leaves them in one.
+        operations: those that this rank submitted, by name; it stands in for the others.
+        Raises an operation's error after which ranks may be at different messages; operations after
+        it are not settled then. A MismatchError is raised on all ranks alike, and only settled.
         """
         place = self.transport.tensor_place
         parts = [part_of(each, operations.get(each.name), stand_in, place) for each in ready]
@@ -247,7 +248,7 @@ class Execution:
         self.activity = ""
 
     def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
-        """Return the steps; those of last time where the table has the same for us."""
+        """Return the steps; last time's where the table returned the same list."""
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes
             self._planned = ready, steps_of(ready, fusion_threshold_bytes, alone_bytes)
@@ -271,7 +272,7 @@ class Execution:
         self._count(members[0])
 
     def _work(self, part: Part) -> list[Settled]:
-        """Do what is left of an operation; return its outcome, where it is this rank's."""
+        """Run an operation's work; return its outcome, or [] where this rank stands in."""
         result: Any = None
         error: MismatchError | None = None
         try:

@@ -2,11 +2,10 @@
 
     engine.submit(name, signature, work, fusion=[Dense(array)])
 
-An operation that is submitted with dense arrays has them reduced by the engine, in their own
-memory, before `work` is called: alone, or copied into one buffer with arrays of other operations
-that became ready in the same cycle and have the same key. `work(transport, all_flags)` does what is
-left (an integer's division, say); its result is the operation's. Several arrays in one operation
-are a group: all are reduced, or none.
+The engine reduces an operation's dense arrays, in their own memory, before it calls `work`: alone,
+or copied into one buffer with arrays of other operations that became ready in the same cycle and
+have the same key. `work(transport, all_flags)` does the rest (an integer's division, say); its
+result is the operation's. Several arrays in one operation are a group: all are reduced, or none.
 
 Such an operation needs no join descriptor: a rank that has joined takes part with the neutral
 element (zeros in a sum). The engine checks dtype, length, reduction and factors across ranks, after
@@ -18,17 +17,15 @@ the operation's own signature.
     c  float32 sum   2 KB                       d     alone: no other has its key
     d  float64 sum   1 KB
 
-Tensors on a GPU (`OnGpu`) are reduced there where every rank has its own on one, as the flags say;
-else through the host.
-
-On GPU: tensors that operations work on where they lie, on a stream of the engine's thread.
+Tensors on a GPU (`OnGpu`) are reduced there if every rank has its tensor on a GPU, as the flags
+say; else through the host. The engine's thread works on a CUDA stream of its own:
 
     submitter's stream   ... make the tensor | moment                          | wait | use it
                                              v                                 ^
     engine's stream                            wait | scale, fuse, NCCL, scale | moment
 
-So what backward still has to do there, and does meanwhile, is not waited for. Tensors on the host,
-as in tests, have no streams and no moments.
+So it does not wait for what backward does on the submitter's stream after that moment. Tensors on
+the host, as in tests, have no streams and no moments.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
 from collectives.transports import Transport
 from collectives.transports.gpu import host_copy, tensor_of
 
-# Flags of operations that may be done where the tensors lie; 0 are those of a rank that has joined.
+# Flags of operations that may be done on a GPU; a rank that has joined has 0.
 ON_HOST, ON_GPU = 1, 2
 
 _own: Final = threading.local()
@@ -59,7 +56,7 @@ Moment = Any  # torch.cuda.Event, or None on the host
 class OnGpu:
     """A flat, contiguous tensor that is worked on where it lies.
 
-    made: when it has its values; known where it is submitted.
+    made: the event after which it has its values, recorded by the thread that submits it.
     """
 
     tensor: torch.Tensor
@@ -67,7 +64,7 @@ class OnGpu:
 
     @classmethod
     def now(cls, tensor: torch.Tensor) -> OnGpu:
-        """Return a tensor that has its values when the current stream has come so far."""
+        """Wrap a tensor whose values the work given to the current stream so far produces."""
         return cls(tensor, moment(tensor.device))
 
     def on_host(self) -> NDArray[Any]:
@@ -76,23 +73,23 @@ class OnGpu:
             return host_copy(self.tensor)
 
     def bytes_on_host(self) -> NDArray[np.uint8]:
-        """Return the same, uint8 [bytes]; on the current stream, once it has its values there."""
+        """Return the bytes on the host, uint8 [bytes]; call it where the values are ready."""
         return host_copy(self.tensor.view(torch.uint8))
 
     def write(self, array: NDArray[Any]) -> None:
-        """Copy such an array back."""
+        """Copy an array as `on_host` returns it into the tensor."""
         with beside(self.tensor.device):
             self.tensor.copy_(tensor_of(array, self.tensor))
 
 
 def all_on_gpu(all_flags: Sequence[int]) -> bool:
-    """Tell whether every rank that takes part has its tensors where they can be worked on."""
+    """Tell whether every rank that takes part has its tensors on a GPU."""
     those = {flags for flags in all_flags if flags}
     return those == {ON_GPU}
 
 
 def moment(device: torch.device) -> Moment:
-    """Return when the current stream of a device will have done what it was given so far."""
+    """Return an event after which a device's current stream has done its work so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -120,7 +117,7 @@ def beside(device: torch.device, moments: Sequence[Moment] = ()) -> Iterator[Non
 
 
 class Finish:
-    """When an operation's work on a GPU has ended; nothing where there was none."""
+    """The end of an operation's work on a GPU: `on` records it, `wait` waits for it, if any."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
@@ -128,16 +125,16 @@ class Finish:
 
     @contextmanager
     def on(self, device: torch.device, made: Sequence[Moment] = ()) -> Iterator[None]:
-        """Work there, beside other streams, after what was made; the last of it is the end."""
+        """Work on this thread's own stream of a device, after `made`; record the end."""
         with beside(device, made):
             yield
             self._device, self._end = device, moment(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
-        """Have the current stream wait for the end; the host does not.
+        """Make the current stream wait for the end; the host does not wait.
 
-        results: of these the tensors were made there, and are used here. Their memory belongs to
-            that stream: torch must know of this one, or it gives the memory away too early.
+        results: the operation's, of which tensors are recorded on the current stream. Their memory
+            belongs to the stream that made them: torch would reuse it while this one still reads.
         """
         if self._end is None:
             return
@@ -163,7 +160,7 @@ def reduce_as_one(
 ) -> None:
     """Reduce tensors of one dtype over the ranks, each in its own memory.
 
-    members: each with its factor before the reduction; postscale: the one after it.
+    members: tensors, each with the factor before the reduction; postscale: the factor after it.
     """
     tensors = [each.tensor for each, _ in members]
     prescales = {prescale for _, prescale in members}
@@ -182,14 +179,14 @@ def reduce_as_one(
 
 
 def on_place(array: NDArray[np.generic], place: str, dtype: str) -> OnGpu:
-    """Return a host array's elements as a tensor at a place."""
+    """Return a host array's elements as a tensor on a device; dtype: torch's name of it."""
     like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
     with beside(like.device):
         tensor = tensor_of(array, like)
         return OnGpu(tensor, moment(like.device))
 
 
-# Hears when a part of a reduction begins and ends.
+# Called when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
 
 _BFLOAT16: Final = "bfloat16"
@@ -198,8 +195,8 @@ _BFLOAT16: Final = "bfloat16"
 class Dense(NamedTuple):
     """An array that is reduced over the ranks in place.
 
-    array:     on the host, or `OnGpu`; one-dimensional, contiguous, writable; nobody else may touch
-               it until the operation is done.
+    array:     on the host, or `OnGpu`; one-dimensional, contiguous, writable; nothing else may read
+               or write it until the operation is done.
     reduction: "sum", "product", "min" or "max".
     prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
                truncated, 16-bit floats in float32.
@@ -212,13 +209,13 @@ class Dense(NamedTuple):
 
     @property
     def on_host(self) -> NDArray[Any]:
-        """The array, where it is known to be on the host."""
+        """The array; asserts that it is on the host."""
         assert isinstance(self.array, np.ndarray)
         return self.array
 
 
 class Layout(NamedTuple):
-    """All of a dense array but its values: equal on all ranks; its dtype by name."""
+    """A dense array's description, without its values: equal on all ranks; the dtype by name."""
 
     dtype: str
     length: int
@@ -260,9 +257,9 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def neutral(layout: Layout, place: str = "") -> Dense:
-    """Return the array that changes nothing in the reduction.
+    """Return an array of the reduction's neutral element.
 
-    place: of the tensor that it is on a GPU; "": it is on the host.
+    place: the device of the tensor that it is made as; "": it is an array on the host.
     """
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
@@ -279,9 +276,9 @@ def neutral(layout: Layout, place: str = "") -> Dense:
 
 
 class Share(NamedTuple):
-    """An array of an operation that is ready: which one of which operation, by their numbers.
+    """One array of an operation that is ready, by the operation's index and its index in it.
 
-    on_gpu: whether it is reduced there.
+    on_gpu: whether it is reduced on the GPU.
     """
 
     of: int
@@ -291,10 +288,10 @@ class Share(NamedTuple):
 
 
 def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
-    """Return which arrays are reduced as one, by the order of the first in each.
+    """Group the arrays that are reduced as one; groups are in the order of their first arrays.
 
-    threshold_bytes: the most that are reduced as one. alone_bytes: of an array that gains less by
-    company than the copies to the buffer and back take.
+    threshold_bytes: the most bytes in a group. alone_bytes: from this size on an array is reduced
+    alone, as copying it to the buffer and back takes longer than sharing a reduction saves.
     The same on every rank that has the same layouts in the same order.
     """
     bundles: list[list[Share]] = []
@@ -328,7 +325,7 @@ def scale(array: NDArray[Any], factor: float) -> None:
 
 
 class Fuser:
-    """Reduces arrays as one; keeps the buffer for the next ones."""
+    """Reduces arrays as one; keeps the buffer for the next call."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
@@ -343,8 +340,8 @@ class Fuser:
     ) -> None:
         """Reduce arrays with one key over the ranks; each changes in its own memory.
 
-        layout: of any of them.
-        on_gpu: whether they are reduced there; all of them are `OnGpu` then.
+        layout: that of any of them.
+        on_gpu: whether they are reduced on the GPU; all of them are `OnGpu` then.
         """
         if on_gpu:
             tensors = [(d.array, d.prescale) for d in members if isinstance(d.array, OnGpu)]

@@ -1,15 +1,13 @@
-"""Operation: something all ranks do together, and its outcome.
+"""Operation: something all ranks do together; how ranks announce it, and what observers see of it.
 
-Observer: what the engine tells while it works, for a timeline.
+The events of an operation, which the engine passes to observers (for a timeline, say):
 
     engine.observe(observer)      observer(event) is called in the engine's thread: be quick
     engine.ignore(observer)
 
-An operation, from the first rank that is ready for it:
-
-    begin negotiate  name         some rank is ready, this one or another
-    mark  ready      name, rank   which one; once for each rank
-    end   negotiate  name         all are (or it failed: then nothing is executed)
+    begin negotiate  name         a first rank is ready, this one or another
+    mark  ready      name, rank   that rank is ready; once for each rank
+    end   negotiate  name         all ranks are (or it failed: then nothing is executed)
     begin execute    name
     begin copy-in    name         only of dense arrays that are reduced as one: into the buffer
     end   copy-in    name
@@ -18,19 +16,17 @@ An operation, from the first rank that is ready for it:
     begin copy-out   name         as copy-in
     end   copy-out   name
     end   execute    name
-    mark  cycle      ""           all ranks have said what they are ready for
+    mark  cycle      ""           all ranks have announced what they are ready for
 
 Arrays that are reduced as one begin and end each of these at the same time.
 
-Announcement: what a rank tells the others in a cycle, and how all hear of it.
-
-Every rank has a block on a board that is gathered on all of them:
+In a cycle ranks exchange announcements. Each rank's fixed-size block is gathered on all of them:
 
     head             i64: the protocol's number, and how many bytes of text follow
     ready            a bit for each cached name that became ready here, 64 to a word
 
-When only cached names became ready, that is all: one small message a round. Otherwise the texts are
-gathered, too: names that are new or changed, flags that are, a rank that joins or leaves.
+When only cached names became ready, that is all: one small message a round. Otherwise texts are
+gathered, too: new and changed names, changed flags, and that a rank joins or leaves.
 """
 
 from __future__ import annotations
@@ -55,10 +51,11 @@ _WORD_BITS: Final = 64
 
 
 class Intention(NamedTuple):
-    """What a rank is about to do under a name; equal on all ranks, or it is not done.
+    """A rank's description of an operation; the operation is refused unless all ranks' are equal.
 
-    join_descriptor: what a rank that has joined needs to take part; None: it cannot.
-    dense:  of each array that is reduced over the ranks.
+    join_descriptor: the bytes from which a rank that has joined makes its part; None: it cannot
+            take part.
+    dense:  the layout of each array that the engine reduces over the ranks.
     """
 
     signature: tuple[str, ...]
@@ -66,7 +63,7 @@ class Intention(NamedTuple):
     dense: tuple[Layout, ...]
 
     def words(self) -> list[str]:
-        """Return all of it, as an error quotes it."""
+        """Return its parts as the texts that an error quotes."""
         joined = self.join_descriptor
         descriptor = [] if joined is None else [f"join descriptor {joined!r}"]
         return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
@@ -81,16 +78,18 @@ class ReadyName(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a rank tells in a cycle.
+    """One rank's message in a cycle.
 
     ready:   the cached names that became ready, as bits.
-    fresh:   the names that are not cached, or not with this intention.
-    all_flags:   of cached names, by their number: those that are not what they were last time.
+    fresh:   names that became ready and are not cached, or with another intention.
+    all_flags: this rank's flags of cached names that changed since it last announced them, by
+             slot number.
     joins:   whether this rank joins.
     leaves:  why this rank leaves; None: it stays.
-    expired: names that this rank has waited for too long, and the text about it.
-    stuck:   the name without which this rank will submit nothing more.
-    limits:  what the least of all ranks counts of: said in the first cycle.
+    expired: names that this rank has waited for too long, each with the error's text.
+    stuck:   the name that this rank's only submitting thread waits for; None: it may submit more.
+    limits:  the cache's capacity and the fusion threshold, of which the smallest of all ranks
+             counts; only in the first cycle.
     """
 
     ready: int = 0
@@ -104,11 +103,11 @@ class Announcement(NamedTuple):
 
     @property
     def is_news(self) -> bool:
-        """Whether it may change what the ranks do."""
+        """Whether it may change which operations run: something became ready, joins or leaves."""
         return bool(self.ready or self.fresh or self.joins or self.leaves is not None)
 
     def text(self) -> bytes:
-        """Return all but the bits; nothing when there is nothing."""
+        """Return all but the ready bits, as msgpack; b"" where the rest is empty."""
         if self[1:] == _NOTHING[1:]:
             return b""
         packed: bytes = msgpack.packb(self[1:])
@@ -119,10 +118,10 @@ _NOTHING: Final = Announcement()
 
 
 def exchange(transport: Transport, announcement: Announcement, names: int) -> list[Announcement]:
-    """Return what every rank says, in rank order; all ranks do so together.
+    """Return every rank's announcement, in rank order; all ranks must call it together.
 
-    names: how many bits there are; equal on all ranks.
-    Raises MessageError for what is no announcement.
+    names: the number of ready bits; equal on all ranks.
+    Raises MessageError for bytes that are no announcement.
     """
     if transport.size == 1:
         return [announcement]
@@ -177,9 +176,9 @@ def _intention(
 
 
 def cycle_bytes(ranks: int, names: int) -> int:
-    """Return what a rank sends in a cycle in which only cached names become ready.
+    """Return how many bytes a rank sends in a cycle in which only cached names become ready.
 
-    names: how many there are, at most.
+    names: the number of cached names, at most.
     """
     return (ranks - 1) * 8 * (1 + -(-names // _WORD_BITS))
 
@@ -189,10 +188,10 @@ What = Literal["negotiate", "ready", "execute", "copy-in", "reduce", "copy-out",
 
 
 class Event(NamedTuple):
-    """Something the engine did.
+    """One event for observers; the module's docstring lists them.
 
-    seconds: on the clock of time.perf_counter.
-    rank:    in the world; only of "ready".
+    seconds: when it happened, on the clock of time.perf_counter.
+    rank:    the rank in the world that is ready; only of "ready".
     """
 
     phase: Phase
@@ -205,19 +204,19 @@ class Event(NamedTuple):
 Observer = Callable[[Event], None]
 
 
-# What an operation does: it gets the transport and every rank's flags, in rank order.
+# An operation's function: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
 
-# What a rank that has joined does for the others' operation, from its name and join descriptor.
+# Makes the work of a rank that has joined, from an operation's name and join descriptor.
 StandIn = Callable[[str, bytes], Work]
 
 
 class Operation:
-    """Something all ranks do together, and its outcome.
+    """Something all ranks do together, and its outcome; `wait` returns its result.
 
-    ranks:         how many they are.
-    queue_seconds: how long it waited for the operations before it, here.
-    agree_seconds: how long this rank took, and waited, to hear that all are ready.
+    ranks:         the number of ranks.
+    queue_seconds: how long it waited on this rank for operations that were run before it.
+    agree_seconds: how long it took on this rank until all ranks were known to be ready.
     traffic:       what this rank sent for it. Arrays that are reduced as one count for the first of
                    them, and a cycle for the first operation that is run after it.
     """
@@ -231,9 +230,9 @@ class Operation:
         hurry: Callable[[Operation], threading.Event | None],
         where: Callable[[], str],
     ) -> None:
-        """hurry: tells the engine that somebody waits; returns what to wait for.
+        """hurry: tells the engine that a thread waits; returns the event to wait for, None if done.
 
-        where: says at which step this rank is.
+        where: returns at which step this rank is.
         """
         self.name = ready_name.name
         self.ready_name = ready_name
@@ -267,7 +266,7 @@ class Operation:
         return self.result
 
     def _failure(self, error: CollectiveError) -> HorovodInternalError:
-        """Return what the script is told, with the step where the text has it not already."""
+        """Return the exception for the script; the step is added unless its text names one."""
         text, where = str(error), self._where()
         if isinstance(error, PeerTimeoutError):
             text += "; a larger GTOPK_TIMEOUT (seconds) waits longer"
@@ -280,12 +279,12 @@ class Operation:
         return failure
 
     def begin(self) -> None:
-        """Note that it is its turn."""
+        """Note that its execution begins."""
         self.agree_seconds = self.agreed - self.said
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome, and let go of all else; the engine's lock is held."""
+        """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
         self.work, self.fusion = _nothing, ()
         self.done = True
@@ -294,4 +293,4 @@ class Operation:
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Stand for the work that is done."""
+    """Replace the work of an operation that is done, so that its arrays are freed."""

@@ -1,14 +1,15 @@
-"""Readiness table: who is ready for what; every rank keeps the same one, from what all say.
+"""Readiness table: which ranks are ready for which operations; the same table on every rank.
 
-A name that was done once has a slot: its number in the bits that ranks say. Any other name is open
-as long as some rank is ready for it and another is not.
+Every rank builds it from the announcements of all ranks. A name whose operation was run once gets a
+cache slot: the number of its bit in announcements. Any other name is open for as long as some ranks
+are ready for it and others are not.
 
     slot   name             intention        ready on rank 0 1 2
     0      allreduce.w      float32 [3] ...                1 1 1     all are: it is run now
     1      allreduce.b      float32 [1] ...                1 0 1     rank 1 is missing
     open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          ranks 0 and 2 are
 
-Nothing here communicates, waits or knows the time.
+Nothing here communicates, waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .operation import Announcement, Intention, ReadyName
 
 
 class Ready(NamedTuple):
-    """An operation that is run now; all_flags: of each rank, 0 for one that has joined.
+    """An operation that is run now; all_flags: every rank's flags, 0 for one that has joined.
 
-    The same objects come again when the same is run again.
+    When the same operations are run again, the same objects are returned.
     """
 
     name: str
@@ -36,14 +37,14 @@ class Ready(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What follows from a cycle, on every rank alike.
+    """The result of a cycle, the same on every rank.
 
-    ready:   what is run now, in this order.
-    refused: what cannot be run, and why.
-    joined:  the rank that joined last, once all have.
-    left:    a rank that takes part no more, and why: nothing can be run after what is ready.
-    expired: why the job ends: a rank has waited for too long.
-    news:    whether anything was said that may change what the ranks do.
+    ready:   the operations to run now, in this order.
+    refused: names of operations that cannot be run, each with its error.
+    joined:  the rank that joined last, once all have; else None.
+    left:    a rank that has left, and why; None: no rank has. Nothing is run after `ready` then.
+    expired: why the job ends, as a rank has waited for too long; None: none has.
+    news:    whether an announcement may have changed which operations run (`is_news`).
     """
 
     ready: list[Ready]
@@ -55,7 +56,7 @@ class Outcome(NamedTuple):
 
 
 class _CacheSlot(NamedTuple):
-    """all_flags: what each rank said last."""
+    """A name that all ranks know by a number; all_flags: those that each rank announced last."""
 
     number: int
     name: str
@@ -64,41 +65,41 @@ class _CacheSlot(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """By rank."""
+    """A name that some ranks are ready for and others are not: what each ready rank announced."""
 
     intentions: dict[int, Intention]
     all_flags: dict[int, int]
 
 
 class ReadinessTable:
-    """The names that some ranks are ready for, and those that all were once.
+    """Open names and cache slots; `take` enters a cycle's announcements and returns the outcome.
 
-    ranks: what errors call the ranks; numbered 0, 1, ... here.
+    ranks: the ranks' numbers in the world, which errors name; here they are numbered 0, 1, ...
     """
 
     def __init__(self, ranks: Sequence[int], capacity: int) -> None:
-        self.capacity = capacity  # of slots; to be set before the first name is done
+        self.capacity = capacity  # number of slots; fixed once the first name has one
         self.joined: dict[int, None] = {}
         self._ranks = ranks
         self._size = len(ranks)
         self._slots: list[_CacheSlot | None] = []
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
-        self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
+        self._last: tuple[int, list[Ready]] = 0, []  # the slots run last, as bits and as Ready
         self._said: dict[str, tuple[list[ReadyName], Announcement]] = {}  # by the first name
-        self._bits = [0] * self._size  # of the slots each rank is ready for
+        self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
 
     @property
     def slots(self) -> int:
-        """How many bits a rank says."""
+        """The number of ready bits in an announcement."""
         return len(self._slots)
 
     def announcement_of(self, ready_names: list[ReadyName], rank: int) -> Announcement:
-        """Return what a rank says of names that became ready there, to be taken next.
+        """Return a rank's announcement of names that became ready there, for the next `take`.
 
-        Announcements that are the objects of an earlier announcement take no time each.
+        The announcement of an equal list is reused: quick where the list holds the same objects.
         """
         first = ready_names[0].name if ready_names else ""
         before, said = self._said.get(first, ([], _NOTHING))
@@ -117,18 +118,18 @@ class ReadinessTable:
                 all_flags[slot.number] = each.flags
         announcement = Announcement(ready, tuple(fresh), all_flags)
         if all_flags:
-            self._said.clear()  # they leave out flags that were the same
+            self._said.clear()  # earlier announcements leave out flags that have now changed
         else:
             self._said[first] = ready_names, announcement
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:
-        """Return the names that an announcement is about; to be asked before it is taken."""
+        """Return the names in an announcement; call it before `take`, which may move slots."""
         cached = [slot.name for slot in self._cached(announcement.ready)]
         return cached + [name for name, _, _ in announcement.fresh]
 
     def waits(self, rank: int) -> bool:
-        """Tell whether a rank is ready for something that others are not, or has joined."""
+        """Tell whether a rank is ready for a name that is not run yet, or has joined."""
         is_open = any(rank in entry.intentions for entry in self._open.values())
         return rank in self.joined or self._bits[rank] != 0 or is_open
 
@@ -141,22 +142,22 @@ class ReadinessTable:
         return union & ~self._bits[rank] != 0 or is_open
 
     def missing(self, name: str) -> list[int]:
-        """Return the ranks that a name waits for, by what errors call them."""
+        """Return the ranks that a name waits for, by their numbers in the world."""
         there = self._there(name)
         lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
         return [self._ranks[rank] for rank in lacking]
 
     def absent(self) -> list[int]:
-        """Return the ranks that have not joined, by what errors call them."""
+        """Return the ranks that have not joined, by their numbers in the world."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
 
     def take(self, announcements: Sequence[Announcement]) -> Outcome:
-        """Note what the ranks say; return what follows."""
+        """Enter the ranks' announcements, in rank order; return the outcome."""
         first = announcements[0]
         if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
             return self._take_any(announcements)
-        # The usual: all became ready for the same cached names. Nobody was ready for one of them
-        # before, so that whatever waits for a rank waits on.
+        # The usual case: all ranks became ready for the same cached names. No rank was ready for
+        # one of them before, so no other name changes.
         return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
     def _take_any(self, announcements: Sequence[Announcement]) -> Outcome:
@@ -189,7 +190,7 @@ class ReadinessTable:
         return Outcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
 
     def _run_slots(self, bits: int) -> list[Ready]:
-        """Return the operations of these slots, and note that they were used."""
+        """Return the operations of these slots, and mark the slots as used most recently."""
         if bits == self._last[0]:
             return self._last[1]
         ready = []
@@ -200,7 +201,10 @@ class ReadinessTable:
         return ready
 
     def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
-        """Return what all ranks are ready for that have not joined, and what they disagree on."""
+        """Take the names that every rank that has not joined is ready for.
+
+        Returns the operations to run, and those that are refused, with their errors.
+        """
         needed = [rank for rank in range(self._size) if rank not in self.joined]
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
@@ -223,7 +227,7 @@ class ReadinessTable:
         return ready, refused
 
     def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
-        """Return what is run of these slots, and what is not, as a rank has joined."""
+        """Return the operations of these slots: those to run, and those a joined rank prevents."""
         there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
@@ -258,7 +262,7 @@ class ReadinessTable:
     def _why_not(
         self, name: str, intention: Intention, there: Iterable[int]
     ) -> MismatchError | None:
-        """Return why those who have joined cannot take part, if so."""
+        """Return the error of an operation in which ranks that joined cannot take part, or None."""
         lacking = self.joined.keys() - set(there)
         if not lacking or intention.join_descriptor is not None or intention.dense:
             return None
@@ -269,7 +273,7 @@ class ReadinessTable:
         )
 
     def _without_those_who_leave(self) -> list[tuple[str, CollectiveError]]:
-        """Refuse what waits for a rank that leaves."""
+        """Refuse operations that wait for a rank that leaves."""
         refused: list[tuple[str, CollectiveError]] = []
         for rank, reason in self._leaving.items():
             who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
@@ -284,7 +288,7 @@ class ReadinessTable:
         return refused
 
     def _untangle(self, announcements: Sequence[Announcement]) -> list[tuple[str, CollectiveError]]:
-        """Refuse what the ranks wait for where each waits for another thing, and none goes on."""
+        """Refuse the ranks' operations where all ranks are stuck: a deadlock."""
         waited = {
             rank: announcement.stuck
             for rank, announcement in enumerate(announcements)
@@ -306,7 +310,7 @@ class ReadinessTable:
         return self._ranks[max(joining)]
 
     def _gone(self) -> tuple[int, str] | None:
-        """Return a rank that leaves and has nothing left to do."""
+        """Return a rank that leaves and is ready for nothing any more, and why it leaves."""
         for rank, reason in self._leaving.items():
             is_open = any(rank in entry.intentions for entry in self._open.values())
             if self._bits[rank] == 0 and not is_open:
@@ -322,7 +326,10 @@ class ReadinessTable:
         return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
 
     def _cache(self, name: str, intention: Intention, all_flags: list[int]) -> None:
-        """Give a name a slot: a new one, or that of the name that was used least recently."""
+        """Give a name a slot: a new one, or that of the least recently used name.
+
+        Names that a rank is ready for keep their slots; where all are, it gets none.
+        """
         self._forget()
         if self._vacant:
             number = self._vacant.pop()
@@ -340,12 +347,12 @@ class ReadinessTable:
         self._slots[number] = self._named[name] = _CacheSlot(number, name, intention, all_flags)
 
     def _forget(self) -> None:
-        """Remember nothing that was told of slots: they change."""
+        """Drop what was remembered of slots, as slots change."""
         self._last = 0, []
         self._said.clear()
 
     def _uncache(self, name: str) -> None:
-        """Take a name's slot; the ranks that are ready for it are so under its name."""
+        """Take a name's slot away; the name becomes open for the ranks that are ready for it."""
         slot = self._named.pop(name, None)
         if slot is None:
             return
@@ -361,11 +368,11 @@ class ReadinessTable:
 
 
 _NOTHING = Announcement()
-PROGRAM_ENDED: Final = "its program ended"  # why a rank leaves that was done
+PROGRAM_ENDED: Final = "its program ended"  # the reason of a rank that leaves without a failure
 
 
 def _way_out(reason: str) -> str:
-    """Return what to do where a rank was done before the others, and did not fail."""
+    """Return advice for a rank that ended before the others without a failure; else ""."""
     if not reason.startswith(PROGRAM_ENDED):
         return ""
     return (
@@ -376,7 +383,7 @@ def _way_out(reason: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _places(bits: int) -> tuple[int, ...]:
-    """Return the places of the ones, the lowest first."""
+    """Return the positions of the bits that are set, the lowest first."""
     found = []
     while bits:
         lowest = bits & -bits

@@ -1,4 +1,4 @@
-"""Launch: start ranks by mpirun, and tell who started this one. It needs no other package."""
+"""Launch: start ranks, and find out which launcher started this one. It needs no other package."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""A job: a launcher and the ranks it starts, of which no process outlives the block.
+"""A job: a launcher and the ranks that it starts.
 
-Its hosts have names, and slots for so many ranks each; one of them may be this host.
-
-Launched: which launcher started this process, as which rank of how many, and what became of it.
-
-`torchrun_command` starts ranks on one machine where there is no MPI. The launcher's process is this
-one's parent: `is_gone` tells whether it has ended, `ranks_here` which other ranks it has here.
+`job` starts a launcher, and ends all its processes when the block ends.
+`torchrun_command` is a launcher's command for one machine where there is no MPI.
+`launched_by` tells which launcher started this process, as which rank of how many.
+The launcher is the parent of this process: `is_gone` tells whether it has ended, `ranks_here` how
+many ranks it has started here.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .watchdog import variable_of
 def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.executable) -> list[str]:
     """Return the command that runs `program` (its executable first) on `ranks` ranks here.
 
-    Behind --, torchrun reads nothing: neither does it drop a -- of the program's own, nor take an
-    argument such as --log for an ambiguous one of its own.
+    torchrun does not parse what follows --: it neither drops a -- of the program, nor takes an
+    argument such as --log for an abbreviation of one of its own.
     """
     return [
         *(python, "-m", "torch.distributed.run", "--standalone"),
@@ -42,7 +41,7 @@ def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.execu
 
 
 class Launched(NamedTuple):
-    """A launcher's word on rank and size; `variables` are the two environment variables of it."""
+    """The rank and size that a launcher gave; `variables`: the environment variables of both."""
 
     launcher: str
     rank: int
@@ -52,8 +51,8 @@ class Launched(NamedTuple):
 
 # Name, variable of the rank, variable of the size.
 _TORCHRUN = ("torchrun", "RANK", "WORLD_SIZE")
-# Which of several is the inner one: srun with PMI starts shells, and agents whose ranks inherit
-# what it said to the agent. RANK comes last: people set it by hand, too.
+# The innermost launcher first: srun with PMI starts shells, and agents whose ranks inherit the
+# agent's variables. RANK comes last, as people set it by hand, too.
 _FAMILIES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -61,16 +60,16 @@ _FAMILIES = (
     _TORCHRUN,
 )
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # nobody sets it but the agent, and of its workers only
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun's agent sets it, for its workers
 # A step's size, not the job's: a batch script has the latter without being a rank.
 _SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
-    """Return what every launcher that left its mark says, the innermost first.
+    """Return the rank and size of every launcher whose variables are set, the innermost first.
 
-    Whoever started a torchrun's agent does not count; srun only alone: it starts the daemons of
-    mpirun, too.
+    A launcher that started torchrun's agent does not count. srun counts only where there is no
+    other: it starts the daemons of mpirun, too.
     """
     worker = _read(_TORCHRUN, environ) if environ.get(_OF_TORCHRUN) else None
     if worker is not None and worker.size > 1:
@@ -88,12 +87,12 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise RuntimeError where a rank's number is none of the size that goes with it.
+    """Raise RuntimeError where a rank's number does not fit its size.
 
-    Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks in vain.
+    Otherwise a user who counts ranks from 1, or sets WORLD_SIZE too small, would wait in vain.
     """
     for launcher, rank, size in (*_FAMILIES, _SRUN):
-        if not environ.get(rank) or not environ.get(size):  # an empty one is as good as none
+        if not environ.get(rank) or not environ.get(size):  # an empty one counts as unset
             continue
         said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
         try:
@@ -115,7 +114,7 @@ def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) ->
         return wanted
     if job is None:
         return "local"
-    # srun --mpi=pmix leaves only PMIX_RANK, and to what its tasks start as well.
+    # srun --mpi=pmix sets only PMIX_RANK, which processes that its tasks start inherit.
     by_pmix = job.launcher == _SRUN[0] and environ.get("PMIX_RANK")
     if job.variables[1] in _MPI_SIZES or by_pmix:
         return "mpi"
@@ -130,8 +129,8 @@ def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched 
         return None
 
 
-# By the variable of a rank's number: one that only ranks have, and one that says how many of them
-# their launcher starts on a host.
+# By the variable of the rank's number: a variable that only ranks have, and the one that says how
+# many of them their launcher starts on a host.
 _OF_A_RANK: Final = {
     "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -139,7 +138,7 @@ _OF_A_RANK: Final = {
 }
 _ASK_SECONDS: Final = 1.0
 
-_parent = os.getppid()  # at the import: who looks later may find who adopts orphans
+_parent = os.getppid()  # read at import: later it may be the process that adopts orphans
 
 
 def _look() -> None:
@@ -151,23 +150,23 @@ os.register_at_fork(after_in_child=_look)
 
 
 def agent(environ: Mapping[str, str] = os.environ) -> int:
-    """Return torchrun's agent, where it has started this process, be it gone or not; else 0."""
+    """Return the pid of torchrun's agent if it started this process, even if it is gone; else 0."""
     return _parent if environ.get("TORCHELASTIC_RUN_ID") else 0
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> int:
-    """Return what has started this process: torchrun's agent, a daemon of Open MPI's; else 0.
+    """Return the pid of torchrun's agent or Open MPI's daemon that started this process; else 0.
 
-    Of no other: who sets RANK by hand may do so in a shell that ends before its ranks.
+    0 for RANK set by hand: the shell that started the rank may end before it.
     """
     return agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
 
 
 def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks of a job this process's parent has started; 0 where nobody can tell.
+    """Return how many ranks of a job this process's parent has started; 0 where that is unknown.
 
-    For one, where the parent is a shell between the launcher and this rank. A rank that is alone
-    has nobody to miss either.
+    It is unknown where the parent is a shell between the launcher and this rank, for example. A
+    rank that is alone also gets 0: no other can be missing.
     """
     mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
     if mark not in environ or variable_of(_parent, mark) != "":
@@ -177,7 +176,7 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def is_gone(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the launcher that has started this process is there no more."""
+    """Tell whether the launcher that started this process has ended."""
     started = launcher(environ)
     if not started:
         return False
@@ -185,9 +184,9 @@ def is_gone(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _hears_nobody(environ: Mapping[str, str]) -> bool:
-    """Tell whether nobody listens any more where Open MPI's daemon of this host heard its ranks.
+    """Tell whether Open MPI's daemon on this host no longer listens at the address of its ranks.
 
-    It may have gone before this was imported.
+    This finds a daemon that ended before this module was imported.
     """
     uris = (value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI"))
     match = next(filter(None, (re.search(r"tcp4://([\d.]+):(\d+)", uri) for uri in uris)), None)
@@ -201,7 +200,7 @@ def _hears_nobody(environ: Mapping[str, str]) -> bool:
 
 
 class Host(NamedTuple):
-    """A host and how many ranks it takes."""
+    """A host's name, and how many ranks it takes (slots)."""
 
     name: str
     slots: int
@@ -251,10 +250,10 @@ def refuse_too_few_slots(hosts: Sequence[Host], ranks: int) -> None:
         )
 
 
-_GRACE_SECONDS: Final = 3.0  # what the launcher gets to end its ranks before we do
+_GRACE_SECONDS: Final = 3.0  # for the launcher to end its ranks before this process does
 
-# Becomes the launcher, after asking the kernel to end it should we be killed (prctl 1:
-# PR_SET_PDEATHSIG).
+# A program that asks the kernel to end it if this process is killed (prctl 1: PR_SET_PDEATHSIG),
+# then becomes the launcher.
 _BECOME_LAUNCHER: Final = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -269,9 +268,9 @@ def job(
     stdout: IO[bytes] | int | None = None,
     stderr: IO[bytes] | int | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a launcher with these variables added to the environment; end it and its ranks.
+    """Start a launcher with these variables added; end it and its ranks when the block ends.
 
-    Should this process be killed, Linux ends the launcher, and the launcher its ranks.
+    If this process is killed, Linux ends the launcher, and the launcher its ranks.
     """
     token = uuid.uuid4().hex
     if sys.platform == "linux":
@@ -301,10 +300,10 @@ def refuse_inside_a_job() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """End the launcher, if it has not ended, and every process of its job that is left.
+    """End the launcher, if it has not ended, and every remaining process of its job.
 
-    The launcher alone is not enough: mpirun puts ranks into process groups (MPICH: sessions) of
-    their own, and MPICH's waits for ranks that ignore SIGTERM.
+    Ending the launcher is not enough: mpirun puts ranks into process groups (MPICH: sessions) of
+    their own, and MPICH's mpirun waits for ranks that ignore SIGTERM.
     """
     if process.poll() is None:
         process.terminate()
@@ -326,7 +325,7 @@ def _end(process: subprocess.Popen[bytes], token: str) -> None:
 
 
 def _processes_of(token: str) -> list[int]:
-    """Return the living processes whose environment names the job; none where there is no /proc."""
+    """Return the living processes whose environment names the job; [] where there is no /proc."""
     needle = f"{settings.JOB.name}={token}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):

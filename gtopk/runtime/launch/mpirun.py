@@ -1,4 +1,4 @@
-"""Start ranks on one machine: by mpirun, with the settings it needs here, or torchrun."""
+"""Start ranks on one machine: by mpirun, with the settings it needs here, or by torchrun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .job import job, refuse_inside_a_job, torchrun_command
 
 @dataclass(frozen=True)
 class Mpi:
-    """An mpirun, and which MPI it belongs to; version "" when it does not say."""
+    """An mpirun, and the MPI it belongs to; version "" when it does not print one."""
 
     path: Path
     vendor: str
@@ -61,7 +61,7 @@ def identify(mpirun: Path) -> Mpi:
     return Mpi(mpirun, "unknown MPI", "")
 
 
-# What is set together, and why.
+# The variables that are set for one reason, and the reason.
 _REASONS: Final = (
     (
         "Open MPI may run as root",
@@ -89,7 +89,7 @@ _REASONS: Final = (
 )
 
 
-# "slot": without it Open MPI 5 numbers local ranks 0, 2, 1, 3.
+# "slot" keeps local ranks in order: without it Open MPI 5 numbers them 0, 2, 1, 3.
 _SHARED_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -104,8 +104,8 @@ _UNBOUND: Final = {
 def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to add so that `ranks` ranks start and run well on this machine.
 
-    Covers Open MPI 4 and 5 (MPICH needs none); never one that `environ` has. None: ranks on other
-    hosts, too, of whose cores nothing is known here.
+    Covers Open MPI 4 and 5 (MPICH needs none); variables in `environ` are kept.
+    ranks: None: there are ranks on other hosts, too, whose cores are not known here.
     """
     from collectives.cores import usable_cores  # which needs NumPy
 
@@ -123,7 +123,7 @@ def mpirun_settings(
 ) -> dict[str, str]:
     """Return the variables with which an mpirun of this vendor starts any number of ranks here.
 
-    threads: of each rank. Never a variable that `environ` has.
+    threads: of each rank. Variables in `environ` are kept.
     """
     wanted = {"OMP_NUM_THREADS": str(threads)}
     if vendor == "Open MPI":
@@ -132,7 +132,7 @@ def mpirun_settings(
 
 
 def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Open MPI needs for this user, in these folders and with these programs."""
+    """Return the variables that Open MPI needs for this user, folders and installed programs."""
     wanted: dict[str, str] = {}
     if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -152,7 +152,7 @@ def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the variables that `rank_environment` adds, grouped by why."""
+    """Return the variables that `rank_environment` adds, grouped by the reason."""
     groups = {
         reason: {name: additions[name] for name in names if name in additions}
         for reason, names in _REASONS
@@ -190,7 +190,7 @@ def run(
     on_line: gets each line that the ranks print, as it comes; None: they print to our stdout.
     errors: where the stderr of ranks and launcher goes, as in subprocess; None: to ours.
     Raises LaunchError without an mpirun or inside another job, LaunchTimeoutError after
-    timeout_seconds. Should this process be killed, Linux ends the launcher, and that its ranks.
+    timeout_seconds. If this process is killed, Linux ends the launcher, and the launcher its ranks.
     """
     refuse_inside_a_job()
     if by_torchrun:
@@ -229,7 +229,7 @@ def _relay(
     on_line: Callable[[str], None],
     deadline: float | None,
 ) -> None:
-    """Hand over lines until the stream ends, or mpirun has ended and no more is to be read."""
+    """Pass lines on until the stream ends, or mpirun has ended and no line is left."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pending = ""
     with selectors.DefaultSelector() as selector:

@@ -1,7 +1,7 @@
-"""Watchdog: ends a process whose start takes too long, or can come to nothing any more.
+"""Watchdog: ends a process whose start takes too long, or cannot succeed any more.
 
-A program of its own, and of the standard library alone: what it watches may hold Python's lock all
-the while. `world.joining` starts it; it ends when its stdin does.
+It is a separate program, as the watched process may hold Python's lock throughout, and uses the
+standard library alone. `world.joining` starts it; it ends when its stdin does.
 
 Argument: a `Lookout` as a list in JSON.
 """
@@ -20,18 +20,18 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 _LOOK_SECONDS: Final = 0.3
-_STARTED: Final = 19  # in /proc/PID/stat, behind the name: when, in ticks since the machine's start
+_STARTED: Final = 19  # field of /proc/PID/stat behind the name: start, in ticks since the boot
 # Launchers start their ranks one after the other, and end them all where one of them fails.
-_COMES_SECONDS: Final = 3.0  # from when the last rank was started, for another one to be
-_ENDS_SECONDS: Final = 1.0  # from when a rank is missed, for its launcher to speak and end the job
+_COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
+_ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
 
 
 class Roll(NamedTuple):
     """The ranks that the watched process's parent has started, itself among them.
 
-    missed:   what to say when one of them has ended, which {} tells in words.
-    variable: that has a rank's number in its environment; `rank` is the watched process's.
-    ranks:    how many there are. is_all: they are the whole job.
+    missed:   the message when some of them have ended; {} stands for which.
+    variable: the environment variable of a rank's number; `rank` is the watched process's number.
+    ranks:    how many there are. is_all: whether they are the whole job.
     """
 
     missed: str
@@ -42,13 +42,14 @@ class Roll(NamedTuple):
 
 
 class Lookout(NamedTuple):
-    """The watchdog's order: the conditions to look for, and the message before it ends the process.
+    """The watchdog's argument: the conditions to look for, and the message for each.
 
-    late:     when `seconds` are over.
-    orphaned: when the process `launcher` is its parent no more; 0: none is looked for.
-    roll:     is called where there is one.
-    file:     where to write what is said, too, and what else is to be in there; "": nowhere. Who
-              reads a rank's stderr may be its launcher, and gone.
+    late:     the message when `seconds` are over.
+    orphaned: the message when the process `launcher` is no longer its parent; launcher 0: that is
+              not checked.
+    roll:     the ranks to look for; None: none.
+    file:     the failure file that gets the message, too, added to `record`; "": none. The launcher
+              that reads a rank's stderr may be gone.
     """
 
     seconds: float
@@ -61,19 +62,19 @@ class Lookout(NamedTuple):
 
 
 class Caller:
-    """Calls a roll, again and again."""
+    """Checks repeatedly whether all ranks of a roll are alive."""
 
     def __init__(self, roll: Roll, own: int) -> None:
         self.roll = roll
         self._own, self._parent = own, parent_of(own)
-        self._numbers: dict[int, int] = {}  # of every process that told one
+        self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
         self._since = 0.0
-        self._absent: list[int] | None = None  # known since then; None: nobody is
+        self._absent: list[int] | None = None  # ranks missing since `_since`; None: none are
 
     def missing(self) -> str:
-        """Return which rank has ended, in words; "": none, or nobody can tell."""
+        """Return a text that names the ranks that have ended; "": none, or that is unknown."""
         here = _children(self._parent)
-        silent = 0  # that do not tell which rank they are
+        silent = 0  # processes that do not show which rank they are
         for pid in here - self._numbers.keys():
             number = variable_of(pid, self.roll.variable)
             if number is None:
@@ -93,7 +94,7 @@ class Caller:
         if self._absent is None:
             known = range(self.roll.ranks) if self.roll.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
-        # Who began to look late, after a long import, need not wait for those that were to come.
+        # A watchdog that began late, after a long import, need not wait for further starts.
         still_come = min(map(age_seconds, ranks)) < _COMES_SECONDS
         if still_come or time.monotonic() - self._since < _ENDS_SECONDS:
             return ""
@@ -104,7 +105,7 @@ class Caller:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the living processes that another one has started."""
+    """Return the pids of a process's living children."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -114,7 +115,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return what Linux tells of a process, behind its name; nothing where it has ended."""
+    """Return the fields of /proc/PID/stat behind the name; [] where the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()
@@ -123,9 +124,9 @@ def _stat(pid: int) -> list[bytes]:
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return a variable's value where a process began; "": not set, None: nobody may know.
+    """Return a variable's value at a process's start; "": not set, None: it cannot be read.
 
-    A process may have written something else in its place (setproctitle).
+    A process may have overwritten it with other text (setproctitle).
     """
     try:
         with open(f"/proc/{pid}/environ", "rb") as environ:
@@ -140,12 +141,12 @@ def variable_of(pid: int, name: str) -> str | None:
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that started another one, or has adopted it; 0 where that has ended."""
+    """Return the pid of a process's parent; 0 where the process has ended."""
     return int((_stat(pid) or [b"", b"0"])[1])
 
 
 def age_seconds(pid: int) -> float:
-    """Return how long ago a process was started; 0 where that is not known."""
+    """Return how many seconds ago a process was started; 0 where that is not known."""
     words = _stat(pid)
     if len(words) <= _STARTED:
         return 0.0
@@ -154,7 +155,7 @@ def age_seconds(pid: int) -> float:
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, beside, and rename it; where that cannot be, nothing is there."""
+    """Write a record as JSON by renaming a temporary file; where that fails, no file is left."""
     folder, name = os.path.split(path)
     beside = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
@@ -173,7 +174,7 @@ def now() -> str:
 
 
 def watch(lookout: Lookout) -> None:
-    """Return when stdin is closed; before, should it come to that, end this process's parent."""
+    """Watch the parent until stdin closes; end it when a condition of the lookout comes true."""
     watched, begun = os.getppid(), time.monotonic()
     caller = Caller(lookout.roll, watched) if lookout.roll is not None else None
     while True:
@@ -186,7 +187,7 @@ def watch(lookout: Lookout) -> None:
         if lookout.launcher and parent_of(watched) not in (0, lookout.launcher):
             why = lookout.orphaned
         if why:
-            with contextlib.suppress(OSError):  # whoever has read it may be gone, too
+            with contextlib.suppress(OSError):  # the reader may be gone, too
                 os.write(2, f"{why}\n".encode(errors="replace"))
             if lookout.file:
                 text = why.removeprefix("gtopk: ")
@@ -197,6 +198,6 @@ def watch(lookout: Lookout) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's is the watched process's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
     lookout = Lookout(*json.loads(sys.argv[1]))
     watch(lookout._replace(roll=Roll(*lookout.roll) if lookout.roll else None))

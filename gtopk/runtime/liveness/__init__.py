@@ -4,13 +4,13 @@
        |            |            |           pipes: who is lost; that the rank leaves
     companion -- companion -- companion      UDP: beats, signed with a secret of the job
 
-A process of its own, because a rank may hold Python's lock for long (a large unpickling, a
-compilation) and is not dead for that: a companion beats on, and looks whether its rank is stopped
-or has ended. Nothing of torch, MPI or the rest of gtopk is loaded in it.
+The companion is a separate process, because a living rank may hold Python's lock for long (a large
+unpickling, a compilation): the companion goes on sending beats, and checks whether its rank is
+stopped or has ended. Nothing of torch, MPI or the rest of gtopk is loaded in it.
 
-    what befalls a rank                     what the others know of it
-    stopped (SIGSTOP, a debugger)           at once; a loss after the timeout
-    its host or its link is gone            that it is silent; a loss after the timeout
-    ended, without having left              at once, with the reason if it could give one
-    computes for long, Python's lock held   nothing: it is alive
+    a rank                                  the others
+    is stopped (SIGSTOP, a debugger)        know at once; it is lost after the timeout
+    loses its host or its link              notice its silence; it is lost after the timeout
+    ends, without having left               know at once, with the reason if it could give one
+    computes for long, Python's lock held   notice nothing: it is alive
 """

@@ -1,4 +1,4 @@
-"""Address: on which of this host's networks a companion hears, and is reached by the others."""
+"""Address: the address of this host at which its companions receive beats."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ... import settings
 _GET_ADDRESS: Final = 0x8915  # Linux: SIOCGIFADDR
 _NAME_BYTES: Final = 15
 
-# Where a job says which interface it talks over; ours first, then the transports'.
+# The variables that name a job's network interface: gtopk's first, then those of the transports.
 OURS: Final = settings.INTERFACE.name
 THEIRS: Final = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
 
-# Nothing is sent there; but the system knows which address of its own it would send from.
+# Nothing is sent there: connecting a UDP socket to it shows which own address the system uses.
 _ANYWHERE: Final = "192.0.2.1"  # RFC 5737
 
 
 class Choice(NamedTuple):
-    """An IPv4 address of this host, "" where there is none, and what chose it."""
+    """An IPv4 address of this host, "" where there is none, and a text that says what chose it."""
 
     address: str
     by: str
@@ -32,14 +32,14 @@ class Choice(NamedTuple):
 def own_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
     """Return the IPv4 address that the other ranks reach this one at; "" where there is none.
 
-    one_host: whether all ranks are on this host; no other is let near then.
+    one_host: whether all ranks are on this host; then it is one that other hosts cannot reach.
     Raises ValueError for an interface that GTOPK_INTERFACE names and this host does not have.
     """
     return choose(one_host, environ).address
 
 
 def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
-    """Return the address, as `own_address` does, and what chose it."""
+    """Return the address, as `own_address` does, and a text that says what chose it."""
     if name := settings.INTERFACE.read(environ):
         address = address_of(name)
         if not address:

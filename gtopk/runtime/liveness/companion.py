@@ -1,17 +1,18 @@
-"""Companion: the process beside a rank that beats for it, and watches the others.
+"""Companion: the process beside a rank that sends beats for it, and watches the other ranks.
 
-It is started with the standard library alone (heartbeat.py); its messages with the rank are lines:
+heartbeat.py starts it with the standard library alone. It and the rank exchange lines:
 
     rank -> companion    {"rank": 0, "parent": 4711, ...}   first of all: its setting, as JSON
                          heard                              the rank knows of the losses so far
                          because TEXT                       why the rank is about to end
                          leave                              the rank leaves in good order
-    companion -> rank    {"lost": 2, "why": "..."}          a rank is given up
+    companion -> rank    {"lost": 2, "why": "..."}          a rank is lost
 
-It ends with its rank, a moment later, so that the others hear why. A rank that is stopped while the
-job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon. For a
-rank that its launcher kills as soon as another one is lost, as MPICH's does, it has the last word,
-and removes the shared memory that MPICH leaves behind.
+It ends a moment after its rank, so that it can tell the others why the rank ended. When the job is
+ending and its rank is stopped, or does not notice, the companion kills the rank, as nothing else
+may do so soon. Where the launcher kills the rank as soon as another one is lost, as MPICH's does,
+the companion reports that loss in the rank's place, and removes the shared memory that MPICH leaves
+behind.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ from .watch import BEAT_BYTES, Beat, Peer, State, Watch
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10
-# Last words are said several times, as UDP may lose one; only who leaves is waited for by its rank.
+# The last beat is repeated after these seconds, as UDP may lose one. A rank that leaves waits for
+# its companion, so that interval is shorter.
 _AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
 _TIMES: Final = 3
-_SURELY_SECONDS: Final = 0.0002  # so much earlier, one rank's end was before another's
+_SURELY_SECONDS: Final = 0.0002  # of two ranks' ends, the one earlier by this was surely first
 WITHOUT_A_WORD: Final = "ended without a word"
-# MPICH's, which only MPI_Finalize would remove; mapped from MPI's start on, or with a window.
+# MPICH's shared memory, which only MPI_Finalize removes; it is mapped at MPI's start, or with a
+# window.
 _SEGMENTS: Final = "/dev/shm/mpich_shm_"
-_BEATS_PER_LOOK: Final = 10  # for segments
-_NOTE: Final = struct.Struct("<qI")  # the step, and how many bytes of advice follow
+_BEATS_PER_LOOK: Final = 10  # beats between two searches for segments
+_NOTE: Final = struct.Struct("<qI")  # the step, and the number of bytes of advice that follow
 _ADVICE_BYTES: Final = 2000
-_DATAGRAMS: Final = 1000  # taken at a time, so that no flood keeps a companion from beating
-_STOPPED_GRACE_SECONDS: Final = 2.0  # what a stopped rank gets to go on, once the job is at its end
+_DATAGRAMS: Final = 1000  # received at most before the next beat, in case of a flood
+_STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to be continued, once the job is ending
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
-_LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once its launcher is gone
+_LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself, once its launcher is gone
 
 
 class Setting(NamedTuple):
     """The setting that a companion is started with.
 
-    parent:   the rank's process.
-    launcher: the process that started it, if it is to end with that; else 0.
+    parent:   the pid of the rank.
+    launcher: the pid of the process that started the rank, if the rank is to end with it; else 0.
     secret:   the job's, as hexadecimal digits.
-    socket:   the descriptor of the bound one.
-    note:     that of a file in memory: the step the rank is at, and how the job can go on.
+    socket:   the descriptor of the bound UDP socket.
+    note:     the descriptor of a file in memory with the rank's step and advice (`read_note`).
     """
 
     rank: int
@@ -69,17 +72,17 @@ class Setting(NamedTuple):
 
     @classmethod
     def read(cls, line: bytes) -> Setting:
-        """Return what `line` made a line of."""
+        """Parse a line that `line` made."""
         values = json.loads(line)
         return cls(**{**values, "peers": [Peer(*peer) for peer in values["peers"]]})
 
     def line(self) -> bytes:
-        """Return it as a line."""
+        """Return the setting as a line of JSON."""
         return json.dumps(self._asdict()).encode() + b"\n"
 
 
 class Process(NamedTuple):
-    """A process as /proc has it; state: a letter, "" for one that has ended."""
+    """A process as /proc shows it; state: a letter, "" for one that has ended."""
 
     state: str
     parent: int
@@ -104,20 +107,20 @@ def segments_of(pid: int) -> set[str]:
 
 
 def write_note(file: int, step: int, advice: str) -> None:
-    """Write what `read_note` returns."""
+    """Write a rank's step, and how the job can be continued, for `read_note`."""
     text = advice.encode(errors="replace")[:_ADVICE_BYTES]
     os.pwrite(file, _NOTE.pack(step, len(text)) + text, 0)
 
 
 def read_note(file: int) -> tuple[int, str]:
-    """Return at which step a rank is, and how the job could go on."""
+    """Return a rank's step, and how the job can be continued."""
     content = os.pread(file, _NOTE.size + _ADVICE_BYTES, 0)
     step, size = _NOTE.unpack_from(content)
     return step, content[_NOTE.size :][:size].decode(errors="replace")
 
 
 class Companion:
-    """Beats, hears and looks, until its rank leaves or ends."""
+    """Sends and receives beats and watches its rank, until the rank leaves or ends."""
 
     def __init__(self, setting: Setting, orders: int, reports: int) -> None:
         self._setting = setting
@@ -137,9 +140,9 @@ class Companion:
         os.set_blocking(orders, False)
         self._ordered = b""
         self._sequence = 0
-        self._told = 0  # of the losses, that the rank was told of
-        self._lost_since = 0.0  # since when somebody is
-        self._unheard_since: float | None = None  # since when the rank does not answer
+        self._told = 0  # number of losses that the rank was told of
+        self._lost_since = 0.0  # time of the first loss
+        self._unheard_since: float | None = None  # time since when the rank has not answered
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
         self._because = WITHOUT_A_WORD
@@ -151,11 +154,11 @@ class Companion:
         )
 
     def run(self) -> None:
-        """Return when the rank has left or ended, and the others were told."""
+        """Run until the rank has left or ended, and the others were told."""
         with selectors.DefaultSelector() as waking:
             waking.register(self._socket, selectors.EVENT_READ)
             waking.register(self._orders, selectors.EVENT_READ)
-            # Where the system knows no such call, the rank's end is seen at the next beat.
+            # Where the system lacks pidfd_open, the rank's end is noticed at the next beat.
             with contextlib.suppress(OSError, AttributeError):
                 waking.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
             next_beat = 0.0
@@ -182,7 +185,7 @@ class Companion:
         self._say_last(State.LEFT, self._watch.tells, "", time.monotonic())
 
     def _remove_segments(self) -> None:
-        """Remove the names of the shared memory; who has it mapped still has it."""
+        """Remove the names of the shared memory; processes that have it mapped keep it."""
         for path in self._segments:
             with contextlib.suppress(OSError):  # another rank's companion was first
                 os.unlink(path)
@@ -205,7 +208,7 @@ class Companion:
         self._look_for_the_launcher(process, now)
 
     def _report(self, now: float) -> None:
-        """Tell people the news, and the rank who is lost."""
+        """Print the watch's news, and tell the rank and the other ranks of new losses."""
         while self._watch.news:
             self._say(self._watch.news.pop(0))
         lost = list(self._watch.lost.items())
@@ -219,7 +222,7 @@ class Companion:
                 os.write(self._reports, report)
 
     def _end_who_takes_no_notice(self, now: float) -> None:
-        """End the rank where the job is at its end, and it cannot know."""
+        """Kill the rank where the job is ending, and the rank is stopped or does not answer."""
         if not self._told:
             return
         stopped, unheard = self._stopped_since, self._unheard_since
@@ -254,7 +257,7 @@ class Companion:
     def _tell(
         self, ranks: list[int], about: int, state: State, text: str = "", seconds: float = 0.0
     ) -> None:
-        # Another companion of this rank, should one follow, goes on where this one was.
+        # By the clock, so that a companion that replaces this one has higher numbers.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         beat = Beat(self._setting.rank, about, state, self._sequence, seconds, text)
         datagram = beat.encode(self._secret)
@@ -275,7 +278,7 @@ class Companion:
             time.sleep(_AGAIN_SECONDS[state])
 
     def _speak_for_it(self, ended: float) -> None:
-        """Say which rank was lost before this one ended, if it could not say so itself."""
+        """Print which rank was lost before this one ended, if this one could not print it."""
         self._hear()
         lost = self._watch.lost_before(ended - _SURELY_SECONDS)
         if self._because != WITHOUT_A_WORD or lost is None:
@@ -293,13 +296,13 @@ class Companion:
         for _ in range(_DATAGRAMS):
             try:
                 datagram = self._socket.recv(BEAT_BYTES + 1)
-            except OSError:  # no more; or the answer to one that found nobody
+            except OSError:  # no datagram is left, or one that was sent found no receiver
                 return
             if beat := Beat.decode(datagram, self._secret):
                 self._watch.hear(beat, time.monotonic())
 
     def _obey(self) -> bool:
-        """Do what the rank says; return whether there was anything."""
+        """Read and follow the rank's lines; return whether there were any."""
         try:
             said = os.read(self._orders, 1 << 16)
         except BlockingIOError:
@@ -317,18 +320,18 @@ class Companion:
 
 
 def _go_on_when_the_rank_ends() -> None:
-    """Have the kernel wake this process, should it be stopped, when the one that started it ends.
+    """Ask the kernel to continue this process, should it be stopped, when its parent ends.
 
-    Else it would keep the launcher's pipes open: mpirun would never return.
+    A stopped companion would keep the launcher's pipes open, and mpirun would never return.
     """
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
 
 def main() -> None:
-    """Be the companion of the process that started this one."""
+    """Run the companion of the process that started this one."""
     _go_on_when_the_rank_ends()
-    # A launcher that ends the rank may mean the whole session: the others are to hear of it first.
+    # A launcher may signal the whole session: the companion must tell the others before it ends.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with open(0, "rb", buffering=0) as orders:  # what follows the first line stays in the pipe

@@ -1,4 +1,4 @@
-"""Heartbeat: what a rank has of its companion: it starts it, and hears from it who is lost."""
+"""Heartbeat: a rank's side of its companion: starts it, and learns from it which ranks are lost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 
-_LEAVE_SECONDS: Final = 2.0  # what a companion gets to announce the departure
-_STARTS: Final = 3  # a companion that was killed is replaced
+_LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
+_STARTS: Final = 3  # how often a companion is started, as one that was killed is replaced
 
-# Loads this folder as gtopk.runtime.liveness, without what `import gtopk` loads besides.
+# Loads this folder as gtopk.runtime.liveness, without the rest of gtopk.
 _BEGIN: Final = (
     "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
     "package.__path__ = [sys.argv[1]]; from gtopk.runtime.liveness.companion import main; main()"
@@ -34,7 +34,7 @@ _BEGIN: Final = (
 
 
 class Lost(NamedTuple):
-    """A rank that is given up, and why; as errors say it."""
+    """A rank that is lost, and the reason as errors give it."""
 
     rank: int
     why: str
@@ -43,7 +43,7 @@ class Lost(NamedTuple):
 class Heartbeat:
     """A rank's companion, from `start` to `close`.
 
-    on_lost: called with each rank that is given up, in a thread of the heartbeat's own.
+    on_lost: called with each rank that is lost, in the heartbeat's thread.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Heartbeat:
         self._lost: list[Lost] = []
 
     def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
-        """Tell the other ranks where this one's companion hears; all ranks do so together."""
+        """Exchange the addresses of the companions and the secret; all ranks call it together."""
         address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         port = 0
@@ -77,12 +77,12 @@ class Heartbeat:
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
         said = transport.gather_object(own)
         peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
-        # Every rank has added to it: none can choose it.
+        # Every rank contributes to the secret: none can choose it.
         secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()
         self._setting = Setting(
             rank=transport.rank,
             parent=os.getpid(),
-            launcher=agent(),  # Open MPI looks after its ranks itself
+            launcher=agent(),  # 0 under Open MPI, which ends its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
             note=self._step_file,
@@ -92,27 +92,27 @@ class Heartbeat:
         )
 
     def start(self) -> None:
-        """Start the companion; `meet` comes before."""
+        """Start the companion; call `meet` first."""
         self._begin()
-        # A daemon: no thread of a library keeps a program alive that wants to end.
+        # A daemon thread does not keep the program alive when it ends.
         threading.Thread(target=self._hear, name="gtopk-heartbeat", daemon=True).start()
 
     def lost(self, wait_seconds: float = 0.0) -> Lost | None:
-        """Return the first rank that was given up, waiting a little for word of one."""
+        """Return the first rank that was lost, after waiting for news of one for so long."""
         self._first_loss.wait(wait_seconds)
         return self._lost[0] if self._lost else None
 
     def note(self, step: int, advice: str) -> None:
-        """Have the companion know what to say of this rank, should it end without a word."""
+        """Store the step and advice that the companion reports if this rank ends silently."""
         if self._step_file is not None and not self._closing:
             write_note(self._step_file, step, advice)
 
     def explain(self, why: str) -> None:
-        """Have the companion tell the others why this rank ends, when it does."""
+        """Give the companion the reason that it tells the others when this rank ends."""
         self._order(f"because {' '.join(why.split())}")
 
     def close(self) -> None:
-        """Have the others watch this rank no more: it leaves in good order."""
+        """Tell the others to stop watching this rank, as it leaves in good order."""
         self._closing = True
         self._order("leave")
         if self._companion is not None:
@@ -127,14 +127,14 @@ class Heartbeat:
             companion.wait(_LEAVE_SECONDS)
         companion.kill()
         companion.wait()
-        with self._sending, contextlib.suppress(OSError):  # what it did not take
+        with self._sending, contextlib.suppress(OSError):  # lines that it did not read
             assert companion.stdin is not None
             companion.stdin.close()
 
     def forget(self) -> None:
-        """Leave the companion to the rank: this process was forked from it."""
+        """Release the companion in a process that was forked from the rank."""
         if self._companion is not None:
-            self._companion.returncode = 0  # else its end would be looked for here
+            self._companion.returncode = 0  # else Popen would wait for it in this process
 
     def _begin(self) -> None:
         assert self._setting is not None
@@ -143,7 +143,7 @@ class Heartbeat:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._setting.socket, self._setting.note],
-            # What ends the rank's process group ends not the companion: the others are told first.
+            # A signal to the rank's process group must not end the companion, which reports it.
             start_new_session=True,
         )
         assert companion.stdin is not None
@@ -161,7 +161,7 @@ class Heartbeat:
             companion.stdin.flush()
 
     def _hear(self) -> None:
-        """Take note of losses, until the companion ends; replace one that was killed."""
+        """Receive losses until the companion ends; replace a companion that was killed."""
         for left in reversed(range(_STARTS)):
             companion = self._companion
             assert companion is not None

@@ -1,6 +1,6 @@
-"""Watch: what a companion concludes from the beats that it receives, or misses.
+"""Watch: decides from the beats that a companion receives, or misses, which ranks are lost.
 
-A beat is the datagram by which companions tell each other how ranks are:
+A beat is a datagram with the state of a rank, from one companion to another:
 
     byte 0            8        12      16      20      24         32        40
          +------------+--------+-------+-------+-------+----------+---------+------+-------------+
@@ -8,8 +8,8 @@ A beat is the datagram by which companions tell each other how ranks are:
          +------------+--------+-------+-------+-------+----------+---------+------+-------------+
                                                of the text                          of all before
 
-Little-endian. A beat without the job's secret in its HMAC, or that is no later than the last one of
-its sender, is dropped: it is a stranger's, or a copy.
+Little-endian. A beat is dropped if its HMAC is not made with the job's secret (it is of another
+sender), or if it is no later than the sender's last one (it is a copy).
 
 Every rank is watched by log2 of the others:
 
@@ -17,8 +17,8 @@ Every rank is watched by log2 of the others:
     and watches    rank - 1, rank - 2, rank - 4, ...      watched by log2 of them
 
 A rank is watched from its first beat on: where a firewall lets none through, a job still runs. A
-companion that could not look (its rank was stopped, or it was kept from running itself) begins to
-count anew: the silence was its own.
+companion that could not look for a while (it was stopped with its rank, or not scheduled) starts
+its peers' timeouts again, as it may have missed their beats.
 
 Nothing here communicates, waits or reads a clock.
 """
@@ -43,16 +43,17 @@ class State(IntEnum):
 
     ALIVE = 0
     STOPPED = 1
-    LEFT = 2  # in good order: nobody needs it any more
+    LEFT = 2  # in good order: no rank needs it any more
     ENDED = 3  # without having left
-    LOST = 4  # given up: the job is at its end
+    LOST = 4  # dead or silent: the job ends
 
 
 class Beat(NamedTuple):
     """A message of a rank's companion.
 
-    sequence: grows with each beat of a sender; nanoseconds of its clock, where that is so.
-    seconds:  for how long a rank has been stopped, or its end or its loss is past.
+    sequence: grows with each beat of a sender: its monotonic clock in nanoseconds, or the last one
+              plus 1 where the clock has not advanced.
+    seconds:  how long ago the rank was stopped, ended or was lost.
     text:     why it ended or is lost.
     """
 
@@ -72,7 +73,7 @@ class Beat(NamedTuple):
 
     @classmethod
     def decode(cls, datagram: bytes, secret: bytes) -> Beat | None:
-        """Return what a datagram says; None for one that nobody with the secret has made."""
+        """Parse a datagram; None for one that was not made with the secret."""
         content, signature = datagram[:-_HMAC_BYTES], datagram[-_HMAC_BYTES:]
         if len(content) < _FIELDS.size or len(datagram) > BEAT_BYTES:
             return None
@@ -85,12 +86,12 @@ class Beat(NamedTuple):
         return cls(sender, about, State(state), sequence, seconds, text.decode(errors="replace"))
 
 
-_LATE_SECONDS: Final = 5.0  # a clock that is farther off is another one's
-_GAP: Final = 0.25  # of the timeout: who has not looked for so long was kept from it
+_LATE_SECONDS: Final = 5.0  # a sequence farther off than this is of another host's clock
+_GAP: Final = 0.25  # share of the timeout: after a longer gap between looks, timeouts start again
 
 
 class Peer(NamedTuple):
-    """A rank, where it runs, and where its companion hears; address: "" where it cannot."""
+    """A rank, its host, and the address of its companion; "" where it receives no beats."""
 
     rank: int
     host: str
@@ -111,12 +112,12 @@ def distances(size: int) -> Iterator[int]:
 
 
 class _Seen:
-    """The last word on a rank; times are on the caller's clock."""
+    """The last beat of a rank's companion; times are on the caller's clock."""
 
     def __init__(self) -> None:
         self.sequence = -1
         self.heard: float | None = None
-        self.stopped: float | None = None  # since when
+        self.stopped: float | None = None  # the time since when it is stopped
         self.warned = False
         self.left = False
 
@@ -124,9 +125,9 @@ class _Seen:
 class Watch:
     """One companion's view of all ranks.
 
-    news: what is to be said to people; who says it takes it out.
-    lost: the ranks that are given up, in this order, and what befell them; this one, too, may be.
-    lost_at: when, as far as is known.
+    news: messages to print; the caller removes those it prints.
+    lost: the ranks that are lost, the first one first, each with its reason; this one may be, too.
+    lost_at: the time of each loss, as far as is known.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Watch:
         self._told_of_unheard = False
 
     def hear(self, beat: Beat, now: float) -> None:
-        """Note what another companion says."""
+        """Take in a beat of another companion."""
         if not (beat.sender < len(self.peers) and beat.about < len(self.peers)):
             return
         seen = self._seen[beat.sender]
@@ -177,7 +178,7 @@ class Watch:
             seen.stopped, seen.warned = None, False
 
     def look(self, now: float, own_is_stopped: bool) -> None:
-        """Note what should have been heard by now."""
+        """Find ranks whose beats are overdue."""
         gap, self._looked = now - self._looked, now
         if own_is_stopped or gap > _GAP * self._timeout_seconds:
             for seen in self._seen:
@@ -212,16 +213,16 @@ class Watch:
         return f"silent for {now - (seen.heard or self._begun):.1f} s: {whose} is down"
 
     def _said_at(self, beat: Beat, now: float) -> float:
-        """Return when a beat was sent: its sequence says it, on the clock that a host has.
+        """Return when a beat was sent: on one host, its sequence is the time.
 
-        It may have waited until this companion had time.
+        The beat may have waited in the socket until this companion had time.
         """
         said = beat.sequence / 1e9
         ours = self.peers[beat.sender].host == self._own.host
         return said if ours and 0 <= now - said < _LATE_SECONDS else now
 
     def lost_before(self, when: float) -> int | None:
-        """Return the other rank that was lost first, if that was before a time."""
+        """Return the other rank that was lost first, if that was before `when`; else None."""
         others = {rank: at for rank, at in self.lost_at.items() if rank != self.rank and at < when}
         return min(others, key=others.__getitem__, default=None)
 
@@ -231,7 +232,7 @@ class Watch:
             self.lost_at.setdefault(rank, when)
 
     def _tell_of_unheard(self) -> None:
-        """Say which ranks are not watched, as nothing came from them."""
+        """Add a message about ranks that are not watched, as no beat came from them."""
         unheard = [
             str(self.peers[rank])
             for rank in self.watches

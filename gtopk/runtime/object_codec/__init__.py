@@ -1,8 +1,9 @@
-"""Python objects as bytes that only ever decode to data: typed msgpack, no pickle unless allowed.
+"""Python objects as bytes that decode to data and run no code: typed msgpack, no pickle unless
+allowed.
 
 The format (drawn in format.py) keeps structure and content apart: one loop reads the structure, a
-tensor is copied once, and nothing is allocated that the message does not hold the bytes of.
-`decode` trusts nothing: whatever is wrong with a message ends in one ObjectFormatError.
+tensor is copied once, and no more memory is allocated than the message has bytes for.
+`decode` trusts nothing: every defect of a message ends in an ObjectFormatError.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from .format import (
 def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
     """Return the object as bytes.
 
-    allow_pickle: whether what has no code of its own is pickled; None: as GTOPK_ALLOW_PICKLE says.
+    allow_pickle: whether objects of other types are pickled; None: as GTOPK_ALLOW_PICKLE says.
 
     These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
     bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
@@ -45,7 +45,7 @@ def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
     arrays of numbers, dates and strings; torch.Tensor and torch.nn.Parameter (dense, from any
     device), torch.dtype, torch.device and torch.Size. So do objects of dataclasses that are defined
     at the top of a module which the receiver has imported, too; field by field, without a call of
-    __init__. What sits in two places of the object comes back as two.
+    __init__. A part that is in two places of the object comes back as two parts.
 
     Raises TypeError, naming the place in the object, for anything else: subclasses of these types,
     enums and named tuples among them. Where pickles are allowed, it is pickled instead.
@@ -112,9 +112,9 @@ class _Writer:
         self._bulk.append(content)
 
     def _write_pickle(self, obj: object, trait: str) -> None:
-        """Append what has no code of its own: a pickle where allowed, else raise TypeError.
+        """Append an object that has no type code: a pickle where allowed, else raise TypeError.
 
-        trait: what about this object of a known type is unknown, or "".
+        trait: the unsupported trait of this object of a known type; "": its type is unknown.
         """
         what = f"{type_name(type(obj))}{trait and f' ({trait})'} at {self._place()}"
         if not self._may_pickle:
@@ -133,7 +133,7 @@ class _Writer:
         self._write_leaf(Code.PICKLE, (), content)
 
     def _place(self) -> str:
-        """Return where in the object the current part sits, as one would write it in Python."""
+        """Return the current part's place in the object as a Python expression."""
         return "".join(step.text.format(reprlib.repr(step.key)) for step in self._path) or "its top"
 
 
@@ -152,7 +152,8 @@ def decode(
     """Return the object in bytes made by `encode`; tensors land on the CPU, contiguous.
 
     allow_pickle: whether pickles are executed; None: as GTOPK_ALLOW_PICKLE says.
-    imports: whether the modules of dataclasses are imported: from who may execute code here anyway.
+    imports: whether the modules of dataclasses are imported; only for a sender that may run code
+        here.
     Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle that is
     not allowed here. Without a pickle, nothing the sender chose is executed.
     """
@@ -208,7 +209,7 @@ class _Reader:
         self, head: memoryview, bulk: memoryview, may_unpickle: bool, imports: bool
     ) -> None:
         self._unpacker = msgpack.Unpacker(
-            max_buffer_size=max(head.nbytes, 1),  # 0 would stand for 2 GiB
+            max_buffer_size=max(head.nbytes, 1),  # 0 would mean 2 GiB
             max_array_len=0,
             max_map_len=0,
             unicode_errors="surrogatepass",

@@ -1,8 +1,7 @@
 """Composites: the types made of objects, and how each is taken apart and put together.
 
-A dataclass is named in the message, looked up where it is imported, and filled field by field:
-neither its __init__ nor a property of it runs, so that a message executes nothing that its sender
-chose.
+A dataclass is named in the message, looked up among imported modules, and filled field by field:
+neither its __init__ nor its properties run, so a message cannot execute code that its sender chose.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def name_of(kind: type) -> str:
 
 
 def why_not(obj: Any) -> str:
-    """Return what keeps an object of a dataclass from being told by its fields; "": nothing."""
+    """Return why a dataclass's object cannot be encoded by its fields; "": it can."""
     kind = type(obj)
     if _found(name_of(kind)) is not kind:
         return "of a class that is not defined at the top of a module"
@@ -84,14 +83,14 @@ def filled(name: str, values: dict[str, object]) -> Any:
         raise malformed(f"{type_name(kind)} has no field {', '.join(map(repr, unknown))} here")
     obj = object.__new__(kind)
     for field, value in values.items():
-        object.__setattr__(obj, field, value)  # of a frozen one, too
+        object.__setattr__(obj, field, value)  # works for frozen dataclasses, too
     return obj
 
 
 def _found(name: str) -> object:
-    """Return what is defined under a name in a module that is imported, or None.
+    """Return the object of a name in a module that is imported, or None.
 
-    By the namespaces themselves: to ask a module or a class for an attribute may call code.
+    It is looked up in the __dict__s: getattr on a module or a class may call code.
     """
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
@@ -101,7 +100,7 @@ def _found(name: str) -> object:
 
 
 class Step(NamedTuple):
-    """One part of a composite; text.format(repr(key)) tells its place there."""
+    """One part of a composite; text.format(repr(key)) is its place there."""
 
     text: str
     key: object
@@ -135,7 +134,7 @@ def _attributes(*names: str) -> Callable[[object], Iterator[Step]]:
 
 
 def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
-    """Yield `_metadata` as well, where a module's state_dict keeps its version numbers."""
+    """Yield the items and `_metadata`, in which a module's state_dict keeps version numbers."""
     attributes = vars(mapping)
     if attributes.keys() - {"_metadata"}:
         raise UnsupportedError(f"with attributes {sorted(attributes)}")
@@ -278,6 +277,6 @@ COMPOSITES: Final = {int(row.code): row for row in (*COMPOSITE_OF.values(), _OF_
 
 
 def composite_of(obj: object) -> Composite | None:
-    """Return how an object is taken apart; None where it is not made of objects."""
+    """Return the codec of an object's type; None where the type is not made of objects."""
     own = COMPOSITE_OF.get(type(obj))
     return _OF_DATACLASSES if own is None and is_dataclass_object(obj) else own

@@ -1,4 +1,4 @@
-"""The bytes of an encoded object: its header, its type codes, its limits, and what breaks them.
+"""The bytes of an encoded object: its header, its type codes, its limits, and its error.
 
     byte 0        4     6       8            16      24
          +--------+-----+-------+------------+-------+------+------+
@@ -45,7 +45,7 @@ HEADER: Final = struct.Struct("<4sHHQQ")
 HEADER_BYTES: Final = HEADER.size
 HAS_PICKLE: Final = 1  # the one flag
 
-MAX_DEPTH: Final = 100  # parts inside parts; more => nearer to Python's recursion limit
+MAX_DEPTH: Final = 100  # of nested parts; a larger one comes near Python's recursion limit
 MAX_DIMENSIONS: Final = 64  # of an array or a tensor: NumPy's own limit
 
 Plain: TypeAlias = bool | int | float | str | None
@@ -53,7 +53,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class ObjectFormatError(ValueError):
-    """Bytes that should hold an encoded object do not."""
+    """Raised for bytes that are not a valid encoded object."""
 
 
 class Code(IntEnum):
@@ -94,7 +94,7 @@ def malformed(reason: str) -> ObjectFormatError:
 
 
 def type_name(kind: type) -> str:
-    """Return a type's name as one would import it."""
+    """Return a type's name with its module, as in an import."""
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{where}{kind.__qualname__}"
 
@@ -105,7 +105,7 @@ def pickle_allowed() -> bool:
 
 
 def pickler() -> Any:
-    """Return cloudpickle, which knows lambdas and local classes, where it is installed."""
+    """Return cloudpickle, which can pickle lambdas and local classes, if installed, else pickle."""
     found = importlib.util.find_spec("cloudpickle")
     return importlib.import_module("cloudpickle") if found else pickle
 
@@ -119,7 +119,7 @@ class Leaf(NamedTuple):
 
 
 class UnsupportedError(Exception):
-    """This object of a known type cannot be sent as that type; its text says why."""
+    """Raised for an object of a known type that cannot be encoded; its text says why."""
 
 
 def leaf_of(obj: object) -> Leaf:
@@ -195,7 +195,7 @@ def _scalar(content: memoryview, name: str) -> Any:
 
 
 def _check_bools(elements: NDArray[np.uint8]) -> None:
-    if (elements > 1).any():  # NumPy and torch count and index by such bytes unchecked
+    if (elements > 1).any():  # NumPy and torch use bools' bytes unchecked, to count and index
         raise malformed("a bool is neither 0 nor 1")
 
 

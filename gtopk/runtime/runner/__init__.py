@@ -1,13 +1,13 @@
 """`gtopk.run(func, np=4)`: call a function on ranks that are started for it, as horovod.run does.
 
     this process                              rank r of np
-    Arguments      what was asked for
-    Call           func by name, args ------> worker: imports func, calls it
-    CallServer     one result a rank <------- its result, or its error with the traceback
-    Ranks          mpirun or torchrun; ended, with every process of theirs, when run returns
+    ranks.py       run: checks the arguments, starts ranks by mpirun, srun or torchrun, and ends
+                   all their processes before it returns
+    call.py        func by name, args ------> worker.py: imports func, calls it
+    call_server.py one result a rank <------- its result, or its error with the traceback
 
-What travels is typed msgpack (the object codec) over TCP, after both sides have shown that they
-know the secret of this job.
+Messages are typed msgpack (the object codec) over TCP; both sides first prove that they know the
+secret of this job.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The call that every rank makes: the function by its name, the arguments as typed msgpack.
+"""The call that every rank makes, and the reports that come back.
 
-A function travels as module:qualname; one of the script itself, as "__main__:qualname" with the
-script's path, which each rank loads as multiprocessing's spawn does (under the name __mp_main__:
-what stands below `if __name__ == "__main__":` is not run again).
+A call holds the function by its name and the arguments as typed msgpack. The name is
+module:qualname. For a function of the script itself it is "__main__:qualname" with the script's
+path, which each rank loads as multiprocessing's spawn does (under the name __mp_main__, so that
+code below `if __name__ == "__main__":` is not run again).
 
-Collect every rank's report: its result, or the one error that says which rank failed, and how.
-
-A rank that lost its peers reports so at once; the lost one reports its error perhaps a little
-later. Collecting waits for that cause, and raises it.
+`collect` waits for every rank's report, and returns the results or raises one error that says which
+rank failed, and how. A rank that lost a peer reports that at once; the lost peer may report the
+cause a little later. `collect` waits for the cause, and raises it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..coordinator.agreement import name_ranks
 from ..launch import LaunchError
 from .call_server import CallServer
 
-# Of what multiprocessing tells a process that it spawns: what makes imports work there as here.
+# The part of multiprocessing's preparation data that makes imports work in a spawned process.
 _SURROUNDINGS: Final = (
     *("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path"),
 )
@@ -50,10 +50,10 @@ def pack(
     allow_pickle: bool,
     to_install: Sequence[str],
 ) -> tuple[bytes, bytes]:
-    """Return the bytes of what a rank needs before it can import anything, and of the call.
+    """Return the bytes of the preparation, which a rank needs before any import, and of the call.
 
     to_install: modules whose `install` the ranks call before they import anything else.
-    Raises TypeError for what cannot travel without a pickle, where none is allowed.
+    Raises TypeError for objects that need a pickle, where none is allowed.
     """
     here = spawn.get_preparation_data("gtopk.run")
     surroundings = {name: here[name] for name in _SURROUNDINGS if name in here}
@@ -88,7 +88,7 @@ def pack(
 
 
 def reference(func: Callable[..., Any], in_script: bool) -> str | None:
-    """Return "module:qualname" if that names this very function, else None.
+    """Return "module:qualname" if that name leads to this function, else None.
 
     in_script: whether other processes can load this one's __main__.
     """
@@ -103,7 +103,7 @@ def reference(func: Callable[..., Any], in_script: bool) -> str | None:
 
 
 def resolve(where: str) -> Any:
-    """Return what "module:qualname" names."""
+    """Return the object that "module:qualname" names."""
     module, _, name = where.partition(":")
     return attrgetter(name)(importlib.import_module(module))
 
@@ -115,7 +115,7 @@ def surround(surroundings: dict[str, Any]) -> None:
 
 def make(content: bytes, allow_pickle: bool) -> Any:
     """Make the call, and return what it returns."""
-    # Who sends the call says what is imported and called here, authenticated by the job's secret.
+    # The sender decides which code runs here; it has proved that it knows the job's secret.
     call = objects.decode(content, allow_pickle=allow_pickle, imports=True)
     function = call["function"]
     if isinstance(function, str):
@@ -139,7 +139,7 @@ class Failure(NamedTuple):
 
 
 def place() -> str:
-    """Return where this process is, in words."""
+    """Return a text with this process's host and pid."""
     return f"host {socket.gethostname()}, pid {os.getpid()}"
 
 
@@ -149,7 +149,7 @@ def of_result(result: Any, allow_pickle: bool) -> bytes:
 
 
 def of_error(error: BaseException, own_frames: int) -> bytes:
-    """Return the report of a call that failed; own_frames: how many of the outermost are ours."""
+    """Return the report of a call that failed, without the `own_frames` outermost frames."""
     trace: TracebackType | None = error.__traceback__
     for _ in range(own_frames):
         trace = trace.tb_next if trace is not None else None
@@ -172,11 +172,11 @@ def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
     return report["result"], None
 
 
-_LOOK_SECONDS: Final = 0.1  # between two looks whether the launcher has ended
-_CAUSE_SECONDS: Final = 5.0  # what the cause gets to be reported, after a consequence was
-_LEAVE_SECONDS: Final = 2.0  # what ranks get to end, after one has failed
-_DRAIN_SECONDS: Final = 2.0  # what reports get to arrive, after the launcher has ended
-_END_SECONDS: Final = 30.0  # what ranks get to end, after they have reported
+_LOOK_SECONDS: Final = 0.1  # between two checks whether the launcher has ended
+_CAUSE_SECONDS: Final = 5.0  # for the cause to be reported, after a consequence was
+_LEAVE_SECONDS: Final = 2.0  # for ranks to end, after one has failed
+_DRAIN_SECONDS: Final = 2.0  # for reports to arrive, after the launcher has ended
+_END_SECONDS: Final = 30.0  # for ranks to end, after they have reported
 
 
 def collect(
@@ -232,7 +232,7 @@ def collect(
 
 
 def _let_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Give the ranks time to end by themselves, which is quieter; tell whether they have."""
+    """Wait for the ranks to end by themselves, with less output; tell whether they have."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         launcher.wait(seconds)
     return launcher.poll() is not None
@@ -251,7 +251,7 @@ def _without_cause(
     ranks: int,
     launcher: subprocess.Popen[bytes],
 ) -> RuntimeError:
-    """Return the error for a job of which no rank told of a cause."""
+    """Return the error for a job in which no rank reported a cause."""
     code = launcher.poll()
     end = "its launcher goes on" if code is None else f"its launcher ended with exit code {code}"
     if lost:

@@ -4,15 +4,15 @@
     server -> rank    preparation, call  two messages (call.pack)
     rank -> server    report             one message (collect)
 
-They talk over an authenticated connection: both know the job's secret, and bytes of anybody else's
+The connection is authenticated: both ends know the job's secret, and bytes from any other sender
 are an error.
 
     each     nonce 32                                     random, so that nothing can be replayed
     message  length 8 | mark 32 | content | mark 32
 
-A mark is HMAC-SHA256 of who sends, the message's number, and its length or its content, under a key
-made of the secret and both nonces. The length is believed, and room made for the content, only
-after its mark was right. Contents are not hidden from who can listen.
+A mark is HMAC-SHA256 of the sender's side, the message's number, and its length or its content,
+under a key made of the secret and both nonces. Memory for the content is allocated only after the
+length's mark was right. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _log = logging.getLogger("gtopk")
 _NONCE_BYTES: Final = 32
 _MARK_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<Q")
-_WHO: Final = struct.Struct("<?Qs")  # whether by the one that accepted, the number, the part
-_REPLY_SECONDS: Final = 10.0  # for what takes a peer no time to say
+_WHO: Final = struct.Struct("<?Qs")  # whether the accepting end sends, the number, the part
+_REPLY_SECONDS: Final = 10.0  # for messages that a peer can send at once
 
 
 class UnauthenticatedError(ConnectionError):
@@ -47,7 +47,7 @@ class UnauthenticatedError(ConnectionError):
 class AuthenticatedConnection:
     """One end of a connection; the other has the same secret.
 
-    accepted: whether this end took the call, rather than made it.
+    accepted: whether this end accepted the connection, rather than opened it.
     Raises UnauthenticatedError or TimeoutError, the connection closed, where the other end shows no
     nonce.
     """
@@ -81,7 +81,7 @@ class AuthenticatedConnection:
         """Return the next message.
 
         patiently: wait for it as long as it takes; else for 10 seconds.
-        Raises UnauthenticatedError for one that the other end has not sent, or that is longer.
+        Raises UnauthenticatedError for one that the other end has not sent, or of more bytes.
         """
         deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
         length = self._read(_LENGTH.size, deadline)
@@ -122,15 +122,15 @@ class AuthenticatedConnection:
 
 
 RANK: Final = struct.Struct("<q")
-_BACKLOG: Final = 4096  # ranks, and strangers, that call at once
-_BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
+_BACKLOG: Final = 4096  # connections that wait to be accepted
+_BREATH_SECONDS: Final = 0.1  # pause before accepting again, after too many open files
 
 
 class CallServer:
-    """Hands the same call to every rank and collects their reports; a thread for each of them.
+    """Sends the same call to every rank and collects their reports; a thread serves each rank.
 
-    came, left, reports: the ranks that have come, those that have gone, in that order, and what
-    they reported. Guarded by `changed`.
+    came, left: the ranks that have connected, and those that have disconnected, in that order.
+    reports: by rank. All three are guarded by `changed`.
     """
 
     def __init__(self, ranks: int, messages: Sequence[bytes], host: str = "127.0.0.1") -> None:
@@ -140,7 +140,7 @@ class CallServer:
         self.reports: dict[int, bytes] = {}
         self._ranks = ranks
         self._messages = messages
-        self._refused: set[str] = set()  # hosts, told of once each
+        self._refused: set[str] = set()  # hosts whose refusal was printed
         self._closed = False
         self._secret = secrets.token_bytes(32)
         self._server = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -149,14 +149,14 @@ class CallServer:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which ranks find the call server, and are known there."""
+        """Return the variables with which ranks find the call server and authenticate."""
         return {
             settings.RUN_ADDRESS.name: self._address,
             settings.RUN_SECRET.name: self._secret.hex(),
         }
 
     def close(self) -> None:
-        """Receive nobody any more."""
+        """Stop accepting connections."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
@@ -167,7 +167,7 @@ class CallServer:
         while not self._closed:
             try:
                 visitor, (host, _) = self._server.accept()
-            except OSError:  # closed; or strangers hold all the files that this process may have
+            except OSError:  # closed; or other clients' connections use up the process's files
                 time.sleep(0.0 if self._closed else _BREATH_SECONDS)
                 continue
             threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
@@ -193,7 +193,7 @@ class CallServer:
             with self.changed:
                 self.reports[rank] = report
                 self.changed.notify()
-        except (OSError, struct.error) as error:  # of a rank that has died, `left` tells
+        except (OSError, struct.error) as error:  # a rank that has died is noted in `left`
             if rank is None:
                 self._refuse(host, error)
         finally:
@@ -204,7 +204,7 @@ class CallServer:
                     self.changed.notify()
 
     def _refuse(self, host: str, error: Exception) -> None:
-        """Say that somebody else came, once for each host."""
+        """Print that another client connected, once for each host."""
         with self.changed:
             known = host in self._refused
             self._refused.add(host)

@@ -1,8 +1,7 @@
 """run: the function itself, with the arguments of horovod.run.
 
-Start ranks: by mpirun here or on other hosts, by srun in its allocation, by torchrun here.
-
-How Open MPI's mpirun starts ranks on other hosts: over ssh, with this process's environment.
+It starts ranks by mpirun here or on other hosts, by srun in its allocation, or by torchrun here.
+Open MPI's mpirun starts ranks on other hosts over ssh, with this process's environment.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ..launch.mpirun import Mpi, require_mpirun
 from .call_server import CallServer, own_address
 from .worker import BEGIN
 
-# Of this host, this shell or this job, and of no use to another.
+# Variables that belong to this host, this shell or this job, and are not sent to other hosts.
 _STAYS: re.Pattern[str] = re.compile(
     r"(OMPI|PMIX|PMI|PRTE|SLURM|SSH|XDG|BASH_FUNC)_.*|_|DISPLAY|HOME|HOSTNAME|LOGNAME|LS_COLORS|"
     r"OLDPWD|PWD|SHELL|SHLVL|TERM|TMPDIR|USER"
@@ -44,7 +43,7 @@ _STAYS: re.Pattern[str] = re.compile(
 
 
 def refuse_other_than_open_mpi(mpi: Mpi) -> None:
-    """Raise LaunchError for an MPI whose way to other hosts is not known here."""
+    """Raise LaunchError for an MPI with which gtopk cannot start ranks on other hosts."""
     if mpi.vendor != "Open MPI":
         raise LaunchError(
             f"starting ranks on other hosts needs Open MPI's mpirun, found {mpi}; start the script "
@@ -53,7 +52,7 @@ def refuse_other_than_open_mpi(mpi: Mpi) -> None:
 
 
 def host_options(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
-    """Return the options of mpirun for these hosts, to which the environment goes along."""
+    """Return the options with which mpirun starts ranks on these hosts, with this environment."""
     places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     names = [
         name
@@ -92,7 +91,7 @@ LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
 
 @dataclass(frozen=True)
 class Places:
-    """Hosts and launcher to start ranks with; None and empty: here, with what is at hand."""
+    """Hosts and launcher to start ranks with; empty, None: this host, the launcher found here."""
 
     ranks: int
     hosts: Sequence[Host] = ()
@@ -111,7 +110,7 @@ class Places:
 
 
 class Start(NamedTuple):
-    """A launcher's command line, and what its environment needs besides this process's."""
+    """A launcher's command line, and the variables to add to its environment."""
 
     command: list[str]
     variables: dict[str, str]
@@ -145,7 +144,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
 
 
 def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
-    """Return the launcher that works: mpirun, or torchrun where all is here and MPI incomplete."""
+    """Return the launcher to use: mpirun, or torchrun for ranks here where MPI is incomplete."""
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
     return "torchrun" if not complete and all(host.is_this_one for host in hosts) else "mpirun"
 
@@ -163,7 +162,7 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
     options = [f"--ntasks={places.ranks}"]
     cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # since 22.05 srun does not inherit it
     tasks = whole_number("SLURM_NTASKS", whole_number("SLURM_JOB_NUM_NODES", 1))
-    if cores and places.ranks <= tasks:  # more share what there is
+    if cores and places.ranks <= tasks:  # more ranks than tasks share the cores
         options.append(f"--cpus-per-task={cores}")
     return Start(["srun", *options, *program], variables)
 
@@ -235,7 +234,7 @@ def run(
     *,
     allow_pickle: bool | None = None,
 ) -> list[Any]:
-    """Call func(*args, **kwargs) on so many ranks, started for it; return the results by rank.
+    """Call func(*args, **kwargs) on ranks that are started for it; return the results by rank.
 
     func:              by its name: one that other processes can import, the script's own included.
     num_proc, np:      how many ranks.
@@ -355,5 +354,5 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
 
 
 def _to_install() -> list[str]:
-    """Return the modules whose finders this process was given: ranks are to find what it finds."""
+    """Return the modules that installed import finders here: ranks install the same ones."""
     return [finder.installed_by for finder in sys.meta_path if hasattr(finder, "installed_by")]

@@ -12,16 +12,16 @@ from .. import standard_streams
 from ..launch import launched_by
 from .call_server import visit
 
-# Begins a rank wherever gtopk lies: argv is [-c, the folder that gtopk lies in].
+# Starts a rank from any place of gtopk: argv is [-c, the folder that holds gtopk].
 BEGIN: Final = (
     "import sys; sys.path.insert(0, sys.argv.pop()); "
     "from gtopk.runtime.runner.worker import main; main()"
 )
-_FRAMES: Final = 2  # main and call.make, above the function's own
+_FRAMES: Final = 2  # frames of main and call.make, above those of the function
 
 
 def main() -> None:
-    """Make the call of the call server that the environment names, and report what it came to."""
+    """Fetch the call from the server that the environment names, make it, report the outcome."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _print_into(folder: Path) -> None:
-    """Send what this process and its children print to files, in place of the launcher."""
+    """Redirect the output of this process and its children into files, away from the launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

@@ -4,6 +4,6 @@ joining.py            from the launcher's variables, or mpi4py's communicators, 
 state.py              a rank's transport, engine and place; whether NCCL carries its GPU's messages
 world.py              the world of this process, from init to shutdown
 process_sets.py       some of the ranks, with operations of their own
-guard.py              whatever ends one rank ends all, by name
+guard.py              when one rank fails, the job ends with its number, step and error
 preemption.py         SIGTERM on one rank: all know after the same step
 """

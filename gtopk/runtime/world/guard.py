@@ -1,37 +1,37 @@
-"""No rank hangs: whatever ends one rank ends the job, and says which rank and at which step.
+"""Guard: when one rank fails, the job ends, and an error says which rank failed at which step.
 
-an exception (any thread)   printed with rank and step, then the job is aborted
+an exception (any thread)   it is printed with rank and step, then the job is aborted
 the program ends, or calls sys.exit, while its peers go on
                             their next operation fails and names this rank (Engine, Transport)
-a signal kills it           the launcher ends the others; each says at which step it was stopped
-it freezes, or its host or link is gone
-                            its heartbeat tells: who waits for it fails and names it (heartbeat/)
+a signal kills the rank     the launcher ends the others; each says at which step it was stopped
+the rank freezes, or its host or link is gone
+                            its heartbeats stop: ranks that wait for it fail and name it (liveness/)
 
-What is said goes to stderr, into the run's record and into a file, where there are.
-Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
+Messages go to stderr, into the run's record and into the failure file, where these are asked for.
+Where ranks may leave (hogbatch, with that option), a failure ends its own rank only.
 
-The error file: where torchrun looks for what a rank failed with, and when, to name the first.
+torchrun's error file gets the error and its time: torchrun names the earliest as the root cause.
 
-The failure file: what a rank failed with, for who looks when the job's output is gone.
+The failure file keeps a rank's error when the job's output is lost:
 
     GTOPK_FAILURE_DIR=DIR    DIR/failure_rank2.json, of each rank that failed
     GTOPK_RUN=DIR            the same, beside the run's record
 
-Without either nothing is written. A rank removes its own when it joins a world, and those of ranks
-that are not in it: in a folder that all hosts share, one that is there is of the last run. A rank
-that cannot join writes one, too: where mpirun is gone, nobody reads what its ranks print any more.
+Without either nothing is written. When a rank joins a world it removes its own file, and files of
+ranks that are not in the world: in a folder that all hosts share they are left from an earlier run.
+A rank that cannot join writes one, too: where mpirun is gone, nobody reads what its ranks print.
 
-    rank, size, host, pid    whose it is; as launched, where it could not join
+    rank, size, host, pid    of the rank; as launched, where it could not join
     time                     when it was written, UTC
     gtopk                    the version
     step                     that the rank was in
     operation                that it was in, or that failed; null: it computed
-    error, text              the exception's type and text; null, and how it was ended
-    lost                     the ranks that died, as far as it is known here, the first one first
-                             where the heartbeat saw it: rank, why
+    error, text              the exception's type and text; or null, and how the rank was ended
+    lost                     the ranks known here to have died, each with rank and why; the first
+                             that the heartbeat found comes first
     traceback                null where another rank is the cause
 
-Nothing of its environment is in it.
+The file holds no environment variables.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
 
 def folder_from(environ: Mapping[str, str] = os.environ) -> str:
-    """Return where failure files go; "": nowhere."""
+    """Return the folder of failure files; "": none are written."""
     return settings.FAILURE_DIR.read(environ) or settings.RUN.read(environ)
 
 
@@ -77,7 +77,7 @@ def remove_earlier(folder: str, rank: int, size: int) -> None:
     """Remove this rank's file of an earlier run, and those of ranks that this run lacks."""
     if not folder:
         return
-    with contextlib.suppress(OSError):  # who cannot write there writes none either
+    with contextlib.suppress(OSError):  # a rank that cannot delete there cannot write there either
         path_of(folder, rank).unlink(missing_ok=True)
         for path in Path(folder).iterdir():
             found = _NAME.fullmatch(path.name)
@@ -96,9 +96,9 @@ def write(
     error: BaseException | None,
     lost: Sequence[Lost],
 ) -> None:
-    """Write the file beside and rename it; where that cannot be, the rank ends without.
+    """Write a rank's failure file, by renaming a temporary one; errors of the disk are ignored.
 
-    operation: "": it computed. how: it ended. error: what it raised; None: it was ended.
+    operation: "": it computed. how: how the rank ended. error: its exception; None: it was ended.
     """
     is_own = error is not None and not isinstance(error, HorovodInternalError | PeerError)
     content = {
@@ -114,7 +114,7 @@ def write(
 
 
 def record_of(rank: int, size: int) -> dict[str, Any]:
-    """Return what is in the file of a rank that has done nothing yet, but for what it failed with.
+    """Return the failure file's entries for a rank at its start, still without an error.
 
     JSON keeps the order: it is that of the list above.
     """
@@ -140,16 +140,17 @@ def write_of_start(folder: str, rank: int, size: int, error: Exception) -> None:
 
 
 _PATH: Final = "TORCHELASTIC_ERROR_FILE"
-_CONSEQUENCE_SECONDS: Final = 10  # within which torchrun notices a rank's end
+_CONSEQUENCE_SECONDS: Final = 10  # torchrun notices a rank's end within this time
 
 
 def write_error_file(
     text: str, error: BaseException | None, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Tell torchrun what this rank failed with; without torchrun, do nothing.
+    """Write torchrun's error file for this rank; without torchrun, do nothing.
 
-    error: with its traceback; None: another rank is the cause. Then the failure is dated later:
-    torchrun calls the earliest the root cause, and dates who was killed when it notices.
+    error: with its traceback; None: another rank is the cause. Then the file's time is later than
+    now: torchrun calls the earliest failure the root cause, and gives a killed rank, which has no
+    file, the time at which it notices.
     """
     path = environ.get(_PATH)
     if not path:
@@ -164,15 +165,15 @@ def write_error_file(
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-_WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
-_STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
+_WORD_SECONDS: Final = 0.3  # a rank that is stopped waits so long for news of a lost rank
+_STUCK_SECONDS: Final = 3.0  # an operation has so long to notice that a rank is lost
 _LOOK_SECONDS: Final = 0.1
-_LAST_WORD_SECONDS: Final = 1.0  # what the last words of ranks get to go out
-_DISK_SECONDS: Final = 1.0  # what a disk gets to take them: it may be of the host that is lost
+_LAST_WORD_SECONDS: Final = 1.0  # for other ranks to print their errors before an abort
+_DISK_SECONDS: Final = 1.0  # for writes to a disk, which may belong to the host that is lost
 
 
 class Member(Protocol):
-    """The rank that the guard guards, and the ways to end its job."""
+    """The rank that a guard watches: the parts of a World that it uses."""
 
     transport: Transport
     engine: Engine
@@ -187,12 +188,15 @@ class Member(Protocol):
 
 
 class Guard:
-    """Watches how this process ends; only a world of several processes needs it."""
+    """Reports how this process ends, and ends the job; only a world of several processes needs it.
+
+    `install` begins to watch; `remove` ends that after a `shutdown`.
+    """
 
     def __init__(self, member: Member, heartbeat_seconds: float, failures: str = "") -> None:
-        """heartbeat_seconds: after which a silent rank is given up; 0: never.
+        """heartbeat_seconds: after which a silent rank counts as lost; 0: never.
 
-        failures: the folder of failure files; "": there are none.
+        failures: the folder of failure files; "": none are written.
         """
         self.member = member
         self.needed = member.transport.name != "local" and member.transport.size > 1
@@ -202,8 +206,8 @@ class Guard:
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
         self._failures = failures
-        self._retired = self._told = False  # _told: what this rank failed with
-        self._speaks = self._stopped_meanwhile = False  # while it tells that
+        self._retired = self._told = False  # _told: the rank's error was printed
+        self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
@@ -211,9 +215,10 @@ class Guard:
         self._said_seconds = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
 
     def install(self) -> None:
-        """Take over the hooks for exceptions, and SIGTERM where nobody handles it; begin to beat.
+        """Set the exception hooks, and SIGTERM's handler where there is none; start the heartbeat.
 
-        All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
+        All ranks call it together. Raises HorovodInternalError where their heartbeat settings
+        differ.
         """
         self.member.engine.sign = self.departure_notice
         if not self.needed:
@@ -233,26 +238,26 @@ class Guard:
             self.member.on_change()
 
     def close(self) -> None:
-        """Have the others watch this rank no more, as it has left, and they have."""
+        """Stop the heartbeat: this rank and the others have left."""
         if self._heartbeat:
             self._heartbeat.close()
             self._heartbeat = None
 
     def forget(self) -> None:
-        """Give back what a forked process has of the rank's."""
+        """Remove the guard from a forked process, and leave the companion to the parent."""
         if self._heartbeat:
             self._heartbeat.forget()
             self._heartbeat = None
         self.remove()
 
     def remove(self) -> None:
-        """Close, and give back the hooks that are still ours; in the main thread, for SIGTERM."""
+        """Close, and restore hooks that are still ours; SIGTERM's needs the main thread."""
         self.retire()
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def retire(self) -> None:
-        """Close, in any thread, and let exceptions and SIGTERM be: this process is no rank."""
+        """Close, and ignore exceptions and SIGTERM, as this process is no rank; in any thread."""
         self.close()
         self._retired = True
         if sys.excepthook == self._on_exception:
@@ -261,11 +266,11 @@ class Guard:
             threading.excepthook = self._threading_excepthook
 
     def misses_a_rank(self) -> bool:
-        """Tell whether a rank is lost, waiting a little for word of one."""
+        """Tell whether a rank is lost, waiting 0.3 s for news of one."""
         return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
     def departure_notice(self, how: str) -> str:
-        """Return what the peers are told when this rank leaves."""
+        """Return the text that the peers get when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
 
     def _say(self, what: str) -> None:
@@ -276,21 +281,21 @@ class Guard:
             os.write(2, line.encode(errors="replace"))
 
     def tell(self, error: BaseException) -> None:
-        """Say that this rank failed, and with what."""
+        """Report this rank's error: on stderr, to torchrun, and through the companion."""
         if self.needed:
             self._told = True
             failed = self._failed(error)
             advice = "" if self.member.advice in failed else f"; {self.member.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
-            # Of this one another rank is the cause.
+            # A HorovodInternalError has its cause on another rank.
             cause = None if isinstance(error, HorovodInternalError) else error
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
             then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
             self._say(f"{failed}; {then}{advice}")
 
     def _failed(self, error: BaseException, place: str = "") -> str:
-        """Return what is said of a failure; place: to be said behind the step."""
+        """Return the text of a failure; place: text to put behind the step."""
         where = self.member.where()
         return f"failed {where}{place}: {describe(error, where)}"
 
@@ -320,7 +325,7 @@ class Guard:
 
     @contextlib.contextmanager
     def _to_the_end(self) -> Iterator[None]:
-        """Put SIGTERM off: a launcher sends it as soon as one rank is lost, in mid-sentence."""
+        """Delay SIGTERM until the body ends: launchers send it as soon as one rank is lost."""
         self._speaks = True
         try:
             yield
@@ -330,10 +335,10 @@ class Guard:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _let_the_others_speak(self, how: str) -> None:
-        """Announce the departure, and wait: an abort would cut the others off in mid-sentence.
+        """Announce the departure, and wait 1 s: an abort would cut off the others' messages.
 
-        Those whose operation failed departed before they speak, so that all have departed is no
-        sign. In a thread: a transport that has failed may never return.
+        Departures of all ranks do not shorten that: a rank whose operation failed departs before it
+        prints. The announcement is made in a thread, as a failed transport may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
         _for_a_moment(
@@ -342,7 +347,7 @@ class Guard:
         time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
-        """End this process as if it were killed: what the others go by is that it is gone."""
+        """Leave and end this process at once, with exit code 1; the others notice its absence."""
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         standard_streams.flush()
@@ -352,7 +357,7 @@ class Guard:
         if self._speaks:
             self._stopped_meanwhile = True
             return
-        if not self._retired and not self._told:  # else it has said why it ends
+        if not self._retired and not self._told:  # else its error is printed already
             self._say_that_it_is_stopped()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -373,12 +378,12 @@ class Guard:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
-        if self.member.termination_requested:  # it waits for a step after which all know
+        if self.member.termination_requested:  # the step that all need to learn of it never ends
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: Lost) -> None:
-        """End the job where an operation takes no notice of a loss: one inside MPI or gloo."""
+        """End the job where an operation does not notice a loss, such as one inside MPI or gloo."""
         engine = self.member.engine
         since, cycles = time.monotonic(), engine.cycles
         while self._heartbeat is not None:
@@ -396,9 +401,9 @@ class Guard:
                 self.member.transport.abort(1, f"was {why}")
 
     def _write_down(self, how: str, error: BaseException | None = None) -> None:
-        """Have the record say how this rank ends, and a file where a failure is the end.
+        """Write how this rank ends into the run's record, and on a failure the failure file.
 
-        error: this rank's; None: it was ended.
+        error: this rank's; None: it was ended from outside.
         """
         _for_a_moment(lambda: self._write(how, error), _DISK_SECONDS)
 
@@ -418,15 +423,15 @@ class Guard:
         self.member.note_end(how, in_order=False)
 
     def _operation(self, error: BaseException | None) -> str:
-        """Return the name of what failed, or is under way; "": this rank computes."""
+        """Return the name of the operation that failed, or is running; "": this rank computes."""
         failed = error.operation if isinstance(error, HorovodInternalError) else ""
         activity = self.member.engine.activity
         return failed or self.member.engine.failed_in or ("" if activity == "idle" else activity)
 
     def _lost(self) -> list[Lost]:
-        """Return the ranks that died, as far as it is known here, the heartbeat's first one first.
+        """Return the ranks known here to have died; the first that the heartbeat found comes first.
 
-        A launcher ends the others: some of those may be gone, too, by the time this is asked.
+        Others may be among them that the launcher has ended since.
         """
         transport = self.member.transport
         said = transport.departures()
@@ -445,7 +450,7 @@ class Guard:
 
 
 def _for_a_moment(work: Callable[[], object], seconds: float) -> None:
-    """Do what may never return, or fail, and go on without it then."""
+    """Call a function that may fail or never return, and wait for it for so long."""
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
@@ -460,7 +465,7 @@ def _for_a_moment(work: Callable[[], object], seconds: float) -> None:
 def describe(error: BaseException, where: str = "") -> str:
     """Return an exception's type and text on one line.
 
-    where: what the text may end with, at which step, and is said already.
+    where: the step's text, which is cut off the end, as the caller says it already.
     """
     text = " ".join(str(error).split()).removesuffix(f"; {where}")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -6,15 +6,15 @@
     none                                 torch.distributed within a process group, else local
 
 GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
-over NCCL, "staged" through pinned host memory. Where none is named, `gpu_messages` lays NCCL over
-the launcher's, if every rank has a GPU.
+over NCCL, "staged" through pinned host memory. Where none is named, state.py lays NCCL over the
+launcher's, if every rank has a GPU.
 
-A watchdog ends a start that no Python code can interrupt: MPI's waits for ever for a rank that
-ended.
+A watchdog process ends a start that Python code cannot interrupt: MPI's start waits for ever for a
+rank that has ended.
 
-The meeting point of ranks whose launcher brings no MPI: torch.distributed's store.
+Ranks whose launcher brings no MPI meet at torch.distributed's store, which rank 0 serves:
 
-MASTER_ADDR, MASTER_PORT    both set: there (torchrun sets them; anyone may)
+MASTER_ADDR, MASTER_PORT    at this address where both are set (by torchrun or anyone)
 horovodrun                  where rank 0 says on horovodrun's own key-value server (HTTP)
 srun                        on the step's first node, at port 20000 + (16 job + step) mod 10000
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEY: Final = "/gtopk/store"
-_ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
+_ASK_SECONDS: Final = 0.1  # between two requests for rank 0's address
 _REQUEST_SECONDS: Final = 5.0
 _ADDRESS_BYTES: Final = 300  # a name has 255 at most
 
@@ -83,7 +83,7 @@ def master(environ: Mapping[str, str]) -> Address | None:
 
 
 def srun_address(environ: Mapping[str, str]) -> Address:
-    """Return where the ranks of a Slurm step meet, as every one of them can tell for itself.
+    """Return where the ranks of a Slurm step meet; every rank derives it from Slurm's variables.
 
     Raises RuntimeError when Slurm's variables do not say it.
     """
@@ -101,7 +101,7 @@ def srun_address(environ: Mapping[str, str]) -> Address:
 def first_node(nodes: str) -> str:
     """Return the first host of Slurm's list, e.g. n007 of "n[007-012,30],m1".
 
-    Raises ValueError for what is no such list.
+    Raises ValueError for a text that is no such list.
     """
     match = re.match(r"([^\s,\[\]]*)(?:\[([^\],-]+)[^\]]*\])?([^\s,\[\]]*)(?:,|$)", nodes)
     if match is None or not match.group(0).strip(","):
@@ -110,12 +110,12 @@ def first_node(nodes: str) -> str:
 
 
 class HorovodrunServer:
-    """The key-value server with which horovodrun has Horovod's own gloo ranks find each other."""
+    """horovodrun's key-value server, at which Horovod's own gloo ranks find each other."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._url = f"http://{address}{_KEY}"
-        # A proxy of the environment is for the world outside.
+        # The environment's HTTP proxy is for hosts outside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def own_host(self) -> str:
@@ -126,11 +126,11 @@ class HorovodrunServer:
         return host
 
     def tell(self, address: Address, timeout_seconds: float) -> None:
-        """Say where the ranks meet, as rank 0; raises as `ask`."""
+        """Publish where the ranks meet, as rank 0; raises as `ask`."""
         self._answer(0, "PUT", str(address).encode(), timeout_seconds, bytes)
 
     def ask(self, rank: int, timeout_seconds: float) -> Address:
-        """Return where the ranks meet, once rank 0 has said it; rank: who asks, for an error.
+        """Wait until rank 0 has published where the ranks meet; rank: this one, for an error.
 
         Raises PeerTimeoutError after the timeout, HTTPError where the server refuses.
         """
@@ -144,7 +144,7 @@ class HorovodrunServer:
         timeout_seconds: float,
         read: Callable[[bytes], T],
     ) -> T:
-        """Return what `read` makes of an answer; who is busy, or cut off, is asked again."""
+        """Return `read(answer)`; a server that is busy, or cut off, is asked again."""
         request = urllib.request.Request(self._url, body, method=method)
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -170,13 +170,13 @@ class HorovodrunServer:
 
 
 def _read_address(answer: bytes) -> Address:
-    """Raise ValueError for what is none."""
+    """Parse an answer; raise ValueError for bytes that are no address."""
     host, port = answer.decode().rsplit(":", 1)
     return Address(host, int(port))
 
 
 def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:
-    """Return horovodrun's server, if it has told of one."""
+    """Return horovodrun's server, if the environment names one."""
     try:
         return HorovodrunServer(
             Address(
@@ -203,8 +203,7 @@ def communicator_of(ranks: Sequence[int]) -> MPI.Intracomm:
 def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     """Return a communicator's ranks, as ranks of a transport; all of the transport call this.
 
-    Each may come with a communicator of its own: what MPI's Split makes on half of the ranks
-    differs from what it makes on the other half.
+    Ranks may pass different communicators, as MPI's Split returns to different ranks.
     """
     from mpi4py import MPI
 
@@ -215,14 +214,14 @@ def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     return sorted(places[rank] for rank in translated)
 
 
-_LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to
+_LEAVES_SECONDS: Final = 10.0  # for the watchdog to end when it is told to
 
 
 @contextmanager
 def deadline(lookout: Lookout) -> Iterator[None]:
-    """Kill this process, and say why, should what is looked for come before the body ends.
+    """Kill this process, and say why, if a condition of the lookout comes true in the body.
 
-    By a process of its own: the body may hold Python's lock all the while.
+    A separate process watches, as the body may hold Python's lock throughout.
     """
     if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
         yield
@@ -253,8 +252,8 @@ def join(
 ) -> Transport:
     """Return the transport of the ranks that were launched with this one.
 
-    comm: an mpi4py communicator of the ranks to join, or which of the ranks launched join.
-    over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
+    comm: an mpi4py communicator of the ranks to join, or a list of those launched that join.
+    over, timeout_seconds: override GTOPK_TRANSPORT and GTOPK_TIMEOUT.
     Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
     when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
     process) when a rank is missing, PeerError (or ends the process) when the launcher is gone. Ends
@@ -278,11 +277,11 @@ def join(
 
 
 def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what is amiss where fewer ranks have joined than were launched, to rank 0.
+    """Return, on rank 0, a warning if fewer ranks have joined than were launched; else None.
 
-    size: of the world that all of them were to be in.
-    Raises RuntimeError, on each, where each is alone and nobody has asked for that: they would
-    train as many models. GTOPK_TRANSPORT=local asks for it.
+    size: that of the world this rank has joined.
+    Raises RuntimeError, on every rank, where each rank is alone: each would train a model of its
+    own. GTOPK_TRANSPORT=local allows that.
     """
     job = launched_by(environ)
     if job is None or job.size <= size:
@@ -323,7 +322,7 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
 
 
 def _ranks(comm: object) -> list[int] | None:
-    """Return the ranks that a list of them means; None where it means all."""
+    """Return the ranks that `comm` lists; None where it means all."""
     if comm is None:
         return None
     numbers: list[Any] = list(comm) if isinstance(comm, Iterable) else [None]
@@ -335,7 +334,7 @@ def _ranks(comm: object) -> list[int] | None:
 
 
 def _check(ranks: Sequence[int], rank: int, size: int) -> None:
-    """Raise ValueError where the ranks that join cannot be these."""
+    """Raise ValueError where these ranks cannot join: out of range, or this one is not listed."""
     if len(set(ranks)) != len(ranks) or not all(0 <= number < size for number in ranks):
         raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
     if rank not in ranks:
@@ -356,7 +355,7 @@ def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ)
 
 
 def _has_process_group() -> bool:
-    """Tell whether this process is one of a group that its own program made."""
+    """Tell whether this program has made a torch.distributed process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -376,10 +375,11 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
 def _watched(
     job: Launched | None, seconds: float = math.inf, *, all_join: bool
 ) -> AbstractContextManager[None]:
-    """Return what ends this process should the others not come, or MPI's start take longer.
+    """Return a context in which a watchdog ends this process when joining has become hopeless.
 
-    When its launcher has ended, or, where all ranks join, one that it started on this host.
-    Companions look for the launcher from then on. Raises PeerError where it is gone already.
+    That is: its launcher has ended; or, where all ranks join, a rank that the launcher started on
+    this host has; or MPI's start takes longer than `seconds`. Afterwards companions watch the
+    launcher. Raises PeerError where the launcher is gone already.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
     which = f"{who} (host {socket.gethostname()}, pid {os.getpid()})"
@@ -417,7 +417,7 @@ def _join_torch(
         _check(ranks, job.rank, job.size)
     elif ranks:
         _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    # A process group, torchrun, or who does as it does.
+    # A process group, torchrun, or a launcher that sets torchrun's variables.
     if job is None or (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
     store = _meet(job, start_timeout_seconds)
@@ -449,5 +449,5 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
 
 
 def _timeouts_seconds() -> tuple[float, float]:
-    """Return the longest a rank waits for a peer in an operation, and for all at the start."""
+    """Return how long a rank waits for a peer in an operation, and for all at the start."""
     return settings.TIMEOUT.read(), settings.START_TIMEOUT.read()

@@ -27,7 +27,7 @@ EXIT_CODE: Final = 128 + signal.SIGTERM
 
 
 def termination() -> Termination:
-    """Return an object that is true once a rank had SIGTERM, on all ranks after the same step.
+    """Return an object that turns true on all ranks after the same step, once one had SIGTERM.
 
         with gtopk.termination() as preempted:
             for inputs, targets in loader:
@@ -37,9 +37,10 @@ def termination() -> Termination:
                     gtopk.save_checkpoint(folder, model, optimizer, loader, step)
                     break
 
-    On leaving the block after that, every rank ends with exit code 143. It travels with the
-    flags of DistributedOptimizer's steps, those of `gtopk.ddp`'s hook and LocalSGD's outer steps;
-    `ask` is for others. A second SIGTERM ends its rank at once, as any does without the block.
+    On leaving the block after that, every rank ends with exit code 143. The request travels with
+    the flags of DistributedOptimizer's steps, of the steps of `gtopk.ddp`'s hook and of LocalSGD's
+    outer steps; elsewhere call `ask`. A second SIGTERM ends its rank at once, as the first does
+    without the block.
     """
     return Termination()
 
@@ -53,16 +54,16 @@ class Termination:
 
     @property
     def ranks(self) -> list[int]:
-        """Return which ranks had SIGTERM, as far as all know."""
+        """Return the ranks that had SIGTERM, as all ranks know after the same step."""
         return list(self._here().preempted)
 
     def __bool__(self) -> bool:
         return bool(self._here().preempted)
 
     def ask(self) -> bool:
-        """Ask all ranks now, in a small exchange of its own; they call it at the same place.
+        """Ask all ranks now, in a small exchange of its own; all call it at the same place.
 
-        For steps without such flags: of FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
+        Needed where steps carry no flags: FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
         """
         here = self._here()
         all_flags = here.engine.submit(
@@ -100,7 +101,7 @@ class Termination:
             )
         if error is not None or not self:
             return
-        # The launcher may send it to whoever ends last: there is nothing to say to that.
+        # A launcher may send SIGTERM to ranks that end last; they need not report it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         here = self._here()
         by = f"as {name_ranks(here.preempted)} had SIGTERM"

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks; every rank makes one, and they register it together.
+    """Some of the ranks; every rank makes the object, and all register it together.
 
-    ranks_or_comm: ranks of the world, or an mpi4py communicator. With a communicator, the sets of
-        two ranks may differ: each registers the one it is in.
+    ranks_or_comm: ranks of the world, or an mpi4py communicator. With communicators ranks may pass
+        different sets: each registers the one it is in.
     process_set_id: None until it is registered, by `init` or `add_process_set`.
     """
 
@@ -76,13 +76,13 @@ class ProcessSet:
 
     @property
     def members(self) -> Members:
-        """The set's ranks, as this one of them sees them; ValueError where it is none of them."""
+        """The set's ranks and engine; raises ValueError on a rank that is not in the set."""
         members = self.registered()
         self._included(members)
         return members
 
     def registered(self) -> Members:
-        """Return the set's ranks, as any rank sees them; ValueError while it is not registered."""
+        """The set's ranks, on any rank; raises ValueError while the set is not registered."""
         members = self._find()
         if members is None:
             raise ValueError(
@@ -93,7 +93,7 @@ class ProcessSet:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the set's operations; ValueError where there is none, as in `members`."""
+        """The engine of the set's operations; raises ValueError as `members` does."""
         engine = self.members.engine
         assert engine is not None
         return engine
@@ -102,7 +102,7 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         members = world.current().sets.get(self.process_set_id)
-        # It may be another set's number by now: after shutdown() and init(), numbers begin anew.
+        # The number may be another set's: after shutdown() and init(), numbers begin anew.
         same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
         return members if same else None
 
@@ -125,7 +125,7 @@ global_process_set.process_set_id = 0
 def wanted(process_sets: object) -> list[ProcessSet]:
     """Return the sets that init's argument asks for; "dynamic" allows to add some later.
 
-    Raises ValueError for what is no list of different process sets.
+    Raises ValueError for anything but a list of different process sets.
     """
     if process_sets is None:
         return []
@@ -147,7 +147,7 @@ def wanted(process_sets: object) -> list[ProcessSet]:
 def register(process_set: ProcessSet) -> None:
     """Give a process set operations of its own; every rank of the world calls it.
 
-    One that a recovery has carried over is taken up again.
+    A set that a recovery has carried over is used again.
     Raises ValueError when there is a set of these ranks, or they are no ranks, and
     HorovodInternalError, on every rank, when the ranks disagree.
     """
@@ -169,7 +169,7 @@ def register(process_set: ProcessSet) -> None:
         if list(members.ranks) == ranks:
             if number not in here.carried:
                 raise ValueError(f"process set {number} has the ranks {ranks} already")
-            # A function under elastic.run that adds its sets begins anew after a recovery.
+            # A function under elastic.run adds its sets again when it restarts after a recovery.
             here.carried.discard(number)
             break
     else:
@@ -180,7 +180,7 @@ def register(process_set: ProcessSet) -> None:
 
 
 def find_or_register(ranks: list[int]) -> ProcessSet:
-    """Return a process set of these ranks, a new one where there is none; all ranks call it."""
+    """Return the process set of these ranks, registering it if needed; all ranks call it."""
     for number, members in world.current().sets.items():
         if list(members.ranks) == ranks:
             found = ProcessSet(ranks)
@@ -220,8 +220,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set, and tell whether there was one; every rank of the world calls it.
 
-    What its members have submitted is run before. The set of all ranks stays. Raises ValueError
-    where sets are not dynamic.
+    Operations that its members have submitted run first. The set of all ranks cannot be removed.
+    Raises ValueError where sets are not dynamic.
     """
     _must_be_dynamic()
     here = world.current()

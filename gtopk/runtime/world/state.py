@@ -1,19 +1,17 @@
-"""World: a rank's part of the job: its transport, its engine, where it sits, its records.
+"""World: a rank's part of the job: its transport, its engine, its place on its host, its records.
 
-GPU messages: NCCL carries them where every rank saw a GPU when the ranks met.
+Which transport carries messages of tensors on GPUs:
 
-    every rank sees a GPU             NCCL, where it turns out at their first array on one that each
-                                      has one of its own, and that NCCL works (`device_choice`)
+    every rank sees a GPU             NCCL, if at the first tensor on a GPU each rank turns out to
+                                      have one of its own and NCCL works (`device_choice`)
     some do, or GTOPK_TRANSPORT=...   the ranks' own transport, through the hosts' memory
-    none does                         there are none
+    none does                         there are no such messages
 
-Rank 0 logs which, once, and why.
+Rank 0 logs the choice once, with its reason.
 
-GTOPK_LINK has the ranks of one host talk as if a slow network joined them; with
-GTOPK_CHECK_MESSAGES everything they send has a checksum. Unfinished operations of all ranks are
+GTOPK_LINK paces the messages between ranks of one host as a slow network would; with
+GTOPK_CHECK_MESSAGES every message has a checksum. Operations that are unfinished on all ranks are
 finished before they leave.
-
-Members: the ranks that have operations of their own, as one rank sees them.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from ..logs import EVERYWHERE
 
 @dataclass
 class Members:
-    """All ranks, or those of a process set.
+    """All ranks, or those of a process set, as one rank sees them.
 
     ranks:   their ranks in the world, in order.
     engine:  runs their operations; None where this rank is none of them.
@@ -61,7 +59,7 @@ _log = logging.getLogger("gtopk")
 def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> None:
     """Pace the messages of a transport as GTOPK_LINK asks for; every rank calls it.
 
-    Raises ValueError, on every rank, for a text that is none, or another on some ranks, for ranks
+    Raises ValueError, on every rank, for a text that is no link, for texts that differ, for ranks
     on several hosts, and for NCCL, whose messages cannot be paced.
     """
     if transport.size == 1:
@@ -96,14 +94,14 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
 
 
 def gpus_in_sight() -> int:
-    """Return how many GPUs torch can use here; opens none of them."""
+    """Return how many GPUs torch can use here, without opening one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def over_gpus(
     transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> Transport:
-    """Return what carries the messages of hosts and GPUs; sends nothing.
+    """Return the transport for tensors on hosts and on GPUs; sends nothing.
 
     in_sight: how many GPUs each rank sees, the same on all ranks.
     """
@@ -128,7 +126,7 @@ def over_gpus(
 def settled(
     transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> Choice | None:
-    """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
+    """Return how GPUs' messages are carried; None: that is chosen at the first of them."""
     if isinstance(transport, NcclTransport):
         return transport.choice
     if settings.LINK.text(environ):
@@ -142,9 +140,9 @@ def settled(
 
 
 def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
-    """Return what carries the messages of GPUs, tried by all ranks together; "" where none has one.
+    """Choose, by a trial of all ranks together, how GPUs' messages are carried; return its text.
 
-    Each takes the GPU of its place on its host.
+    Each rank takes the GPU of its local rank. Returns "" where no rank has a GPU.
     """
     in_sight = transport.gather_object(gpus_in_sight())
     if transport.size == 1 or not any(in_sight):
@@ -166,27 +164,27 @@ def _tell(transport: Transport, choice: Choice) -> None:
 
 
 def describe(choice: Choice, name: str) -> str:
-    """Return the line; name: of the transport that carries the hosts' messages."""
+    """Return the log's line about a choice; name: that of the transport between hosts."""
     if choice.carrying is Carrying.STAGED:
         return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
     return f"messages of GPUs go over NCCL: {choice.reason}"
 
 
 class Unfinished(Protocol):
-    """Something that every rank has under way, or none."""
+    """Work that all ranks have under way, such as a checkpoint being saved."""
 
     def is_ready(self) -> bool:
         """Tell whether this rank's part is done, so that `begin` would not wait."""
 
     def begin(self, engine: Engine) -> Callable[[], None]:
-        """Submit what finishes it, which runs once all ranks have; return what ends it.
+        """Submit the operations that finish it; return a function that ends it.
 
-        That is called once this rank has left, and raises what went wrong.
+        That function is called once this rank has left, and raises the error of the work.
         """
 
 
 def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return what the environment says; raise ValueError where that is nothing, or cannot be."""
+    """Tell whether GTOPK_CHECK_MESSAGES is on; raise ValueError where invalid, or over NCCL."""
     is_wanted = settings.CHECK_MESSAGES.read(environ)
     if is_wanted and transport.name == "nccl":
         raise ValueError(
@@ -196,21 +194,21 @@ def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.env
     return is_wanted
 
 
-FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
+FAILED_SECONDS: Final = 2.0  # for the others to leave, too, where init() has failed
 
 
 class WorldObserver(Protocol):
-    """Listen to the events of a world, in this order; each is called on the rank's own thread."""
+    """Receives the events of a world, in this order; each is called on the rank's own thread."""
 
     def join(self, world: World, before: World | None) -> bool:
-        """Begin to observe; tell whether the ranks' clocks must be compared for it.
+        """Begin to observe; tell whether it needs the ranks' clocks compared.
 
         before: the world that the same ranks have left for this one.
         """
         ...
 
     def start(self, world: World) -> None:
-        """The world stands: its clock is known."""
+        """The world is set up: its clock is known."""
         ...
 
     def open_set(self, world: World, number: int) -> None:
@@ -230,7 +228,7 @@ class WorldObserver(Protocol):
         ...
 
     def end(self, world: World, how: str, in_order: bool) -> None:
-        """The rank ends; how, in the words of a record. Called again, it changes nothing."""
+        """The rank ends; how: a text for the record. Further calls change nothing."""
         ...
 
 
@@ -238,7 +236,7 @@ _observers: Final[list[WorldObserver]] = []
 
 
 def register(observer: WorldObserver) -> None:
-    """Have an observer hear of every world that is made from now on."""
+    """Add an observer of every world that is made from now on."""
     _observers.append(observer)
 
 
@@ -246,21 +244,22 @@ class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
-    resumed:    whether it went on from a run before it.
+    resumed:    whether it continues an earlier run.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
-    began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
-    advice:     how the job can go on when it ends before its time; errors end with it.
-    advised:    whether it was said what compression saves.
+    began_unix_seconds: when it began, by rank 0's clock, the same on every rank; known where clock
+                is.
+    advice:     how the job can be continued when it ends early; errors end with it.
+    advised:    whether the log has said how much compression saves.
     termination_requested: whether this rank had SIGTERM.
     preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
-                their operations without a name, anew: where ranks left the last one at different
-                operations, they agree again.
-    sets_made:  how many sets were made besides, those that were refused or removed included.
-    is_homogeneous: whether every node has as many ranks.
-    unfinished: what all ranks have under way, to be finished before they leave.
-    failures:   of that, what went wrong; known once this rank has left.
+                their operations without a name, from the start: ranks that left the last one at
+                different operations agree again.
+    sets_made:  how many further sets were made, including those that were refused or removed.
+    is_homogeneous: whether all nodes have equally many ranks.
+    unfinished: work that all ranks have under way, to be finished before they leave.
+    failures:   the errors of that work; known once this rank has left.
     """
 
     def __init__(self, transport: Transport, before: World | None = None) -> None:
@@ -286,7 +285,7 @@ class World:
         emulate_on(transport)
 
         def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
-            if checks_messages:  # all ranks alike: what they said of it was compared
+            if checks_messages:  # equal on all ranks, as was checked
                 transport.check_messages()
             if not any(all_flags):
                 return Offset(), 0.0
@@ -299,12 +298,12 @@ class World:
         self.engine.finishes_later = self._finishes_later
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
-        self.carried: set[int] = set()  # sets of the world before, which nobody has added again
+        self.carried: set[int] = set()  # sets of the world before that were not added again yet
         self._observers = tuple(_observers)
         needs_clock = [each.join(self, before) for each in self._observers]
         self.clock: Offset
         self.began_unix_seconds: float
-        # Ranks of different versions may differ in anything: refuse them before they do.
+        # Ranks of different versions may differ in anything: refuse them first.
         init = self.engine.submit(
             "init",
             [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
@@ -321,14 +320,14 @@ class World:
         self.engine.where = self.where
 
     def where(self) -> str:
-        """Return at which step this rank is, in the words of errors."""
+        """Return the text of errors about this rank's step."""
         return f"at step {self.step}"
 
     def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
         """Return a name for an optimizer of parameters with these names.
 
-        Optimizers of the same names are numbered, in the order in which they come; those of some
-        ranks (None: of all) by themselves, as the others may not have them.
+        Optimizers with the same names are numbered in the order in which they are made. Those of
+        some ranks (None: of all) are counted apart, as other ranks may not have them.
         """
         first = min(names)
         if ranks is not None and len(ranks) < self.size:
@@ -341,7 +340,7 @@ class World:
         """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
         engine = None
         if self.rank in ranks:
-            # A stream of their own: a set is independent of whatever else the same ranks do.
+            # A channel of its own makes the set independent of the ranks' other messages.
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
             engine.where = self.where
         self.sets[number] = Members(tuple(ranks), engine)
@@ -351,8 +350,8 @@ class World:
     def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
         """Open the sets of the world before, under the same numbers; every rank calls it.
 
-        made: how many were made there. A set that not every rank has, as what failed was to add or
-        to remove it, is forgotten.
+        made: how many were made there. A set that not every rank has, because adding or removing it
+        failed, is forgotten.
         """
 
         def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
@@ -366,13 +365,13 @@ class World:
         self.carried = set(numbers)
 
     def close_set(self, number: int, reason: str) -> None:
-        """Run what the set's members have submitted, and forget the set."""
+        """Run the operations that the set's members have submitted, and forget the set."""
         engine = self.sets.pop(number).engine
         if engine is not None:
             engine.close(reason)
 
     def close(self, reason: str, in_order: bool = True) -> None:
-        """Leave the world, and have the record say how."""
+        """Leave the world, and tell the observers how."""
         self.leave(reason)
         if self.failures:
             reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
@@ -380,10 +379,10 @@ class World:
         self.pause()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+        """Leave the world; returns when every rank has left, or the job ends anyway.
 
-        What was unfinished is finished first; `failures` has what of it went wrong.
-        leave_timeout_seconds: how long to wait for the others instead; returns who stays.
+        Unfinished work is finished first; its errors go to `failures`.
+        leave_timeout_seconds: the longest wait for the others. Returns the ranks that stay.
         """
         self._begin_to_finish()
         for number in [number for number in self.sets if number]:
@@ -394,7 +393,7 @@ class World:
         for end in self._endings:
             try:
                 end()
-            except Exception as error:  # of any kind: to be told once the rank has left
+            except Exception as error:  # of any kind: raised once the rank has left
                 self.failures.append(error)
         return staying
 
@@ -420,7 +419,7 @@ class World:
 
     @property
     def advice(self) -> str:
-        """Return how the job can go on when it ends before its time."""
+        """Return how the job can be continued when it ends early."""
         return self._advice
 
     @advice.setter
@@ -429,26 +428,26 @@ class World:
         self.on_change()
 
     def resume(self, step: int) -> None:
-        """Go on from this step of a run that was before this world."""
+        """Continue from this step of an earlier run."""
         self.step, self.resumed = step, True
         for each in self._observers:
             each.resume(self)
 
     def note_preempted(self, ranks: Sequence[int]) -> None:
-        """Note the ranks that are preempted, as all ranks do in the same step."""
+        """Note the ranks that are preempted; all ranks do so in the same step."""
         self.preempted = sorted({*self.preempted, *ranks})
 
     def note_end(self, how: str, in_order: bool) -> None:
-        """Have the record say how this rank ends, before it does."""
+        """Tell the observers how this rank ends, before it does."""
         for each in self._observers:
             each.end(self, how, in_order)
 
     def observe(self) -> None:
-        """Have the observers begin: the world stands."""
+        """Tell the observers that the world is set up."""
         for each in self._observers:
             each.start(self)
 
     def pause(self) -> None:
-        """Have the observers write what they have: the run ends, or goes on in another world."""
+        """Let the observers write their data: the run ends, or goes on in another world."""
         for each in self._observers:
             each.pause(self)

@@ -1,8 +1,8 @@
 """The world of this process: joined by `init`, left by `shutdown` or when the program ends.
 
-Leaving while an exception is handled: nobody can tell whether it will end the program.
-
-In a `finally` it goes on its way, and the guard ends the job; in an `except` the program goes on.
+When `shutdown` is called while an exception is handled, it is open whether the exception will end
+the program. In a `finally` it goes on, and the guard ends the job; in an `except` the program goes
+on. So the rank leaves a moment later (`Leaving`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_EXCEPTION_SECONDS: Final = 1.0  # what an exception gets to come out, before the others are told
+_EXCEPTION_SECONDS: Final = 1.0  # for an exception to end the program, before the rank leaves
 
 
 class Leaving:
-    """A rank that leaves the world in a moment, while its program goes on.
+    """A rank that leaves the world in 1 s, or at `finish`, while its program goes on.
 
     close: leaves in good order; returns when every rank has left.
-    guard: stays, for the exception to come out.
+    guard: stays until then, to end the job if the exception ends the program.
     """
 
     def __init__(self, close: Callable[[], object], guard: Guard) -> None:
@@ -69,26 +69,26 @@ _MOMENT_SECONDS: Final = 5.0
 
 
 _process: World | None = None
-_communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
+_communicator: MPI.Intracomm | Sequence[int] | None = None  # init's argument
 _guard: Guard | None = None
-# What marks the exception that was handled while `init` was called: no reason to end the job. Held
-# itself, it would keep all that its frames hold.
+# Marks the exception that was handled while `init` was called, which is no reason to end the job. A
+# reference to the exception itself would keep its frames' variables alive.
 _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
-_bereft: Guard | None = None  # of a world that was left, and that a rank had died in that might
+_bereft: Guard | None = None  # of a left world in which ranks may leave, and one had died
 _forked_from: int | None = None
-_untold: list[Exception] = []  # what went wrong as this rank left, and no caller has heard of
+_untold: list[Exception] = []  # errors of leaving that no caller has received
 _of_thread = threading.local()
 
 
 def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
-    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
-        launcher started, that are the world; only they call this. Over MPI the others must start
-        it, too (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process
-        group, rank 0 of those launched must be among them: the others meet at it.
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or a list of those launched
+        ranks that form the world; only they call this. Over MPI the other ranks must start MPI, too
+        (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process group, rank
+        0 of those launched must be among them: the others meet at it.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
@@ -113,7 +113,7 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
 def _join(
     comm: MPI.Intracomm | Sequence[int] | None, job: Launched | None, failures: str
 ) -> Transport:
-    """Return what `join` does; write down, in the folder of failure files, what it raises."""
+    """Return the transport that `join` returns; write a failure file where it raises."""
     if job is None or not failures:
         return join(comm)
     remove_earlier(failures, job.rank, job.size)
@@ -151,7 +151,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
 
 
 def _tell_of_slow_kernels() -> None:
-    """Say which kernels run where they are not the compiled ones."""
+    """Log which kernels run where they are not the compiled ones."""
     if reason := why_not_compiled():
         _log.warning(
             "the NumPy kernels run, which are slower than the C++ core: %s; `gtopk doctor` says "
@@ -166,7 +166,7 @@ def shutdown() -> None:
     Returns when every rank has called it, or has ended its program. While an exception is handled
     that was raised after `init`, it returns at once: where the exception ends the program, it ends
     the job; else this rank leaves a moment later, and waits for the others when its program ends.
-    Raises what went wrong with what all ranks had under way, such as a CheckpointError.
+    Raises the error of work that all ranks had under way, such as a CheckpointError.
     """
     global _process, _guard, _handled, _leaving
     if _process is None:
@@ -209,17 +209,17 @@ def misses_a_rank() -> bool:
 
 
 def rejoin() -> None:
-    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+    """Leave the world and join it anew; every rank must call it, also those that did not fail.
 
     Process sets stay registered.
-    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    It waits for ranks that still compute as long as for a rank in an operation.
     Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
     """
     global _process, _guard
     here, guard = current(), _guard
     if guard is None:
         raise ValueError("a world of threads cannot be joined anew")
-    # Who has been silent for that long already is given a moment.
+    # A rank that has been silent for that long already gets 5 s more.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
@@ -250,7 +250,7 @@ def rejoin() -> None:
 
 
 def _let_the_program_end(guard: Guard) -> None:
-    """Have the program end as if there had been no world, where MPI can end with it."""
+    """Remove the exit handler of a world that was left, unless MPI could not end after it."""
     global _bereft
     if _lacks_a_rank(guard):
         _bereft = guard
@@ -259,7 +259,7 @@ def _let_the_program_end(guard: Guard) -> None:
 
 
 def _lacks_a_rank(guard: Guard) -> bool:
-    """Tell whether a rank has died that might, which MPI's own end would wait for."""
+    """Tell whether a rank has died where ranks may leave; MPI's own end would wait for it."""
     return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
 
 
@@ -293,7 +293,7 @@ def _what_ended_the_program() -> BaseException | None:
 
 
 def _end_by_what_went_wrong() -> None:
-    """Say what nobody was told, and end with exit code 1, which Python would not."""
+    """Print errors that no caller has received, and end with exit code 1, not Python's 0."""
     if not _untold:
         return
     for failure in _untold:
@@ -302,7 +302,7 @@ def _end_by_what_went_wrong() -> None:
     os._exit(1)
 
 
-# Before what a script registers: it runs after that.
+# Registered before a script's own exit handlers, so that it runs after them.
 atexit.register(_end_by_what_went_wrong)
 
 

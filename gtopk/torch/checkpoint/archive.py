@@ -2,8 +2,10 @@
 
 The folder may be one that all hosts share, or each host's own.
 
-    write    every rank its part, rank 0 also what all have alike -> all hear who failed
-    find     all list what they see -> the newest that is whole is read -> all hear what is damaged
+    write    every rank writes its part, rank 0 also the state that is equal on all
+             -> all learn who failed
+    find     all list the parts they see -> the newest whole checkpoint is read
+             -> all learn which parts are damaged
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ _APART: Final = (
 
 
 class Snapshot(NamedTuple):
-    """A rank's part to write: its own values, and on rank 0 those that all ranks have alike."""
+    """A rank's part to write: its own values, and on rank 0 those that are equal on all ranks."""
 
     step: int
     replicated: Taken
@@ -75,10 +77,11 @@ class Owned(NamedTuple):
 class Found(NamedTuple):
     """A checkpoint that was found whole.
 
-    tree: of what all ranks had alike, on every rank; tensors: the same, on rank 0 at least.
-    owned: what ranks of that job had for their own, each on one rank of this one. Where the number
-           of ranks is the same, a rank that sees its own has it.
-    missing: the ranks of that job of which that is lost.
+    tree: the state that was equal on all ranks, on every rank; tensors: those of it, on rank 0 at
+           least.
+    owned: the own values of that job's ranks, each on one rank of this job. Where the number of
+           ranks is the same, a rank that sees its own part has it.
+    missing: the ranks of that job whose own values are lost.
     """
 
     path: Path
@@ -91,12 +94,12 @@ class Found(NamedTuple):
     missing: list[int]
 
 
-# How a rank runs its own writing: at once, or in a thread.
+# Runs a rank's own writing: at once, or in a thread.
 Run = Callable[[Callable[[], str]], "Future[str]"]
 
 
 class Writing(NamedTuple):
-    """A checkpoint under way; outcome: what kept this rank from writing, or ""."""
+    """A checkpoint under way; outcome: the error that kept this rank from writing, or ""."""
 
     path: Path
     number: int
@@ -117,10 +120,10 @@ class Archive:
         self.look()
 
     def look(self) -> None:
-        """Learn which parts every rank sees; checkpoints from now on are told from those before.
+        """List the parts that every rank sees; later checkpoints get higher numbers.
 
-        No number is used twice: two attempts at one, each with some of its parts, would else make
-        a whole one.
+        No number is used twice: parts of two attempts under one number would look like a whole
+        checkpoint.
         """
         self._holders = self._list()
         last = max((part.number for part in self._holders), default=0)
@@ -131,8 +134,8 @@ class Archive:
         self._next = 1 + last
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
-        # Never removed: where nothing is whole, lost files may be brought back; what cannot be
-        # read now may be readable later.
+        # These are never removed: where nothing is whole, lost files may be restored, and files
+        # that cannot be read now may be readable later.
         self._spared = set() if self._whole else self._numbers()
 
     def _list(self) -> dict[Part, list[int]]:
@@ -150,14 +153,15 @@ class Archive:
         return {part.number for part in self._holders}
 
     def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
-        """Return number, step, ranks and what is absent of all checkpoints, the newest first."""
+        """Return number, step, ranks and absent parts of all checkpoints, the newest first."""
         each = sorted({part[:3] for part in self._holders}, reverse=True)
         return [(*of, absent_of(*of, self._holders)) for of in each]
 
     def find(self) -> Found | None:
-        """Return the newest checkpoint that is whole, and say so; None: none was ever finished.
+        """Return the newest checkpoint that is whole, and log it; None: none was ever finished.
 
-        Raises CheckpointError, on every rank alike, where all that were are damaged, or lack files.
+        Raises CheckpointError, on every rank alike, where all finished ones are damaged, or lack
+        files.
         """
         found = self.find_and(lambda found: found)
         if found is not None:
@@ -165,7 +169,7 @@ class Archive:
         return found
 
     def tell(self, found: Found) -> None:
-        """Say, on rank 0, that the run goes on from a checkpoint: it could be loaded."""
+        """Log, on rank 0, that the run goes on from a checkpoint, once it is loaded."""
         if rank() == 0:
             say(
                 f"going on from checkpoint {found.number} (step {found.step}) in "
@@ -176,18 +180,18 @@ class Archive:
     def find_and(
         self, *takes: Callable[[Any], Any], missing_ranks: str = "error", way_out: str = ""
     ) -> Any | None:
-        """Find what `find` does; return what the last of `takes` returns.
+        """Find a checkpoint as `find` does, pass it through `takes`; return the last one's result.
 
-        takes: each gets what the one before returned, the first of them a Found; all ranks call
-            them together. One raises DamagedError, perhaps not on every rank, for a checkpoint that
-            is to be passed over like one that is damaged: no rank calls the next then.
+        takes: the first gets a Found, each other one the result of the one before; all ranks call
+            them together. One that raises DamagedError, perhaps not on every rank, rejects the
+            checkpoint as a damaged one: no rank calls the next, and an older checkpoint is tried.
         missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
             parts, of several the newest.
-        way_out: what the error ends with where that would find one.
+        way_out: the end of the error's text where "report" would find one.
         """
         newest, problems = self._newest(takes)
         while newest is None and self._list() != self._holders:
-            self.look()  # a job that writes here has finished newer ones, and removed these
+            self.look()  # a running job may have finished newer ones, and removed these
             newest, problems = self._newest(takes)
         if newest is None:
             self._spared = self._numbers()
@@ -207,7 +211,7 @@ class Archive:
         return None
 
     def _most_of_one(self, takes: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
-        """Read what is left of one, where none is whole."""
+        """Read the checkpoint that lacks the fewest ranks' parts, where none is whole."""
         for number, step, ranks in self._without_some():
             newest, problem = self._read_and(takes, number, step, ranks, without_some=True)
             if newest is not None:
@@ -216,15 +220,15 @@ class Archive:
         return None
 
     def _without_some(self) -> list[tuple[int, int, int]]:
-        """Return number, step and ranks of what all ranks had alike, the most of them first."""
+        """Return number, step and ranks of checkpoints whose common part is there, best first."""
         owned = Counter(part[:3] for part in self._holders)
         shared = sorted((part[:3] for part in self._holders if part.name == ALL), reverse=True)
         return sorted(shared, key=lambda of: of[2] - owned[of])
 
     def set_aside(self, number: int) -> None:
-        """Have a checkpoint stay, and not count among those kept; all ranks call it together.
+        """Never remove a checkpoint, and do not count it in `kept`; all ranks call it together.
 
-        It could not be loaded, and may be by another version, host or script.
+        It is for one that could not be loaded: another version, host or script may load it.
         """
         self._whole = [each for each in self._whole if each != number]
         self._spared.add(number)
@@ -232,7 +236,7 @@ class Archive:
     def _newest(
         self, takes: Sequence[Callable[[Any], Any]]
     ) -> tuple[tuple[Found, Any] | None, list[str]]:
-        """Read the newest that is whole; or say what is damaged of those that have all parts."""
+        """Return the newest that is whole; or the damages of those that have all parts."""
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
@@ -247,11 +251,11 @@ class Archive:
         return None, damaged
 
     def _lost(self) -> list[str]:
-        """Return what was lost of checkpoints that lack parts, where nothing is whole.
+        """Return texts about checkpoints that have lost files, where nothing is whole.
 
-        A part tells whether one was whole before it: that was not removed until a newer one was, so
-        files of either are gone. If none was, writing was broken off each time, and nothing is
-        lost.
+        A part records whether a checkpoint was whole before it. That one is removed only once a
+        newer one is whole, so files of one of them are gone. If none was whole before, writing was
+        interrupted each time, and nothing is lost.
         """
         lacking = {tuple(of): absent for *of, absent in self._candidates() if absent}
         before, problem = 0, ""
@@ -284,14 +288,14 @@ class Archive:
         ranks: int,
         without_some: bool = False,
     ) -> tuple[tuple[Found, Any] | None, str]:
-        """Read a checkpoint, and take what is taken of it; or say what is damaged."""
+        """Return a checkpoint and the result of `takes`; or the text about its damage."""
         found, problem = self._read(number, step, ranks, without_some)
         if found is None:
             return None, problem
         taken: Any = found
         for take in takes:
             taken, problem = take_on_all(take, taken)
-            if problem:  # perhaps of the script, or of another version: it stays
+            if problem:  # the cause may be the script, or another version: keep the checkpoint
                 self._spared.add(number)
                 return None, problem
         return (found, taken), ""
@@ -299,9 +303,9 @@ class Archive:
     def _read(
         self, number: int, step: int, ranks: int, without_some: bool
     ) -> tuple[Found | None, str]:
-        """Read a checkpoint, each part on one of its holders; or say what of it is damaged.
+        """Read a checkpoint, each part on one rank that sees it; or return a text of its damage.
 
-        without_some: no matter which of the ranks' own parts are.
+        without_some: whether damaged parts of ranks' own are accepted.
         """
         everything, *owns = parts_of(number, step, ranks)
         absent = [place for place, part in enumerate(owns) if part not in self._holders]
@@ -348,7 +352,7 @@ class Archive:
             return None, problems
         if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
-        # As text: it may be nested deeper than objects between ranks.
+        # Sent as text: it may be nested deeper than the object codec allows.
         tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
         tensors = contents[everything].state.tensors if everything in contents else {}
         if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
@@ -360,7 +364,7 @@ class Archive:
     def write(self, snapshot: Snapshot, run: Run | None = None) -> Writing:
         """Begin to write a checkpoint; all ranks then call `finish`.
 
-        run: what runs the part of it that needs no other rank; default: at once.
+        run: runs the part of it that needs no other rank; default: at once.
         """
         path = self.folder / parts_of(self._next, snapshot.step, size())[0].folder
         number, self._next = self._next, self._next + 1
@@ -373,7 +377,7 @@ class Archive:
 
         def write_own() -> str:
             try:
-                # Whoever frees the disk of a running job removes the folder, too.
+                # A user who frees disk space may have removed the folder while the job runs.
                 if problem := _others_in(made(folder), number, step, ranks, rank_name):
                     return problem
                 for name, state in parts:
@@ -386,18 +390,18 @@ class Archive:
         return Writing(path, number, (run or _at_once)(write_own))
 
     def finish(self, writing: Writing) -> Path:
-        """Return when a checkpoint is whole, and remove the oldest, and what was broken off.
+        """Wait until a checkpoint is whole; then remove the oldest, and incomplete ones.
 
-        Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
-        others wrote is removed. It is so, too, where another job writes to the folder.
+        Raises CheckpointError, on every rank alike, when a rank could not write its part, or where
+        another job writes to the folder; the other ranks' parts are then removed.
         """
         (problems,) = tell_outcomes(world.current().engine, [writing]).wait()
         return self.conclude(writing, problems)
 
     def conclude(self, writing: Writing, problems: Sequence[str]) -> Path:
-        """Do what `finish` does, once it is known what kept each rank from writing; or ""."""
+        """Finish as `finish` does; problems: by rank, why it could not write its part, or ""."""
         if any(_OTHERS in problem for problem in problems):
-            # What is there may be the other job's, and no number of it is to be reached.
+            # The files there may be the other job's, whose numbers must not be used.
             self._next = writing.number
             raise CheckpointError(
                 f"checkpoint {writing.number} is not written to {self.folder}, and nothing there "
@@ -407,7 +411,7 @@ class Archive:
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
         stay = {*self._whole, *self._spared}
-        # Where its disk is gone, this rank is to say so as the others do; the next one removes.
+        # Where the disk fails, raise the same error as the other ranks; a later save removes.
         with contextlib.suppress(OSError):
             remove_checkpoints(
                 self.folder, lambda number: number < self._next and number not in stay
@@ -422,9 +426,9 @@ class Archive:
 
 
 def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
-    """Begin to tell all ranks what became of these, when it is known here; all call it together.
+    """Begin to gather the outcomes of these once they are known here; all ranks call it together.
 
-    The result: of each, what kept each rank from writing, or "".
+    The result: for each, by rank, the error that kept the rank from writing, or "".
     """
     mine = [as_told(writing.outcome.result()) for writing in writings]
 
@@ -435,10 +439,10 @@ def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
 
 
 def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
-    """Say which checkpoint another job has made since this one looked, or "": there is none.
+    """Return a text about a checkpoint that another job has made since `look`; "": there is none.
 
-    It would have what this job takes for broken off, and remove it: each only removes, and counts
-    on from, what was there when it looked.
+    Two jobs in one folder would each take the other's checkpoint for an incomplete one: a job
+    removes, and numbers on from, only what was there at its `look`.
     """
     for part in list_parts(folder):
         is_of_another = part[:3] != (number, step, ranks) or part.name == name
@@ -448,7 +452,7 @@ def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> s
 
 
 def _reader(place: int, holders: Sequence[int]) -> int:
-    """Return who reads a part: the rank whose own it is, or as near to it as can be."""
+    """Return the rank that reads a part: `place` modulo the number of ranks, else a holder."""
     wanted = place % size()
     return wanted if wanted in holders else holders[0]
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on checkpoints of ours: it reads and writes them.
+"""Lets torch.distributed.checkpoint (DCP) read and write gtopk's checkpoints.
 
     from torch.distributed import checkpoint as dcp
     dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder))
@@ -9,14 +9,14 @@ Sharded tensors are cut on reading, and put together on writing: `load_latest` f
 The ranks' residuals are written where they are in the state of an optimizer of ours, as every rank
 has its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that
 state.
-DCP loads what is in a state already, and an optimizer's has none of it before the first step:
-`load_latest` brings it back, of any number of ranks.
-Of other tensors that several ranks have DCP takes any rank's: the state of LocalSGD and of Adasum's
-optimizer, whose inner state is each rank's own, is refused where ranks save it together; and save
-no model in the middle of LocalSGD's round. `save_checkpoint` has each rank's own.
+DCP loads only entries that a state has already, and an optimizer has no residuals before its first
+step: `load_latest` restores them, from any number of ranks.
+Of any other tensor that several ranks have, DCP saves one rank's. So the state of LocalSGD and of
+Adasum's optimizer, whose inner state is each rank's own, is refused where ranks save it together;
+and do not save a model in the middle of LocalSGD's round. `save_checkpoint` saves each rank's own.
 
-DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` gives back to each
-thing with a state_dict() the keys that it had; plain data comes back as it was written.
+DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` restores the keys of
+everything with a state_dict(); plain data comes back as it was written.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ from .tree import put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 _OF_OURS: Final = ("model", "optimizer", "loader")
-_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # whose residual a name is a part of
-_STEPS: Final = f".{KEY}.steps"  # the end of a name that is there for each optimizer of ours
+_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # the rank whose residual a name belongs to
+_STEPS: Final = f".{KEY}.steps"  # a name that every optimizer of gtopk has ends with it
 
-# How names end in the state of an optimizer whose inner state is each rank's own, and whose it is.
+# Ends of names in the state of optimizers whose inner state is each rank's own; what errors say.
 _EACH_RANKS_OWN: Final = {"local_sgd.format": "LocalSGD", "adasum.format": "op=Adasum"}
 
 
 class Reader(StorageReader):
     """Reads the newest checkpoint of a folder that is whole; a job may be writing to it.
 
-    path: of what is read, on all ranks the same; known once DCP has read it.
+    path: the checkpoint's folder, the same on all ranks; known once DCP has read the metadata.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -100,10 +100,10 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
 
-    # DCP looks for the name "kwargs": a rank on which this fails would then try again, as if it had
-    # metadata of its own, and go on without the others.
+    # No parameter is named "kwargs": DCP looks for that name, and a rank on which this fails would
+    # then try again, as if it had metadata of its own, and go on without the others.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Return what there is; raise CheckpointError where nothing is whole."""
+        """Return the newest whole checkpoint's metadata; raise CheckpointError where none is."""
         self._part, self._values = self._newest()
         self._tell_of_other_ranks()
         layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -117,7 +117,7 @@ class Reader(StorageReader):
         return Metadata(layout)
 
     def _tell_of_other_ranks(self) -> None:
-        """Warn where DCP may miss the residuals of ranks that were none when it was saved."""
+        """Warn where more ranks load than saved: DCP may miss keys of the new ranks' residuals."""
         found = [_OF_A_RANK.search(name) for name in self._values]
         saved = 1 + max((int(rank[1]) for rank in found if rank), default=-1)
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -139,13 +139,13 @@ class Reader(StorageReader):
             except (OSError, DamagedError) as error:
                 problems.append(str(error))
         if {*list_parts(self._folder)} != {*there}:
-            return self._newest()  # a job has finished newer ones, and removed these
+            return self._newest()  # a running job has finished newer ones, and removed these
         raise CheckpointError(
             f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
         )
 
     def _read(self, part: Part) -> dict[str, Any]:
-        """Return the values of a checkpoint by the names that DCP has for them."""
+        """Return the values of a part by DCP's names."""
         content = read_part(self._folder, part)
         state = put_together(content.state.tree, content.state.tensors)
         if not isinstance(state, dict) or not isinstance(state.get("others"), dict):
@@ -164,7 +164,7 @@ class Reader(StorageReader):
         return replace(plan, storage_data=self._part)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Have all ranks read one checkpoint: a job may have finished another between two looks."""
+        """Make all ranks read one checkpoint: a job may finish another while they look."""
         newest = max(plan.storage_data for plan in plans)
         self._turn_to(newest)
         self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
@@ -177,7 +177,7 @@ class Reader(StorageReader):
     def _warn_of_what_is_lost(self, asked: Collection[str]) -> None:
         """Warn of optimizers that are loaded without all of the residual.
 
-        asked: the names of what any rank loads.
+        asked: the names that any rank loads.
         """
         ours = [name.removesuffix(_STEPS) for name in self._values if name.endswith(_STEPS)]
         for optimizer in ours:
@@ -202,8 +202,8 @@ class Reader(StorageReader):
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
-                # DCP's planners take objects as what torch.save makes of them, and in no other way.
-                # Nothing of it was read from a file.
+                # DCP's planners take objects only as bytes of torch.save. These bytes are made
+                # here: none was read from a file.
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
@@ -247,7 +247,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank a file of its own, in a checkpoint with a new number.
+        """Assign every rank a file, in a checkpoint with a new number.
 
         Raises ValueError where several ranks save an optimizer whose state is each rank's own.
         """
@@ -260,7 +260,7 @@ class Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's to write."""
+        """Write this rank's items into its file."""
         if not isinstance(planner, DefaultSavePlanner):
             raise TypeError(f"the planner must be a DefaultSavePlanner, got {type(planner)}")
         pieces, results = [], []
@@ -283,7 +283,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make one whole checkpoint of what all ranks wrote."""
+        """Make one whole checkpoint of the files of all ranks."""
         shards = sorted({result.storage_data for each in results for result in each})
         if not shards:
             raise ValueError("there is nothing to save: the state is empty on every rank")
@@ -316,7 +316,7 @@ class Writer(StorageWriter):
 
 
 def _refuse_each_ranks_own(names: Iterable[str]) -> None:
-    """Raise ValueError: of each tensor DCP would write some rank's, of the next another's."""
+    """Raise ValueError for state that is each rank's own: DCP would mix several ranks' tensors."""
     for name in names:
         if kind := _EACH_RANKS_OWN.get(".".join(name.split(".")[-2:])):
             raise ValueError(
@@ -327,7 +327,7 @@ def _refuse_each_ranks_own(names: Iterable[str]) -> None:
 
 
 def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Return the dicts and lists that values with these paths lay in."""
+    """Rebuild the dicts and lists of values from the values' paths."""
     top: dict[Any, Any] = {}
     for path, value in values.items():
         inner = top
@@ -338,9 +338,9 @@ def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _with_lists(part: Any) -> Any:
-    """Return dicts whose keys are numbers as lists: DCP has text for every key of a dict.
+    """Return dicts with integer keys as lists: DCP writes every key of a real dict as text.
 
-    It leaves out empty dicts, those in a list among them.
+    DCP leaves out empty dicts, also those in a list.
     """
     if type(part) is not dict:
         return part

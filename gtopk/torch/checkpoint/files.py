@@ -1,11 +1,12 @@
-"""The files of checkpoints: written beside, synced to the disk, renamed, and sealed by a checksum.
+"""The files of checkpoints: written under a temporary name, synced, renamed, with checksums.
 
     checkpoint-00000042-step-1200/
-        all-of-2.safetensors      all-of-2.json       what is the same on every rank, by rank 0
-        rank-0-of-2.safetensors   rank-0-of-2.json    what is a rank's own: residuals, generators
+        all-of-2.safetensors      all-of-2.json       state equal on every rank, by rank 0
+        rank-0-of-2.safetensors   rank-0-of-2.json    a rank's own state: residuals, generators
         rank-1-of-2.safetensors   rank-1-of-2.json    with the last of the three it is whole
 
-A part is there when its JSON is: that holds the size and the SHA-256 of its tensors, and its own.
+A part is there when its JSON file is. That file holds the size and the SHA-256 of the tensors'
+file, and a checksum of itself.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"
 FORMAT: Final = 1
-# Of names that others may have made: as many digits as the numbers of ours can have; no job has as
-# many ranks.
+# Limits for names in a folder, which anybody may have made: a number has at most as many digits as
+# gtopk's; no job has as many ranks.
 LAST_NUMBER: Final = 10**18 - 1
 LAST_STEP: Final = 2**63 - 1
 _FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
 _FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
-_MOST_ABSENT: Final = 3  # that an error lists
-_BESIDE: Final = ".part"  # of a file that is being written
-# Of a JSON file: nobody's options are as long, and a sparse file could claim any length.
+_MOST_ABSENT: Final = 3  # absent parts that an error lists
+_BESIDE: Final = ".part"  # suffix of a file that is being written
+# The largest JSON file that is read: no options take as much, and a sparse file may be of any size.
 _MOST_JSON_BYTES: Final = 1 << 30
 _SEALED: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
 
@@ -68,8 +69,8 @@ class Part(NamedTuple):
 class Content(NamedTuple):
     """The content of a checkpoint's part.
 
-    attempt: a word that all parts of one checkpoint share.
-    before: the number of the newest that was whole when this one was begun; 0: none was.
+    attempt: a text that is equal in all parts of one checkpoint.
+    before: the number of the newest checkpoint that was whole when this one was begun; 0: none was.
     """
 
     attempt: str
@@ -78,10 +79,10 @@ class Content(NamedTuple):
 
 
 def whole_number(name: str, value: SupportsIndex, least: int) -> int:
-    """Return an integer of Python, NumPy or torch as an int: a folder is found by its digits.
+    """Return an integer of Python, NumPy or torch as an int, whose digits a folder's name gets.
 
-    Raises TypeError for what is none, floats and bools among them; ValueError below `least`, or for
-    more than any folder has.
+    Raises TypeError for anything else, also floats and bools; ValueError below `least`, or above
+    the largest number of a folder.
     """
     is_truth = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
@@ -110,7 +111,7 @@ def parts_of(number: int, step: int, ranks: int) -> list[Part]:
 
 
 def absent_of(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
-    """Return the first parts that are not there; a file's name alone may claim any number."""
+    """Return the first absent parts, not all: a file's name may claim any number of ranks."""
     return [*islice((p for p in _each_part(number, step, ranks) if p not in there), _MOST_ABSENT)]
 
 
@@ -120,7 +121,7 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
 
 
 def made(folder: Path) -> Path:
-    """Return a folder of checkpoints, which is made where it is not there, or no more."""
+    """Return a folder of checkpoints; make it where it does not exist (any more)."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -137,7 +138,7 @@ def list_parts(folder: Path) -> list[Part]:
             continue  # the job has removed it: a newer one is whole
         for file in filter(None, map(_FILE.fullmatch, files)):
             part = Part(int(of[1]), int(of[2]), int(file[2]), file[1])
-            if part.file == f"{path.name}/{file[0]}":  # else its numbers begin with zeros
+            if part.file == f"{path.name}/{file[0]}":  # excludes numbers with leading zeros
                 parts.append(part)
     return parts
 
@@ -150,7 +151,7 @@ def whole_ones(parts: Iterable[Part]) -> list[Part]:
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
-    """Remove the checkpoints whose numbers are unwanted; another rank may do so, too."""
+    """Remove the checkpoints whose numbers are unwanted; other ranks may do so meanwhile."""
     for path, match in _checkpoints(folder):
         if unwanted(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
@@ -165,9 +166,9 @@ def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 
 
 def write_part(folder: Path, part: Part, content: Content) -> None:
-    """Write a part that is there whole or not at all, whatever ends this process or the machine.
+    """Write a part atomically: it is whole or absent, even if process or machine end meanwhile.
 
-    Raises OSError where the disk refuses it; what was written of it is removed then.
+    Raises OSError where the disk refuses it, and removes what was written.
     """
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
@@ -195,7 +196,7 @@ def seal(record: Json) -> bytes:
 
 
 def unseal(content: bytes) -> Json:
-    """Return the record; raise DamagedError for what `seal` did not return."""
+    """Return the record; raise DamagedError for bytes that `seal` did not return."""
     sealed = _SEALED.fullmatch(content)
     if sealed is None:
         raise DamagedError("it is cut short, or no part of a checkpoint")
@@ -210,9 +211,9 @@ def unseal(content: bytes) -> Json:
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Write a .safetensors file, and return its "bytes" and "sha256".
 
-    In one pass: what is hashed is what is written, and nothing is copied.
+    The bytes are hashed as they are written, in one pass, without a copy.
     """
-    # The widest first: each begins at a multiple of its elements' size.
+    # The widest dtypes first, so that each tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -239,9 +240,9 @@ def bits_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes this one once what is there is safe on the disk.
+    """Yield a temporary path to write to; at the end, sync it to the disk and rename it to `path`.
 
-    An OSError names the file; nothing of it stays.
+    An OSError names the file; the temporary file is then removed.
     """
     unfinished = path.with_name(path.name + _BESIDE)
     try:
@@ -258,7 +259,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Return when the disk has a file, or the names in a folder."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -267,7 +268,7 @@ def sync(path: Path) -> None:
 
 
 def read_part(folder: Path, part: Part) -> Content:
-    """Return what a part holds.
+    """Return a part's content.
 
     Raises OSError, DamagedError or FormatError; the latter two name the file.
     """
@@ -280,7 +281,7 @@ def read_part(folder: Path, part: Part) -> Content:
 
 
 def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
-    """Return what a part holds but for its tensors, and what it tells of their file; None: none.
+    """Return a part's content without its tensors, and the JSON entry about the tensors' file.
 
     Raises as `read_part` does.
     """
@@ -310,9 +311,9 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
 
 
 def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file of which this size and SHA-256 are told.
+    """Return the tensors of a file; told: its expected size and SHA-256.
 
-    The bytes that are checked are those that are used: they are read once.
+    The file is read once, so the bytes that are checked are those that are used.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -335,8 +336,8 @@ def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return a file's content; raise DamagedError where it is longer than it can be, or no file."""
-    # A pipe of this name would else be waited for until somebody writes to it.
+    """Return a file's content; raise DamagedError where it is too long, or no regular file."""
+    # Without O_NONBLOCK, opening a pipe of this name would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
@@ -345,15 +346,15 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         if status.st_size > most_bytes:
             raise DamagedError(f"it is longer than {most_bytes} bytes")
         if status.st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise MemoryError  # where memory is overcommitted, reading would end this process
+            raise MemoryError  # with overcommitted memory, reading would get this process killed
         return stream.read(status.st_size + 1)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors about the content of a file name it; one too large for the memory is an OSError.
+    """Add a file's name to errors about its content; a MemoryError becomes an OSError.
 
-    On another host there may be enough.
+    On another host the memory may be enough, so the file does not count as damaged.
     """
     try:
         yield

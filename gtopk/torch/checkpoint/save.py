@@ -1,4 +1,4 @@
-"""Saving and loading: what a training script calls, on every rank."""
+"""Saving and loading: the functions that a training script calls, on every rank."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _log = logging.getLogger("gtopk")
 
 
 class Saving:
-    """A checkpoint under way."""
+    """A checkpoint under way; `wait` returns its folder."""
 
     def __init__(self, archive: Archive, writing: Writing) -> None:
         self._archive = archive
         self._problem: CheckpointError | None = None
         self.path = writing.path
-        self.writing: Writing | None = writing  # None: what became of it is known
+        self.writing: Writing | None = writing  # None: its outcome is known
 
     def wait(self) -> Path:
         """Return its folder when it is whole; all ranks call it together.
@@ -50,7 +50,7 @@ class Saving:
         return self.path
 
     def conclude(self, problems: Sequence[str]) -> CheckpointError | None:
-        """Return what `wait` raises, now that it is known what kept each rank from writing."""
+        """Finish; return the error that `wait` raises, if any. problems: as of Archive.conclude."""
         writing, self.writing = self.writing, None
         assert writing is not None
         try:
@@ -78,7 +78,7 @@ class _Opened(NamedTuple):
     under_way: list[Saving]
 
     def settle(self) -> None:
-        """Return when nothing is under way; all ranks call it together.
+        """Wait until nothing is under way; all ranks call it together.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part; not
         again where `wait` has.
@@ -90,9 +90,9 @@ class _Opened(NamedTuple):
 
 
 class _Folders(dict[Path, _Opened]):
-    """Those of a world, whatever path leads there: numbers in one go on from save to save.
+    """The checkpoint folders that a world has opened, by real path, so that numbers go on in each.
 
-    What is under way is finished before the ranks leave: the last save has no next one.
+    A checkpoint under way is finished before the ranks leave.
     """
 
     def is_ready(self) -> bool:
@@ -105,7 +105,7 @@ class _Folders(dict[Path, _Opened]):
         writings = [writing for _, writing in under_way]
         try:
             told = tell_outcomes(engine, writings)
-        except HorovodInternalError as error:  # this rank has left by itself
+        except HorovodInternalError as error:  # this rank has left without the others
             return partial(_end_alone, under_way, error)
         return partial(_end, under_way, told)
 
@@ -115,7 +115,7 @@ class _Folders(dict[Path, _Opened]):
 
 
 def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
-    """Conclude what was under way as this rank left; raise CheckpointError where it failed."""
+    """Conclude the checkpoints under way as this rank left; raise CheckpointError for a failure."""
     try:
         outcomes = told.wait()
     except HorovodInternalError as error:  # a rank is lost
@@ -126,7 +126,7 @@ def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
 
 
 def _end_alone(under_way: Sequence[tuple[Saving, Writing]], why: HorovodInternalError) -> None:
-    """Do what can be done where the others do not say what became of their parts."""
+    """Finish this rank's parts where the outcomes of the other ranks stay unknown."""
     for saving, _ in under_way:
         _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
     told = ((saving.path, writing.outcome.result()) for saving, writing in under_way)
@@ -149,7 +149,7 @@ class _Put(NamedTuple):
     refusal: Exception | None = None
 
 
-# What is raised over state of another shape than is saved, wherever it is loaded into.
+# Errors that load_state_dict()s raise for state of another shape than they expect.
 _UNFIT: Final = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 _WAY_OUT: Final = (
@@ -157,7 +157,7 @@ _WAY_OUT: Final = (
     'load_latest(..., missing_ranks="report")'
 )
 
-# One file after the other.
+# One thread: files are written one after the other.
 _writer = ThreadPoolExecutor(1, thread_name_prefix="gtopk-checkpoint")
 
 
@@ -177,23 +177,23 @@ def save_checkpoint(
     It is saved between two steps: after `optimizer.step()`, before the next backward pass. A loader
     that has drain() is drained first.
 
-    loader: that has state_dict(): what `gtopk.torch.adapt` returned, an ElasticSampler, say; None:
+    loader: one with state_dict(): the result of `gtopk.torch.adapt`, an ElasticSampler, ...; None:
         the next run begins its epoch anew.
     step: how far the training is, for `load_latest` to return; an integer, the same on all ranks.
     keep: how many checkpoints stay in the folder; at least 1.
-    asynchronous: return once the state is copied, and write while training goes on. What became of
-        it is said by the next save, once that is written, by `wait()` of what is returned, or when
-        the rank leaves: by `shutdown`, or the exit code. The log has it at once.
+    asynchronous: return once the state is copied, and write while training goes on. A failure is
+        logged at once. It is raised by `wait()` of the returned object, by the next save once that
+        is written, or when the rank leaves: by `shutdown`, else it sets the exit code.
     others: further things by name: with state_dict() (schedulers, a GradScaler), or plain data.
 
     The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
     a type that the object codec does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. So it is where an asynchronous save before this one failed,
-    and `wait()` has not said so; this one is written all the same. TypeError for a keep or step
-    that is no integer, ValueError for one out of its range, or a step that is not the same on all
-    ranks.
+    still there, and training may go on. It is also raised, after this checkpoint is written, where
+    an earlier asynchronous save failed and `wait()` has not raised that. TypeError for a keep or
+    step that is no integer, ValueError for one out of its range, or a step that is not the same on
+    all ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
@@ -218,7 +218,7 @@ def save_checkpoint(
 
     try:
         opened.settle()
-    except CheckpointError as earlier:  # said after this one is written: there may be no other
+    except CheckpointError as earlier:  # raised after this one is written, which may be the last
         now = f"{save().path.name} is {'under way' if asynchronous else 'whole'} now"
         raise CheckpointError(f"{earlier}; {now}") from earlier
     return save()
@@ -236,8 +236,8 @@ def load_latest(
 ) -> Loaded | None:
     """Go on from the newest checkpoint that is whole; None: there is none, begin at the beginning.
 
-    Every rank calls it, with what was saved, before its first step. All ranks take the same one:
-    where a rank's part of it is damaged, all pass it over, and say which file and why.
+    Every rank calls it, with the objects that were saved, before its first step. All ranks load the
+    same checkpoint: where a rank's part is damaged, all pass it over, and log which file and why.
 
     generators: whether random numbers go on as they would have.
     missing_ranks: "report": where none is whole, as a host is lost for good whose folder was its
@@ -276,7 +276,7 @@ def load_latest(
         except _UNFIT as error:
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
-        except Exception as error:  # of the script: an older one would hide it
+        except Exception as error:  # of the script; loading an older checkpoint would hide it
             return _Put(found, {}, error)
 
     try:
@@ -295,7 +295,7 @@ def load_latest(
         return None
     found, values, refusal = taken
     refusals = allgather_object("" if refusal is None else repr(refusal), "checkpoint.refused")
-    if refusal is None and any(refusals):  # those ranks raise it, and this one is not to go on
+    if refusal is None and any(refusals):  # other ranks raise their error: do not go on here
         told = "; ".join(f"rank {number}: {text}" for number, text in enumerate(refusals) if text)
         refusal = CheckpointError(f"{found.path} cannot be loaded: {told:.300}")
     if refusal is not None:

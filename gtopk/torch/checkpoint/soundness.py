@@ -1,7 +1,7 @@
 """Checks of a loaded state before any of it is put in; all ranks fail, or none does.
 
-A right checksum says that a file is as it was written, not who wrote it. Most load_state_dict()s
-take what they get: a text for a momentum fails in the next step, a NaN for a batch size never ends.
+A right checksum shows that a file is unchanged, not who wrote it. Most load_state_dict()s accept
+anything: a text for a momentum fails in the next step, a NaN for a batch size never ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 def on_all(take: Callable[[], T], what: str) -> T:
-    """Return what this rank takes; all ranks call it together.
+    """Return `take()`; all ranks call it together.
 
-    Raises CheckpointError, on every rank alike, where one of them fails: none waits for it.
+    Raises CheckpointError, on every rank alike, where one of them fails, so that none waits for it.
     """
     problem, taken = "", None
     try:
@@ -41,7 +41,7 @@ def on_all(take: Callable[[], T], what: str) -> T:
 
 
 def take_on_all(take: Callable[[Any], Any], given: Any) -> tuple[Any | None, str]:
-    """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
+    """Return `take(given)`, None where it raises DamagedError, and the damages on all ranks."""
     problem, taken = "", None
     try:
         taken = take(given)
@@ -70,17 +70,17 @@ def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Ten
 
 
 def by_rank(problems: Sequence[str]) -> str:
-    """Return every rank's problem in one text, each behind its rank; "": none has any."""
+    """Return all ranks' problems in one text, each after its rank; "": there are none."""
     return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
 
 
 def as_told(problem: str) -> str:
-    """Return what this rank tells the others of a problem: where it is, and what; "": of none."""
+    """Return this rank's host and problem as a text for the others; "" where there is none."""
     return f"(host {socket.gethostname()}): {problem}" if problem else ""
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:
-    """Raise DamagedError where something else is saved for a tensor of a model's state."""
+    """Raise DamagedError unless a tensor is saved for each tensor of a model's state."""
     if not isinstance(saved, Mapping):
         raise DamagedError(f"its model is no dict, but {_kind(saved)}")
     for name, tensor in like.items():
@@ -89,9 +89,9 @@ def check_model(saved: Any, like: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
-    """Raise DamagedError for what the state_dict of a torch optimizer does not return.
+    """Raise DamagedError for anything that is no state_dict of a torch optimizer.
 
-    like: that of the optimizer which it is loaded into, before its first step perhaps.
+    like: the state_dict of the optimizer that it is loaded into, perhaps before its first step.
     """
     if not isinstance(saved, Mapping):
         raise DamagedError(f"its {name} is no dict, but {_kind(saved)}")
@@ -99,7 +99,7 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
     each_a_dict = isinstance(state, Mapping) and all(isinstance(s, Mapping) for s in state.values())
     if not isinstance(state, Mapping) or not each_a_dict or any(type(n) is bool for n in state):
         raise DamagedError(f"{name}.state must hold a dict for each parameter")
-    # Of each parameter it is the same: a tensor of one is none of another only where it is not yet.
+    # An entry is a tensor for all parameters or for none, except that it may still be None.
     are_tensors = {
         what
         for each in state.values()
@@ -121,9 +121,9 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
 
 
 def check_residual(residuals: Any) -> None:
-    """Raise DamagedError for what no rank has as its residual state, by parameter.
+    """Raise DamagedError for anything that is no rank's residual state, by parameter.
 
-    A loss of a part would be one of gradients, unseen.
+    Without it gradients could be lost unnoticed.
     """
     for name, tensors in residuals.items():
         if "residual" not in tensors:
@@ -138,9 +138,9 @@ def check_residual(residuals: Any) -> None:
 
 
 def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
-    """Raise DamagedError where a residual has another shape than its parameter was saved in.
+    """Raise DamagedError where a residual and its saved parameter have different shapes.
 
-    part: a rank's residual state, or None; parameters go by the same names mostly.
+    part: a rank's residual state, or None; most parameters have the same names in both.
     """
     for residuals in part["held"].values() if part else ():
         for name, tensors in residuals.items():
@@ -153,7 +153,7 @@ def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
 
 
 def check_alike(place: str, saved: Any, like: Any) -> None:
-    """Raise DamagedError where a state is of another kind than the one it takes the place of.
+    """Raise DamagedError where a state is of another kind than the one that it replaces.
 
     None may stand for anything, on either side; an integer for a float; lists may be of any length,
     and dicts may lack keys, or have more.

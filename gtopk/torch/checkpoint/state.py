@@ -1,21 +1,20 @@
 """The state of a training run: taken from models, optimizers and loaders, and put back into them.
 
-    replicated   all of rank 0's: model, optimizer, loader, others, how many steps it has counted
-    own          of each rank: its optimizer's residual, its generators, and whatever of the
-                 above is not as on rank 0 (running means, a loader's place in its own data)
+    replicated   rank 0's model, optimizer, loader, others, and its count of steps
+    own          each rank's optimizer residual, its generators (torch's, NumPy's and Python's),
+                 and everything of the above that differs from rank 0's (running means, a loader's
+                 place in its own data)
 
-A run on as many ranks gets everything as it was. On another number every rank gets rank 0's, and
-the residual is dealt out: its sum stays.
+A run on the same number of ranks gets everything back. On another number every rank gets rank 0's
+state, and the residuals are dealt out: their sum stays.
 
-The random numbers that are still to come: torch's, NumPy's and Python's generators.
-
-Keys of dicts in what torch.distributed.checkpoint wrote: it has text for all, and no empty dict.
+torch.distributed.checkpoint writes all keys of dicts as text, and no empty dicts:
 
     {"milestones": Counter({3: 1, 5: 1}), "state": {}}    as saved
     {"milestones": {"3": 1, "5": 1}}                      as written
 
-What they were is known from the state of what they are loaded into, where that has them; from the
-names of its parameters, in an optimizer's; and from the ranks, in their residuals.
+The original keys are taken from the state of the object that is loaded into, where that has them;
+in an optimizer's state also from its parameters' names; in residuals from the ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _log = logging.getLogger("gtopk")
 
 
 def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
-    """Return what this rank's optimizer loads under optimizer_checkpoint.KEY; None: nothing.
+    """Return the residual state that this rank's optimizer loads under KEY; None: it has none.
 
-    parts: of the ranks whose residuals this one takes over, those that there are.
-    saved: how many ranks there were.
-    is_missing: what this rank had is lost; its residual is zero, in the same buckets as others.
+    parts: the residual states that this rank takes over, by the rank that saved each.
+    saved: how many ranks saved.
+    is_missing: whether this rank's part is lost; its residual is then zero, in the others' buckets.
     All ranks call it together: one that has no part learns from the others which buckets there
     were.
     """
@@ -67,15 +66,15 @@ def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any
     frames = allgather_object(mine, "checkpoint.frames")
     frame = next(chain(mine, *frames), None)
     if frame is None or (not parts and saved == size() and not is_missing):
-        return None  # a plain optimizer's, or one of ranks that this one is none of
+        return None  # of a plain optimizer, or one of a process set without this rank
     return optimizer_checkpoint.summed(frame, parts, rank(), size())
 
 
 def keyed(written: Any, like: Any) -> Any:
     """Return a state with the keys, types of dicts, and empty dicts that were saved.
 
-    like: the state now of what it is loaded into; anything else where there is none.
-    A key that is not there yet is an integer where all that are there are; else it stays text.
+    like: the present state of the object that it is loaded into; anything else where there is none.
+    A key that `like` lacks becomes an integer where all keys of `like` are; else it stays text.
     """
     if type(written) is list:
         items = like if isinstance(like, list) else []
@@ -96,9 +95,9 @@ def keyed(written: Any, like: Any) -> Any:
 
 
 def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state, or a part of residuals, with what DCP has left out of it.
+    """Return an optimizer's state, or a part of residuals, with the empty dicts that DCP left out.
 
-    The keys that are known to be in it are added to what it is like.
+    Keys that must have been in it are added to `like`.
     """
     groups = written.get("param_groups")
     if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
@@ -120,7 +119,7 @@ def _integer(text: Any) -> Any:
 
 
 def take_generators() -> dict[str, Any]:
-    """Return the state of this rank's generators; of GPUs', the current one's."""
+    """Return the state of this rank's generators; of GPUs, only the current one's."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -133,7 +132,7 @@ def take_generators() -> dict[str, Any]:
 
 
 def check_generators(state: dict[str, Any]) -> None:
-    """Raise an error for what `put_generators` could not put in; nothing is changed."""
+    """Raise an error for a state that `put_generators` could not set; nothing is changed."""
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
     version, words, gauss = state["python"]
@@ -150,10 +149,10 @@ def put_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-# Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's are.
+# A loader's residuals (mode "abs"): each rank's own, and summed over ranks as the optimizer's are.
 _HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")
 
-# What a rank has for its own that has nothing of its own.
+# The own part of a rank that has nothing of its own.
 NOTHING_OWN: Final[dict[str, Any]] = {
     "generators": None,
     "held": {},
@@ -170,10 +169,10 @@ def take(
     *,
     copy: bool,
 ) -> tuple[Taken, dict[str, Any]]:
-    """Return this rank's state, and what of it is its own by nature; nothing is sent.
+    """Return this rank's state, and the part that is always its own; nothing is sent.
 
     copy: whether training may go on before it is written.
-    Raises TypeError for what has no state that could be saved.
+    Raises TypeError for an object without a state that could be saved.
     """
     state: dict[str, Any] = {}
     own: dict[str, Any] = {**NOTHING_OWN, "held": {}, "generators": take_generators()}
@@ -196,19 +195,19 @@ def take(
         if optimizer_checkpoint.is_part(saved):
             own["held"][name] = saved
             continue
-        if isinstance(value, torch.optim.Optimizer):  # whether or not it has taken a step yet
+        if isinstance(value, torch.optim.Optimizer):  # also before its first step
             saved = dict(saved)
             own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
         state["others"][name] = saved
     state["held"] = ["optimizer", *(name for name in own["held"] if name != "optimizer")]
-    state["steps"] = world.current().step  # what a script calls its step may count epochs
+    state["steps"] = world.current().step  # the script's own `step` may count epochs
     return take_apart(state, copy=copy), own
 
 
 def should_agree(model: torch.nn.Module | None, optimizers: Iterable[Any]) -> dict[str, bool]:
-    """Return of each parameter, by its name in a checkpoint, whether all ranks have the same now.
+    """Return for each parameter, by its name in a checkpoint, whether it should be equal on all.
 
-    optimizers: and other things; of ours, each says which parameters it has let part.
+    optimizers: may hold other objects; gtopk's name the parameters that may differ between ranks.
     """
     apart = {p for each in optimizers if isinstance(each, Wrapping) for p in each.apart}
     named = () if model is None else model.named_parameters()
@@ -218,11 +217,11 @@ def should_agree(model: torch.nn.Module | None, optimizers: Iterable[Any]) -> di
 def snapshot(
     step: int, taken: Taken, own: dict[str, Any], alike: dict[str, bool], copy: bool
 ) -> Snapshot:
-    """Return what is to be written; all ranks call it together.
+    """Return this rank's Snapshot to write; all ranks call it together.
 
     alike: of each parameter, whether it should not differ; where it does, a warning names it.
-    Raises ValueError, on every rank alike, where they are not at the same step: what they wrote
-    would never be whole.
+    Raises ValueError, on every rank alike, where they are not at the same step: their parts would
+    never make a whole checkpoint.
     """
     tree = json.dumps(taken.tree)
     digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
@@ -247,14 +246,14 @@ def snapshot(
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Return what tells a tensor from others: zeros of one shape have the bits of another's."""
+    """Return a hash of a tensor's bits, dtype and shape: zeros of any shape have the same bits."""
     digest = hashlib.sha256(repr((tensor.dtype, [*tensor.shape])).encode())
     digest.update(bits_of(tensor))
     return digest.digest()[:16]
 
 
 class Assembled(NamedTuple):
-    """A checkpoint's state as it is for this rank; own: what this rank had for its own."""
+    """A checkpoint's state as this rank loads it; own: this rank's own part."""
 
     found: Found
     state: dict[str, Any]
@@ -262,9 +261,9 @@ class Assembled(NamedTuple):
 
 
 def assemble(found: Found) -> Assembled:
-    """Return what is to be put in; all ranks call it together.
+    """Return the state that this rank loads; all ranks call it together.
 
-    Raises DamagedError for what `snapshot` does not return.
+    Raises DamagedError for a state that `snapshot` does not make.
     """
     tensors = spread(found.tensors, 0)
     own = next((each.state for each in found.owned if each.rank == rank()), None)
@@ -279,18 +278,19 @@ def assemble(found: Found) -> Assembled:
         if own is not None and found.ranks == size():
             tree = tree if own["tree"] is None else json.loads(own["tree"])
             tensors |= own["differing"]
-        # A host's ranks may have the parts of several: its folder is its own, and it has more now.
+        # A rank may have the parts of several: where each host has its own folder, its ranks read
+        # all parts in it, also when there are fewer of them now.
         tensors |= residuals
         state = put_together(tree, tensors)
         _check(state)
-    except Exception as error:  # of any kind: nobody knows what wrote it
+    except Exception as error:  # of any kind: anything may have written the files
         what = str(error) if isinstance(error, DamagedError) else repr(error)[:200]
         raise DamagedError(f"{found.path.name} holds what no save writes: {what}") from error
     return Assembled(found, state, own)
 
 
 def _check(state: Any) -> None:
-    """Raise an error for what `take` does not return; what is loaded checks its own state."""
+    """Raise an error for a state that `take` does not return; loaded objects check their own."""
     if not isinstance(state["others"], dict):
         raise DamagedError("its others are no dict")
     if not all(type(name) is str for name in state.get("held", [])):
@@ -299,7 +299,7 @@ def _check(state: Any) -> None:
 
 
 def _check_own(own: Any) -> None:
-    """Raise an error for what is not of a rank's own."""
+    """Raise an error for anything that is no rank's own part."""
     if lacking := NOTHING_OWN.keys() - own.keys():
         raise DamagedError(f"a rank's own part lacks {', '.join(sorted(lacking))}")
     if own["tree"] is not None:
@@ -322,12 +322,12 @@ def check(
     loader: Any,
     others: Mapping[str, Any],
 ) -> Assembled:
-    """Return it; raise DamagedError where something of it can be no state of these.
+    """Return `assembled`; raise DamagedError where a state does not fit the object it is for.
 
-    Of a script's own objects, and of its data, nobody but the script knows what they may be.
+    A script's own objects and data are not checked: only the script knows their states.
     """
     state = assembled.state
-    if "held" not in state:  # torch.distributed.checkpoint wrote it: not sealed by us
+    if "held" not in state:  # torch.distributed.checkpoint wrote it, without gtopk's checks
         return assembled
     if model is not None and "model" in state:
         check_model(state["model"], model.state_dict())
@@ -355,7 +355,7 @@ def put(
 ) -> dict[str, Any]:
     """Put a checkpoint's state in; all ranks call it together. Return the others that are data.
 
-    Raises ValueError for what the checkpoint does not hold, and what load_state_dict raises.
+    Raises ValueError for an object that the checkpoint lacks, and load_state_dict's errors.
     """
     found, state, own = assembled
     if "held" not in state:  # torch.distributed.checkpoint wrote it
@@ -391,7 +391,7 @@ def put(
             lay_out_as_parameters(each)
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
-    if "steps" in state:  # else nobody knows: DCP or an earlier version wrote it
+    if "steps" in state:  # else the count is unknown: DCP or an earlier version wrote it
         world.current().resume(state["steps"])
     return values
 
@@ -421,13 +421,13 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
 
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
-    """Return the residual of this rank's loader: the sum of those whose parts it takes."""
+    """Return the residual of this rank's loader: the sum of those that it takes over."""
     parts: list[torch.Tensor] = [
         each.state["differing"].get(name, of_rank_0) for each in found.owned
     ]
     if not parts:
         return torch.zeros_like(of_rank_0)
-    total = parts[0].clone()  # a sum with zero is not one's bits: -0.0
+    total = parts[0].clone()  # a sum that begins with zero would turn -0.0 into 0.0
     for part in parts[1:]:
         total += part
     return total

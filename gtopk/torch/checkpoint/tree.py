@@ -1,4 +1,4 @@
-"""Objects as JSON and tensors by name, and back: what the files of a checkpoint hold.
+"""Objects as JSON and named tensors, and back: the content of a checkpoint's files.
 
     {"model": {"weight": tensor}, "betas": (0.9, inf), "state": {0: "x"}}
 
@@ -7,13 +7,13 @@
               "state": {"$dict": [[0, "x"]]}}
     tensors  model.weight
 
-What JSON has no word for is an object whose first key begins with "$":
+A type that JSON lacks is an object whose first key begins with "$":
 
-    $tensor $array      the name of a tensor; $array: it was NumPy's
-    $tuple $dict        its items; its pairs, where a key is no plain text
-    $ordered $metadata  an OrderedDict, and the versions that a module's state_dict keeps at it
-    $float              one that is not finite
-    $object             anything else that the object codec has a code for: its bytes in base64
+    $tensor $array      the name of a tensor; $array: it was a NumPy array
+    $tuple $dict        a tuple's items; a dict's pairs, where a key is no plain text
+    $ordered $metadata  an OrderedDict, and the versions that a module's state_dict keeps in it
+    $float              a float that is not finite
+    $object             any other type that the object codec knows: its bytes in base64
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...runtime.object_codec import MAX_DEPTH, decode, encode
 
 Json: TypeAlias = Any
 
-# Those that torch and every release of safetensors know, and their names there.
+# Dtypes that torch and every release of safetensors know, and their names there.
 DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,7 +50,7 @@ _ARRAYS_AS: Final = {"uint32": "int32", "uint64": "int64", "uint16": "int16"}  #
 
 
 class Taken(NamedTuple):
-    """An object taken apart. tensors: dense, on the host, none sharing memory with another."""
+    """An object taken apart; tensors: dense, on the host, none shares memory with another."""
 
     tree: Json
     tensors: dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ def take_apart(obj: object, *, copy: bool = False) -> Taken:
 
 
 class _Taker:
-    """Takes one object apart; a tensor that is in several places is taken once."""
+    """Takes one object apart; a tensor that is in several places is stored once."""
 
     def __init__(self, copy: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -115,7 +115,7 @@ class _Taker:
         return {"$dict": pairs}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Return the name under which the tensor is among those taken."""
+        """Store the tensor, unless it is stored; return its name."""
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
@@ -132,10 +132,10 @@ class _Taker:
         return name
 
     def _add(self, dense: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Return the name under which a tensor that nobody else has is among those taken."""
+        """Store a tensor that shares no memory, under a new name; return that."""
         name = base = ".".join(path)
         number = 1
-        while name in self.tensors:  # "a.b" and "c" read like "a" and "b.c"
+        while name in self.tensors:  # keys "a.b", "c" and keys "a", "b.c" give one name
             number += 1
             name = f"{base}~{number}"
         self.tensors[name] = dense
@@ -165,9 +165,9 @@ def _place(path: tuple[str, ...]) -> str:
 
 
 def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the object that was taken apart; the tensors are used as they are.
+    """Return the object that was taken apart; the tensors are used without a copy.
 
-    Raises DamagedError for what `take_apart` does not return.
+    Raises DamagedError for a tree that `take_apart` does not return.
     """
     try:
         return _put(tree, tensors)

@@ -1,4 +1,4 @@
-"""Elastic training: it returns to its last commit when it fails, also when its processes died.
+"""Elastic training: after a failure it goes on from its last commit, also if processes died.
 
     @hvd.elastic.run
     def train(state):

@@ -26,18 +26,18 @@ ADVICE: Final = f"with {FOLDER}=folder its commits would be kept, for when it is
 
 
 class Commit(NamedTuple):
-    """A commit: the values that every rank has alike, and this rank's own, by name."""
+    """A commit: the values that are equal on every rank, and this rank's own, by name."""
 
     replicated: Mapping[str, Any]
     own: Mapping[str, Any]
 
 
 def write(archive: Archive, commit: Commit) -> None:
-    """Write a commit, and return when it is whole; all ranks call it together.
+    """Write a commit, and wait until it is whole; all ranks call it together.
 
     Raises CheckpointError, on every rank alike, when a rank cannot write its part.
     """
-    # Ranks that ran out of batches, or whose steps are their own, have counted fewer.
+    # Ranks that ran out of batches, or step independently, have counted fewer.
     step = max(allgather_object(world.current().step, "elastic.step"))
     snapshot = on_all(
         lambda: Snapshot(step, take_apart({**commit.replicated}), take_apart({**commit.own})),
@@ -47,7 +47,7 @@ def write(archive: Archive, commit: Commit) -> None:
 
 
 def advice_of(archive: Archive) -> str:
-    """Return how the job can go on when it ends before its time."""
+    """Return how the job can be continued when it ends early."""
     if not archive.number:
         return f"start it again; nothing is committed to {archive.folder} yet"
     return (
@@ -56,7 +56,7 @@ def advice_of(archive: Archive) -> str:
     )
 
 
-# In use by a state of this rank.
+# The archive that a state of this rank uses, by world.
 _open: weakref.WeakKeyDictionary[World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
 
 

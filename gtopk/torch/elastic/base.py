@@ -1,9 +1,9 @@
-r"""State: what all elastic states share: commits, word of changed hosts, plain objects.
+r"""State: the base of all elastic states, with commits, changes of hosts and plain objects.
 
-`State` and `StateHandler` are Horovod's, to derive from; their methods are abstract as there: they
-raise when they are called, not when an object is made.
+`State` and `StateHandler` are Horovod's base classes; as in Horovod, their abstract methods raise
+when they are called, not when an object is made.
 
-`run` runs a function again from the last commit, as long as every rank is there:
+`run` runs a function again from the last commit, as long as every rank is alive:
 
     sync -> function -> done
       ^        |
@@ -11,8 +11,9 @@ raise when they are called, not when an object is made.
       |        `-- HostsUpdatedInterrupt            > join anew -> on_reset -.
       `----------- (unless skip_sync) --------------------------------------'
 
-A rank that has died cannot be called back from inside. The others then end, the job with them; what
-starts it again (torchrun --max-restarts, a person) finds the commits that GTOPK_ELASTIC_DIR keeps.
+A rank that has died cannot be replaced within the job. The other ranks then end, and with them the
+job. When it is started again (by torchrun --max-restarts, or a person), it goes on from the commits
+in GTOPK_ELASTIC_DIR.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WHERE_KEPT: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
 
 
 def left_out(of: object, method: str, why: str = "") -> NotImplementedError:
-    """Return the error that says so."""
+    """Return the error about a method that a class does not implement."""
     return NotImplementedError(f"{type(of).__name__} must define {method}(){why}")
 
 
@@ -68,14 +69,15 @@ class State:
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._commits = 0  # by which `run` sees whether the training gets on
-        self._saved_step: int | None = None  # the world's, when it was saved; None: not known
-        self._went_back = False  # to that, and no sync since
+        self._commits = 0  # number of commits, by which `run` sees that training advances
+        self._saved_step: int | None = None  # the world's step at the last save; None: not known
+        self._went_back = False  # restored to that step, and not synchronized since
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called when the ranks have come together anew, perhaps as another number.
+        """Add functions to call when the ranks have joined anew, perhaps in another number.
 
-        To scale a learning rate, say. They run on every rank, before the state is synchronized.
+        They may scale a learning rate, say. They run on every rank, before the state is
+        synchronized.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -87,16 +89,17 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = HostUpdateResult.mixed) -> None:
-        """Note, in any thread or signal handler, that the hosts have changed or are about to.
+        """Note that the hosts have changed or are about to; may be called in any thread or handler.
 
         timestamp: greater than that of the last change that was acted on.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, and raise HostsUpdatedInterrupt when a rank has word of changed hosts.
+        """Save the state, and raise HostsUpdatedInterrupt when a rank knows of changed hosts.
 
-        Every rank must call it at the same place. What is not committed is lost with a rank.
+        Every rank must call it at the same place. Progress since the last commit is lost in a
+        failure.
         """
         self.save()
         self._saved_step = world.current().step
@@ -105,7 +108,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt, on every rank alike, when a rank has word of changed hosts.
+        """Raise HostsUpdatedInterrupt, on every rank alike, when a rank knows of changed hosts.
 
         Every rank must call it at the same place.
         """
@@ -125,20 +128,20 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
     def _go_back(self) -> None:
-        """Count steps from what was restored on, in a new world: those after it are done again."""
+        """Set a new world's step to the restored one: the steps after it are repeated."""
         if self._saved_step is not None:
             world.current().resume(self._saved_step)
             self._went_back = True
 
     def _keep(self) -> None:
-        """Keep what was saved beyond this process, where that is wanted."""
+        """Write the saved state to the disk, in subclasses that do."""
 
     def save(self) -> None:
         """Copy the state, for `restore`."""
         raise left_out(self, "save")
 
     def restore(self) -> None:
-        """Return to what was saved last."""
+        """Return to the last saved state."""
         raise left_out(self, "restore")
 
     def sync(self) -> None:
@@ -152,7 +155,7 @@ class State:
 class ObjectState(State):
     """A state of plain objects: each keyword becomes an attribute.
 
-    Objects travel and are kept as the object codec has them: without pickle, unless it is allowed.
+    Objects are sent and kept in the object codec's form: without pickle, unless it is allowed.
 
     With GTOPK_ELASTIC_DIR=folder, `commit` also writes to that folder, and the first `sync` takes
     over the newest commit there. The folder is one state's, whose names stay the same.
@@ -216,7 +219,7 @@ class ObjectState(State):
             self._advise()
 
     def _advise(self) -> None:
-        """Have whatever ends this process before its time say how the job can go on."""
+        """Set the advice, which errors end with, about how the job can be continued."""
         world.current().advice = advice_of(self._archive) if self._archive else ADVICE
 
     def _check_names(self, found: Found) -> None:
@@ -229,7 +232,7 @@ class ObjectState(State):
             )
 
     def _committed(self) -> Commit:
-        """Return what was saved last, for the disk."""
+        """Return the last saved state, for the disk."""
         return Commit(self._saved_state, {})
 
     def _share(self) -> None:
@@ -238,7 +241,7 @@ class ObjectState(State):
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
-        # A rank may have been a commit ahead, as what failed was amid one.
+        # A rank may be one commit ahead, if the failure came during a commit.
         step = broadcast_object(self._saved_step, name="elastic.step")
         if self._went_back and step != self._saved_step:
             self._saved_step = step
@@ -246,20 +249,20 @@ class ObjectState(State):
         self._went_back = False
 
     def _resume(self, replicated: Mapping[str, Any]) -> None:
-        """Take over, on rank 0, what all ranks of an earlier job had alike."""
+        """Load, on rank 0, the values that were equal on all ranks of an earlier job."""
         self._saved_state = {name: replicated[name] for name in self._saved_state}
         ObjectState.restore(self)
 
     def _resume_here(self, found: Found) -> None:
-        """Take over, on every rank, what ranks of an earlier job had for their own."""
+        """Load, on every rank, the own values of an earlier job's ranks."""
 
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# An error that comes at every attempt is no accident.
-_ATTEMPTS: Final = 10  # from one commit
+# After so many attempts from one commit the error is raised: it will not go away.
+_ATTEMPTS: Final = 10
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -276,7 +279,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 def run_fn(
     func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], T]:
-    """Decorate as `run` does, with another way for the ranks to come together anew."""
+    """Decorate as `run` does; reset: called in place of `rejoin` for the ranks to join anew."""
 
     @functools.wraps(func)
     def recovering(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

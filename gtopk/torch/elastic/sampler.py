@@ -1,10 +1,10 @@
-"""ElasticSampler: what is left of an epoch, dealt out to as many ranks as there are now.
+"""ElasticSampler: deals the rest of an epoch out to the present number of ranks.
 
     the epoch's order     7 2 9 4 0 8 5 1 6 3      a permutation that every rank knows
     3 ranks, 1 batch      7 2 9|4 0 8|             batches of 2: rank 0 takes 7 4, 1: 2 0, 2: 9 8
     2 ranks go on                     5 1 6 3      rank 0 takes 5 6, rank 1: 1 3
 
-Processed samples are always a beginning of the order, so one number tells which they are.
+The processed samples are always the first ones of the order, so their number is the whole state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(Sampler[int]):
-    """Like DistributedSampler, but it remembers what was processed, over changes of the ranks too.
+    """A DistributedSampler that remembers the processed samples, also when the ranks change.
 
     Call `record_batch` for each batch processed, and `set_epoch` at the end of an epoch; as a part
     of a TorchState it is committed, restored and dealt out anew with the rest.
@@ -43,7 +43,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it is processed."""
+        """Begin an epoch, of which no sample is processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is not processed out to the ranks that there are now."""
+        """Deal the samples that are not processed out to the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         length = len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
         if self.shuffle:
@@ -76,7 +76,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's samples; all ranks have as many."""
+        """Yield this rank's samples; all ranks have equally many."""
         remaining = self.remaining_indices
         for place in range(self.rank, self.total_size, self.num_replicas):
             yield remaining[place % len(remaining)]

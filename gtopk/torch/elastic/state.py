@@ -51,27 +51,27 @@ class StateHandler:
         """Reset what depends on the ranks, which have come together anew."""
 
     def saved(self) -> Any:
-        """Return what was saved and is the same on all ranks, in types of the object codec."""
+        """Return the saved part that is the same on all ranks, in types of the object codec."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def saved_here(self) -> Any:
-        """Return what was saved and is this rank's alone; None: nothing."""
+        """Return the saved part that is this rank's own; None: there is none."""
         return None
 
     def resume(self, saved: Any) -> None:
-        """Take over what `saved` returned in a job that ended."""
+        """Load the part that `saved` returned in a job that ended."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
-        """Take over what `saved_here` returned on none, one or more ranks of that job.
+        """Load the parts that `saved_here` returned on none, one or more ranks of that job.
 
-        ranks: how many that job had. Called on every rank, after `sync`; together they get each
-        rank's part once, and as many ranks as there were each its own.
+        ranks: how many that job had. Called on every rank, after `sync`; over all ranks each part
+        comes once, and on the same number of ranks each gets its own.
         """
 
 
 class StateDictHandler(StateHandler):
-    """Handles what has state_dict() and load_state_dict()."""
+    """Handles an object with state_dict() and load_state_dict()."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -81,7 +81,7 @@ class StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy: an optimizer goes on in the very tensors that it loads.
+        # A copy: an optimizer changes the tensors that it loads.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -142,7 +142,7 @@ class LoaderStateHandler(StateDictHandler):
     """Handles a loader of `adapt` in mode "balanced": how far the epoch is, and its sizes."""
 
     def reset(self) -> None:
-        # An interrupt restores nothing, and may synchronize nothing.
+        # After an interrupt `restore` is not called, and `sync` may not be.
         self.value.load_state_dict(self.value.state_dict())
 
 

@@ -69,7 +69,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what `allgather` would of each of the tensors, all or none; differentiable."""
+    """Return the tensors, each as `allgather` would, all or none; differentiable."""
     tensors = require_tensors(tensors, "grouped_allgather")
     return tuple(_Allgather.apply(True, name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
@@ -89,7 +89,7 @@ def grouped_allgather_async(
 
 
 class Gathered(NamedTuple):
-    """The rows of all ranks, and at which of them this rank's own begin."""
+    """The rows of all ranks, and the index of this rank's first row."""
 
     rows: torch.Tensor
     begin: int
@@ -104,9 +104,9 @@ def begin_allgather(
     group: bool = False,
     signature: Sequence[str] = (),
 ) -> int:
-    """Begin to gather tensors; return a handle for what `finish` makes of them.
+    """Begin to gather tensors; return a handle for the result of `finish`.
 
-    signature: what else must be equal on all ranks.
+    signature: further texts that must be equal on all ranks.
     """
     transport = process_set.engine.transport
     rank = transport.rank
@@ -175,7 +175,7 @@ def begin_allgather(
 
 
 def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return what was gathered as a tensor of the kind of `like`, with so many rows."""
+    """Return gathered elements as a tensor of the kind of `like`, with `rows` rows."""
     shape = [rows, *like.shape[1:]]
     if isinstance(elements, torch.Tensor):
         return elements.to(like.dtype).reshape(shape)
@@ -211,9 +211,9 @@ def sparse_allreduce_async(
     op: int,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Begin to add a sparse COO tensor over the ranks; return what waits for it and returns it.
+    """Begin to add a sparse COO tensor over the ranks; return a function that waits for the result.
 
-    Where ranks have entries at one place, the result has several there: it is not coalesced.
+    Where several ranks have entries at one index, the result has several: it is not coalesced.
     Raises ValueError for a dense tensor, and for another op than Average and Sum.
     """
     require_tensor(tensor, "sparse_allreduce_async", sparse=True)

@@ -1,7 +1,7 @@
-"""Allreduce: every rank gets what the ranks' tensors, or lists of tensors, reduce to.
+"""Allreduce: every rank gets the reduction of the ranks' tensors, or lists of tensors.
 
-Tensors travel in the forms of Horovod's compressors. Adasum combines each tensor by itself; those
-of one dtype share their messages.
+Tensors are sent in the forms of Horovod's compressors. Adasum combines each tensor by itself;
+tensors of one dtype share messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .tensors import (
 def compress(
     compression: type[Compressor], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Return the tensors as they are reduced, and the function that returns them to their form.
+    """Return the compressed tensors, and the function that decompresses the reduced ones.
 
     Raises TypeError for a compression that is none of Horovod's kind.
     """
@@ -85,7 +85,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the tensor reduced over the ranks (default: the average); differentiable.
 
-    `Reduction` says what becomes of which dtype.
+    `Reduction` describes the treatment of each dtype.
     """
     require_tensor(tensor, "allreduce")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
@@ -218,7 +218,7 @@ def _begin(
     transport = process_set.engine.transport
     size = transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
-    combines = reduction.op == Adasum  # not element by element: nothing that the engine could fuse
+    combines = reduction.op == Adasum  # not element by element, so the engine cannot fuse it
     on_gpu = not combines and carried(tensors, transport)
     memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
     if not on_gpu:
@@ -277,7 +277,7 @@ def _begin_in_place(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Differentiable allreduce; the gradient is reduced alike, and so is that one's own."""
+    """Differentiable allreduce; the gradient is reduced in the same way, to any order."""
 
     @staticmethod
     def forward(

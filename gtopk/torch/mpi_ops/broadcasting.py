@@ -98,7 +98,7 @@ def begin_refused(
     name: str | None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin a broadcast that fails on every rank, also where others could; return a handle."""
+    """Begin a broadcast that fails on every rank, also where it could work; return a handle."""
     check_root(root_rank, process_set)
 
     def work(transport: Transport, all_flags: list[int]) -> Any:
@@ -119,7 +119,7 @@ def begin_broadcast(
 ) -> int:
     """Begin to write the root's tensor into the output; return a handle.
 
-    signature: what else must be equal on all ranks.
+    signature: further texts that must be equal on all ranks.
     """
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
@@ -173,6 +173,6 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, process_set = ctx.arguments
         reduced = allreduce(gradients[0], op=Average, process_set=process_set)
-        # Zeros that are made of it: all ranks reduce the gradient of this one, too, or none.
+        # Zeros computed from it, so that its own gradient is reduced on all ranks or on none.
         elsewhere = torch.full((), current().rank != root_rank, device=reduced.device)
         return reduced.masked_fill(elsewhere, 0), None, None, None

@@ -35,9 +35,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows that the ranks have for this one, in rank order; differentiable.
+    """Return the rows that the ranks send to this one, in rank order; differentiable.
 
-    splits: how many rows go to each rank, int32; None: as many to each. Rows that go to none stay.
+    splits: how many rows go to each rank, int32; None: equally many. Rows beyond them are not sent.
     With splits, returns a pair: the rows, and how many of them each rank sent, int32 [size].
     Raises ValueError for splits that do not fit.
     """

@@ -1,10 +1,7 @@
-"""Lifecycle: joining the world with its process sets, and leaving it.
+"""Lifecycle: init with process sets, queries, barrier and join, and the timeline.
 
-Queries: which libraries this installation can use, how many ranks there are, which is this one.
-
-Barrier and join: operations without tensors.
-
-The timeline: a record of what the ranks do, written while they run.
+Queries tell which libraries this installation can use, how many ranks there are, and which is this
+one. The timeline records the ranks' operations while they run.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ def gloo_built() -> bool:
 def nccl_built() -> int:
     """Return the version of the NCCL that can be used here, such as 22703; 0 for none.
 
-    CuPy's; else that of torch, which carries dense reductions.
+    It is CuPy's; without that, torch's, which can carry dense reductions only.
     """
     try:
         return int(load_nccl().get_version())
@@ -78,12 +75,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Tell whether this torch is one for CUDA."""
+    """Tell whether torch is built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Tell whether this torch is one for ROCm."""
+    """Tell whether torch is built for ROCm."""
     return torch.version.hip is not None
 
 
@@ -100,7 +97,7 @@ def ccl_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to record, on rank 0, into a file in Chrome's trace format.
 
-    mark_cycles: also when the ranks agreed on what to do next.
+    mark_cycles: whether to mark when the ranks agreed on the next operations.
     Raises ValueError where HOROVOD_TIMELINE is neither DYNAMIC nor a file.
     """
     here = current()
@@ -112,25 +109,25 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the record."""
+    """Stop recording."""
     here = current()
     timeline.stop(here)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has called it; what is in flight stays so."""
+    """Wait until every rank of the set has called it, but not for operations in flight."""
     name = f"barrier.noname.{next(process_set.members.unnamed)}"
     # Agreeing on the operation is the barrier.
     process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and return the rank that said so last.
+    """Announce that this rank has no more data; wait for all, return the rank that joined last.
 
     Until all have, this one contributes zeros to the others' allreduces; averages are still over
-    all ranks. Other operations are an error while a rank has joined. A step that has come as far as
-    `backward()` here is broken off: the others take it without this rank's gradients, and its
-    residual is what it was before.
+    all ranks. Other operations are an error while a rank has joined. If this rank has called
+    `backward()` without `step()`, that step is undone here: the others take it without this rank's
+    gradients, and its residual is as before.
 
     device: accepted for Horovod's scripts, not needed.
     """
@@ -138,7 +135,7 @@ def join(device: int = -1) -> int:
     engine = global_process_set.engine
     break_off_steps(engine)
     last: int = engine.join().wait()
-    # Who joined early has counted fewer operations without a name than the others.
+    # A rank that joined early has counted fewer unnamed operations than the others.
     count = next(everyone.unnamed)
     counts = engine.submit(
         "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
@@ -173,12 +170,12 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this host among them."""
+    """Return the index of this host among the hosts that have a rank with this local rank."""
     return current().cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Tell whether every host has as many ranks."""
+    """Tell whether all hosts have equally many ranks."""
     return current().is_homogeneous
 
 
@@ -188,9 +185,9 @@ def init(
 ) -> None:
     """Join the world that a launcher started, or be a world of one; see `world.init`.
 
-    comm: the ranks, of those that were launched, that are the world, or an mpi4py communicator.
-        Only they call this; over MPI the others must `import mpi4py.MPI`, which starts it.
-    process_sets: those to register at once; "dynamic" allows to add and remove some later.
+    comm: a list of those launched ranks that form the world, or an mpi4py communicator. Only they
+        call this; over MPI the other ranks must `import mpi4py.MPI`, which starts MPI.
+    process_sets: the sets to register at once; "dynamic" allows to add and remove some later.
     """
     wanted = sets.wanted(process_sets)
     if world.is_initialized():

@@ -1,4 +1,4 @@
-"""A reduction: which one, and the factors before and after it."""
+"""A reduction: its kind, and the factors before and after it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _EXCHANGES: Final = {
     Max: "max",
     Product: "product",
 }
-# Of bools: after a sum or a maximum one is true where any was, after the others where all were.
+# For bools: Sum and Max give true where any rank's is, the others where every rank's is.
 _BOOL_EXCHANGES: Final = {Average: "min", Sum: "max", Min: "min", Max: "max", Product: "min"}
-# An average's sum has room for the numbers of 2^15 ranks and more.
+# The dtype of an average's sum, by item size: it has room for 2^15 ranks and more.
 _WIDE: Final[dict[int, Any]] = {1: np.dtype(np.int32), 2: np.dtype(np.int32), 4: np.dtype(np.int64)}
 
 
@@ -50,16 +50,16 @@ class Reduction:
         )
 
     def begin(self, array: NDArray[Any] | torch.Tensor, dtype: torch.dtype, size: int) -> Dense:
-        """Return what `size` ranks reduce in place of the elements of tensors of a dtype.
+        """Return the array that `size` ranks reduce for the elements of tensors of a dtype.
 
         array: those elements, on the host or on a GPU.
 
-        Raises ValueError for numbers that Adasum does not combine.
+        Raises ValueError for a dtype that Adasum does not combine.
         """
         if self.op == Adasum and not dtype.is_floating_point:
             raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
         if self._divides_last(dtype):
-            # Divided, and scaled, afterwards.
+            # The average's division and the postscale factor follow in `end`.
             return Dense(_ready(_widened(array)), _EXCHANGES[Average], self.prescale_factor)
         elements = _ready(array)
         if dtype == torch.bool:
@@ -81,7 +81,7 @@ class Reduction:
         return array
 
     def end_on_gpu(self, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Return the same of a tensor's elements."""
+        """Return the elements as `end` does, of a tensor on a GPU."""
         if self._divides_last(dtype):
             if self.postscale_factor != 1.0:
                 scale_tensor(tensor, self.postscale_factor / size)
@@ -113,8 +113,8 @@ def reduction_of(
 ) -> Reduction:
     """Return the reduction that Horovod's arguments mean; by default the average.
 
-    Warns the caller's caller of the deprecated argument. Raises ValueError for two
-    ways to say it, InvalidCallError for an unknown op.
+    Warns the caller's caller of the deprecated `average`. Raises ValueError where both are given,
+    InvalidCallError for an unknown op.
     """
     op = op_of(op, average, stacklevel=4)
     if op not in _EXCHANGES:

@@ -1,4 +1,4 @@
-"""Reducescatter: every rank gets its rows of what the ranks' tensors reduce to."""
+"""Reducescatter: every rank gets its rows of the reduction of the ranks' tensors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Return what `reducescatter` would of each of the tensors, all or none; differentiable."""
+    """Return this rank's rows of each tensor, as `reducescatter`, all or none; differentiable."""
     tensors = require_tensors(tensors, "grouped_reducescatter")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
@@ -188,7 +188,7 @@ def _begin(
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:
-    """Return at which row each rank's begin, and where the last one's end."""
+    """Return the index of each rank's first row, and the end of the last rank's rows."""
     each, more = divmod(len(tensor), size)
     return [rank * each + min(rank, more) for rank in range(size + 1)]
 
@@ -201,7 +201,7 @@ def _reduce_scatter(
 ) -> list[Any]:
     """Reduce arrays of one kind as one, and return this rank's part of each.
 
-    arrays: the elements, on the host or on a GPU; denses: what is to become of each.
+    arrays: the elements, on the host or on a GPU; denses: their reductions.
 
     Here three arrays a, b, c on two ranks; rank 0 gets the first half of the message:
 
@@ -233,8 +233,8 @@ def _reduce_scatter(
 class _Reducescatter(torch.autograd.Function):
     """Differentiable reducescatter; every rank gets the gradients of all rows.
 
-    As in Horovod, they are those of the ranks' average for op=Average, and of `size` times that
-    for op=Sum.
+    As in Horovod, the gradients are averaged for op=Average, and `size` times the average for
+    op=Sum.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Tensors as messages: which ones collectives take, and how they travel and come back.
+"""Tensors as messages: which ones collectives take, and how they are sent and received.
 
-An asynchronous operation is known to scripts by its handle, a number.
+A script refers to an asynchronous operation by its handle, a number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def submit(
 ) -> int:
     """Queue an operation of a process set's ranks, and return its handle.
 
-    finish: makes the output of what `work` returns, in the thread that synchronizes.
+    finish: makes the output from the result of `work`, in the thread that synchronizes.
     Raises ValueError on a rank outside the set, and while an operation of this name is in flight.
     """
     members = process_set.members
@@ -75,7 +75,7 @@ def synchronize(handle: int) -> Any:
 def poll(handle: int) -> bool:
     """Tell whether `synchronize` would return at once.
 
-    Raises ValueError for an unknown handle: one that was synchronized is.
+    Raises ValueError for an unknown handle, also for one that was synchronized.
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -88,10 +88,10 @@ def forget_all() -> None:
 
 
 def require_tensor(tensor: object, what: str, *, sparse: bool = False) -> None:
-    """Raise TypeError for a number, a list or an array, say; what: the operation's name.
+    """Raise TypeError for anything but a tensor; what: the operation's name.
 
     Raises ValueError for a tensor that has no elements of its own in memory; see `unfit`.
-    sparse: whether the operation takes sparse ones.
+    sparse: whether the operation takes sparse tensors.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
@@ -108,7 +108,7 @@ def _require_fit(tensor: torch.Tensor, what: str) -> None:
 
 
 def unfit(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot travel, whatever its dtype; "" where it can."""
+    """Return why a tensor cannot be sent, apart from its dtype; "" where it can."""
     if is_lazy(tensor):
         return "it has no size yet: have a batch pass through the model's lazy modules first"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -159,12 +159,12 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return what must be equal on all ranks: dtype and shape."""
+    """Return a text of dtype and shape, which must be equal on all ranks."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def describe_rows(tensor: torch.Tensor) -> str:
-    """Return what must be equal where the number of rows may differ."""
+    """Return a text of dtype and row shape, for ranks whose numbers of rows may differ."""
     if tensor.dim() == 0:
         return f"{tensor.dtype} scalar"
     return f"{tensor.dtype} [{', '.join(['*', *map(str, tensor.shape[1:])])}]"
@@ -173,7 +173,7 @@ def describe_rows(tensor: torch.Tensor) -> str:
 def describe_each(
     tensors: Sequence[torch.Tensor], describe: Callable[[torch.Tensor], str], common: str = ""
 ) -> list[str]:
-    """Return what must be equal of a group: what its tensors have in common, then each's own."""
+    """Return the texts of a group that must be equal: `common`, then one for each tensor."""
     numbered = [f"tensor {number}: {describe(tensor)}" for number, tensor in enumerate(tensors)]
     return [f"{len(tensors)} tensors {common}".strip(), *numbered]
 
@@ -189,12 +189,12 @@ def carried(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
 
 
 def place_flags(on_gpu: bool) -> int:
-    """Return the flags that tells the other ranks where this one has its tensors."""
+    """Return the flags that tell the other ranks where this one has its tensors."""
     return ON_GPU if on_gpu else ON_HOST
 
 
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the tensor's elements, uint8 [numel * element_size]: its own memory where it can."""
+    """Return the tensor's bytes, uint8 [numel * element_size]: its own memory, else a copy."""
     flat = as_bytes(tensor)
     if flat.is_cuda:
         copy = begin_copy(flat)
@@ -207,14 +207,14 @@ def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def from_bytes(
     message: NDArray[np.uint8], like: torch.Tensor, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return such elements as a tensor of the dtype and device of `like`."""
+    """Return bytes of `view_bytes` as a tensor of the dtype and device of `like`."""
     if not message.size:
         return like.new_empty(shape)
     return to_device(torch.from_numpy(message).view(like.dtype).reshape(shape), like.device)
 
 
 def elements_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements where they lie, [numel], in the output's memory if that can be.
+    """Return a tensor's elements on its device, [numel], in the output's memory if possible.
 
     A bool is uint8: true is 1.
     """
@@ -225,7 +225,7 @@ class Memory(NamedTuple):
     """A tensor's elements as ranks can reduce them, [numel].
 
     elements: an array on the host, or a tensor on a GPU.
-    pinned:   the page-locked memory that is the array's, where it is.
+    pinned:   the page-locked tensor that holds the array, if it is in page-locked memory.
     """
 
     elements: Any
@@ -233,10 +233,10 @@ class Memory(NamedTuple):
 
 
 def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) -> Memory:
-    """Return the elements of a tensor, to be reduced: in the output's memory, if that can be.
+    """Return the elements of a tensor, to be reduced: in the output's memory, if possible.
 
     output: the tensor itself, or one of its kind.
-    on_gpu: whether they are to stay where they are; else what comes from a GPU is there after
+    on_gpu: whether they stay on the GPU; else elements copied from a GPU are there after
             `await_copies`.
     """
     as_it_is = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
@@ -257,14 +257,14 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
 
 
 def touched(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory was written past torch, once autograd knows of that."""
+    """Return a tensor whose memory was written past torch, after telling autograd of the write."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor
 
 
 def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
-    """Write what a memory's elements were reduced to into `output`, and return that."""
+    """Write the reduced elements of a memory into `output`, and return that."""
     if isinstance(reduced, torch.Tensor):
         if reduced.data_ptr() == output.data_ptr():
             return touched(output)
@@ -272,7 +272,7 @@ def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
     elif lies_as_array(output) and reduced.ctypes.data == output.data_ptr():
         return touched(output)
     elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():
-        written = memory.pinned  # torch knows when that copy has ended
+        written = memory.pinned  # torch keeps page-locked memory until the copy has ended
     else:
         written = from_array(reduced, output)
     with torch.no_grad():
