@@ -67,7 +67,7 @@ def _all_commands(file: Any) -> argparse.ArgumentParser:
         among, meaning = (benchmarks, BENCHMARKS[word]) if bench else (commands, COMMANDS[word][1])
         added = among.add_parser(word, parents=[described], add_help=False, help=meaning)
         for action in added._actions:
-            # Arguments without a type may name a file; others are converted to a number or the like.
+            # Arguments without a type may name a file; others are numbers or the like.
             if action.nargs != 0 and not action.choices and action.type in (None, Path):
                 vars(action)["complete"] = file
     return root

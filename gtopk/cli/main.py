@@ -51,8 +51,8 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    It is 130 after Ctrl-C, and 141 where the reader of its output ends (`gtopk plan ... | head -1`),
-    as for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
+    It is 130 after Ctrl-C, and 141 where the output's reader ends (`gtopk plan ... | head -1`), as
+    for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
     """
     if sys.stdout is None:  # closed (>&-): writing to it must fail as on a full disk
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
@@ -90,7 +90,7 @@ def _is_one_of_several() -> bool:
 
 
 def _lacks_stdout() -> bool:
-    """Tell whether stdout fails, and not a file or a peer; if so, empty its buffer."""
+    """Tell whether stdout fails, and not a file or a peer; if so, send it to /dev/null."""
     try:
         print(flush=True)
     except OSError:

@@ -1,6 +1,6 @@
-"""`gtopk plan` as people call it.
+"""`gtopk plan`: compares the methods on a cluster that its options describe.
 
-A comparison as text of 80 columns, with colours where rich is installed and a terminal is.
+It prints text of 80 columns, with colours if rich is installed and stdout is a terminal.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def in_allocation() -> bool:
 
 
 def allocated_tasks() -> int:
-    """Return the number of tasks in the Slurm allocation; without one, the cores of its nodes.
+    """Return the number of tasks asked for, or else how many fit the cores of the nodes.
 
     Raises ValueError for a variable of Slurm that is not a number.
     """
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             code = launcher.wait()
-            if code and "torch.distributed.run" not in start.command:  # torchrun reports each rank itself
+            if code and "torch.distributed.run" not in start.command:  # it reports each rank
                 print(f"gtopk run: {_said_of(code)}", file=sys.stderr)
             return code
         except _TerminationRequested as request:
@@ -222,7 +222,7 @@ def _program(options: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", script, *words]
     if Path(script).is_file():
         if os.access(script, os.X_OK) and not script.endswith(".py"):
-            return [os.path.join(".", script), *words]  # and no program of its name on PATH
+            return [os.path.join(".", script), *words]  # not a program of this name on PATH
         return [sys.executable, script, *words]
     if shutil.which(script) is None:
         raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 class Trace(NamedTuple):
     """A rank's trace.
 
-    run: number of its run, which had `ranks` ranks; a later run has a greater number.
+    run: identifies its run, of `ranks` ranks; a later run has a greater number.
     began_seconds: on rank 0's clock, plus or minus uncertain_seconds.
     """
 
