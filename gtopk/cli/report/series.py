@@ -1,8 +1,6 @@
 """Series: the lines that are drawn of a run, thinned to as many points as a plot can show.
 
-A recorded step may be something else than a step of all ranks; `covered` has the words for it.
-
-What a report says in words: the figures at its head, how ranks ended, what the library said.
+It also has a report's texts: the figures at its head, how ranks ended, the library's messages.
 """
 
 from __future__ import annotations
