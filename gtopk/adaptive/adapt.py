@@ -134,7 +134,7 @@ def adapt(
 
     The ranks' batches are disjoint, and together they hold every sample once an epoch, whichever
     sampler the loader had. The optimizer weighs each rank's gradients by its samples. Call it after
-    DistributedOptimizer, on every rank and with the same arguments.
+    DistributedOptimizer, on every rank, with equal arguments but for a rank's own (`Options.own`).
 
     mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": as many
         micro-batches as a rank has time for while the step before is reduced; see

@@ -45,10 +45,10 @@ _NO_BOUND: Final = 1 << 40  # samples
 
 
 class Decision(NamedTuple):
-    """A change of sizes: the first step, the sizes by rank, the seconds of each rank's last window.
+    """A change of the sizes by rank.
 
     step: the first step with these sizes.
-    seconds: of a batch of each rank, with the sizes before.
+    seconds: of a batch of each rank in the window before, with the earlier sizes.
     """
 
     step: int
