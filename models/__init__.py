@@ -1,1 +1,1 @@
-"""Reference models and data: torch only, nothing of gtopk."""
+"""Reference models and data, which need torch but nothing of gtopk."""

@@ -8,7 +8,7 @@ import torch
 def digits_cnn(size: int = 8, classes: int = 10) -> torch.nn.Sequential:
     """Return a network for float32 [n, 1, size, size]: 22,602 parameters at the defaults.
 
-    size: of the images; a multiple of 4.
+    size: pixels of the images' sides; a multiple of 4.
     """
     if size < 4 or size % 4:
         raise ValueError(f"size must be a multiple of 4, got {size}")

@@ -14,7 +14,7 @@ EIGHT_OF_512: Final = (512,) * 8
 def fully_connected(
     features: int, outputs: int, widths: Sequence[int] = EIGHT_OF_512
 ) -> torch.nn.Sequential:
-    """Return features-widths-outputs with ReLU, initialised so that depth takes nothing away.
+    """Return features-widths-outputs with ReLU, initialised so that the signal keeps its size.
 
     The published network is features-512-...-512-outputs, with 8 hidden layers (Ma and Rusu 2020).
     Weights are normal with variance 2 / inputs (He et al. 2015), biases 0: with torch's default for

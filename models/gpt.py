@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 class Block(torch.nn.Module):
-    """Attention to what came before, then a perceptron; each sees its input normalised."""
+    """Attention to earlier steps, then a perceptron; each gets a normalised input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

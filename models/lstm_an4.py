@@ -3,8 +3,8 @@
     spectrogram [161, frames] --2 conv--> [32 * 41, frames / 2] --5 LSTM--> [800] --look ahead 20-->
         --linear--> scores of 29 letters for every second frame
 
-Deep Speech 2 (Amodei et al. 2016) in the form that gTop-k's authors train: it reads forward only,
-and a convolution over 20 steps to come makes up for that.
+Deep Speech 2 (Amodei et al. 2016) in the form that gTop-k's authors train: its LSTMs read forward
+only, and a convolution over the next 20 steps makes up for that.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LstmAn4(torch.nn.Module):
 
 
 def _until(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return [n, channels, bands, steps] with zeros after each one's end: padding has no say."""
+    """Return [n, channels, bands, steps] with zeros after each sample's end, in its padding."""
     return x * (torch.arange(x.shape[3], device=x.device) < steps.to(x.device)[:, None, None, None])
 
 

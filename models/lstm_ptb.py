@@ -13,13 +13,13 @@ import torch
 
 
 class LstmState(NamedTuple):
-    """What the layers remember: each float32 [layers, lanes, width]."""
+    """The state of the layers: each float32 [layers, lanes, width]."""
 
     hidden: torch.Tensor
     cell: torch.Tensor
 
     def detach(self) -> LstmState:
-        """Return the same, to begin the next window with: gradients end at a window's begin."""
+        """Return the state detached, for the next window: gradients end at a window's begin."""
         return LstmState(self.hidden.detach(), self.cell.detach())
 
 

@@ -3,8 +3,8 @@
     image [3, 32, 32] --conv--> [16, 32, 32] --n blocks--> --n blocks--> [32, 16, 16]
         --n blocks--> [64, 8, 8] --mean over pixels--> [64] --linear--> classes
 
-A network of depth 6n + 2 has three stages of n blocks; each block adds to its input what two
-convolutions make of it.
+A network of depth 6n + 2 has three stages of n blocks; each block adds the result of two
+convolutions to its input.
 """
 
 from __future__ import annotations

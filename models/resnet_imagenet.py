@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2016), a stage's stride at its 3 x 3 convolution, as everybody trains it.
+"""ResNet-50 (He et al. 2016), with a stage's stride at its 3 x 3 convolution, as is usual today.
 
 image [3, 224, 224] --conv 7, pool--> [64, 56, 56] --3 blocks--> [256, 56, 56] --4-->
     [512, 28, 28] --6--> [1024, 14, 14] --3--> [2048, 7, 7] --mean--> [2048] --linear--> classes
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCKS: Final = (3, 4, 6, 3)
-EXPANSION: Final = 4  # channels that a block gives, over those it works on
+EXPANSION: Final = 4  # a block's output channels, over its inner channels
 
 
 class Bottleneck(torch.nn.Module):
@@ -58,7 +58,7 @@ def resnet50(classes: int = 1000, width: int = 64) -> torch.nn.Sequential:
 
 
 def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> torch.nn.Sequential:
-    """Return a convolution that loses no pixels at the border, and its batch norm."""
+    """Return a convolution padded to keep the border's pixels, and its batch norm."""
     convolution = torch.nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     torch.nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(outputs))

@@ -1,4 +1,4 @@
-"""VGG-16 for images of 32 x 32, with batch norm and one linear layer, as gTop-k's authors have it.
+"""VGG-16 for images of 32 x 32, with batch norm and one linear layer, like gTop-k's authors'.
 
 image [3, 32, 32] --2 conv, halve--> [64, 16, 16] --2--> [128, 8, 8] --3--> [256, 4, 4]
     --3--> [512, 2, 2] --3--> [512, 1, 1] --linear--> classes

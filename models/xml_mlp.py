@@ -2,10 +2,10 @@
 
     inputs  f entries of F --EmbeddingBag [F, h]--> ReLU --[L, h]--> L labels
 
-Both large layers are rows of `hidden` numbers, one for each feature and each label. A batch touches
-few rows of the first; of the last it touches those of its own labels and a sample of the others
-(`sampled_loss`), or all of them (`loss`). Where few are touched the gradient is sparse by rows, and
-nothing on its way to the weights makes it dense.
+Both large layers are rows of `hidden` numbers, one for each feature and each label. A batch uses
+few rows of the first layer. Of the last it uses the rows of its own labels and a sample of the
+others (`sampled_loss`), or all of them (`loss`). Where few rows are used the gradient is sparse by
+rows, and nothing on its way to the weights makes it dense.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class XmlMlp(torch.nn.Module):
         return F.linear(self.represent(batch), self.output, self.output_bias.squeeze(1))
 
     def loss(self, batch: SparseBatch) -> torch.Tensor:
-        """Return the softmax's cross entropy, every label of a row weighing alike; mean over rows.
+        """Return the softmax's cross entropy, mean over rows; a row's labels weigh the same.
 
-        A row without labels has none. The gradient of the output layer is dense.
+        A row without labels counts as 0. The gradient of the output layer is dense.
         """
         return _cross_entropy(self(batch), batch.labels, batch)
 
@@ -53,7 +53,7 @@ class XmlMlp(torch.nn.Module):
     ) -> torch.Tensor:
         """Return an estimate of `loss` from the batch's own labels and a sample of all.
 
-        The sampled stand for the labels that are not the batch's own: each weighs as many, so that
+        The sampled labels represent those that are not the batch's own: each weighs so much that
         the softmax's denominator is right on average (Bengio and Senecal 2008). The gradient of
         the output layer has a row for each label used, and no other.
         """
@@ -89,8 +89,8 @@ def precisions(
 ) -> dict[int, float]:
     """Return P@k: the share of the k highest logits that are labels of their row, mean over rows.
 
-    A row with fewer labels than k cannot reach 1, one without any counts 0: as the Extreme
-    Classification Repository reckons.
+    As in the Extreme Classification Repository, a row with fewer labels than k cannot reach 1, and
+    one without any counts 0.
     """
     logits = model(batch)
     best = logits.topk(min(max(at), logits.shape[1]), dim=1).indices

@@ -1,6 +1,6 @@
-"""Arguments of the programs here, and errors in them: said once, for all ranks.
+"""Arguments of the programs here; an error in them is printed once, for all ranks.
 
-The device of a rank: one of its node's GPUs, by its number on the node, or the CPU.
+A rank's device is one of its node's GPUs, by the rank's number on the node, or the CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import gtopk.torch as hvd
 
 
 def own_device(name: str = "auto") -> torch.device:
-    """Return this rank's device, made the current one; name: "cpu", "cuda", or what there is.
+    """Make a device the current one, and return it; name: "cpu", "cuda", or "auto" for either.
 
-    Raises ValueError where there is no GPU to be used.
+    Raises ValueError where no GPU can be used.
     """
     count = 0 if name == "cpu" else torch.cuda.device_count()
     if not count:
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would end the process, each rank for itself."""
+    """Raises ValueError where argparse would end the process of each rank by itself."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -54,7 +54,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def on_every_rank(prepare: Callable[[], T]) -> T:
-    """Return what `prepare` returns; where it fails, say so once and end every rank."""
+    """Return the result of `prepare`; if it fails on a rank, print that once and end every rank."""
     problem = None
     try:
         prepared = prepare()
@@ -71,5 +71,5 @@ def on_every_rank(prepare: Callable[[], T]) -> T:
                 file=sys.stderr,
                 flush=True,
             )
-    hvd.shutdown()  # returns on all ranks at once: none is ended before the error is out
+    hvd.shutdown()  # returns on all ranks at once: none ends before the error is printed
     sys.exit(2)

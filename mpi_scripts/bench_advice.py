@@ -4,16 +4,16 @@ sudo python mpi_scripts/bench_advice.py report/advice        30 emulated network
 sudo python mpi_scripts/bench_advice.py report/edges --hosts 2 3 4 --rates 640mbit 320mbit \\
     160mbit 80mbit --densities 0.1 0.15 0.2 0.3 0.4 0.5      below which bandwidth it pays: 5
 
-On every network a training of 500,000 parameters in ten tensors begins as any other does, with
-`Compression.gtopk`: its links and rates are measured, and rank 0 says the line. Then steps by it
-and dense ones take turns. Gradients are set, not computed: nothing hides the exchange. Writes
-advice.json, a record for each network and density, and prints the table.
+On every network a training of 500,000 parameters in ten tensors begins as usual, with
+`Compression.gtopk`: its links and rates are measured, and rank 0 logs the line. Then compressed and
+dense steps take turns. Gradients are set, not computed: nothing hides the exchange. Writes
+advice.json, with a record for each network and density, and prints the table.
 
-The bandwidth below which compression pays is one that can be emulated at high densities, and where
-links are long (--delays) and the algorithm takes more rounds than dense (--algorithm oktopk, and
---tensors 1, for dense takes its rounds for each of its buckets). Where it saves time at one of the
-rates and loses some at the next, it takes as long as dense in between: what it saves is
-interpolated, linearly in the seconds of a byte, as both times are.
+The bandwidth below which compression pays can be emulated at high densities, and where links are
+long (--delays) and the algorithm takes more rounds than dense (--algorithm oktopk, and --tensors 1,
+since dense takes its rounds for each bucket). Where compression saves time at one rate and loses
+some at the next, the bandwidth lies in between: the saving is interpolated, linearly in the seconds
+of a byte, as both times are linear in them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _WHEREVER: Final = {
 
 
 class Held(NamedTuple):
-    """One network. dense_seconds, sparse_seconds: medians of steps, of all ranks' mean.
+    """One network. dense_seconds, sparse_seconds: medians over steps of the ranks' mean.
 
-    delay: one way between two hosts, beside what the machine takes to pass a packet on.
+    delay: one way between two hosts, without the machine's own time to pass a packet on.
     """
 
     rate: str
@@ -71,7 +71,7 @@ class Held(NamedTuple):
     sparse_seconds: float
 
     def forecasts(self) -> Iterator[Forecast]:
-        """Yield what the line said, beside what was measured."""
+        """Yield the line's predictions with the measured values."""
         dense_seconds = said(self.line, ": dense")
         yield self._of("dense's time", dense_seconds, self.dense_seconds)
         if ": saves up to" in self.line:
@@ -79,10 +79,10 @@ class Held(NamedTuple):
             yield self._of("what compression saves", saved_seconds, self.saved_seconds)
 
     def edge(self, bits_per_second: float) -> Iterator[Forecast]:
-        """Yield where the line said that compression ceases to pay, beside where it does.
+        """Yield the bandwidth from which compression stops paying, as predicted and as measured.
 
-        Its number, if it tells one, and of its bounds what is nearest: the very same if it lies
-        between them.
+        The prediction is the line's number, if it has one; and the measured value clipped to the
+        line's bounds, so that it counts as exact within them.
         """
         about, lowest, highest = said_edge(self.line)
         if about is not None:
@@ -96,22 +96,22 @@ class Held(NamedTuple):
 
     @property
     def network(self) -> str:
-        """Return its links in words."""
+        """Return a text that describes its links."""
         return self.rate if self.delay == NO_DELAY else f"{self.rate}, {self.delay}"
 
     @property
     def saved_seconds(self) -> float:
-        """Return what compression saved; less than nothing where dense is faster."""
+        """Return the seconds that compression saved; negative where dense is faster."""
         return self.dense_seconds - self.sparse_seconds
 
     @property
     def seconds_per_byte(self) -> float:
-        """Return those of the link."""
+        """Return the link's seconds per byte."""
         return 8 / bandwidth(self.rate)
 
 
 def said(line: str, words: str) -> float:
-    """Return the number that a line tells after some words, in seconds or bits per second.
+    """Return the number after some words in a line, in seconds or bits per second.
 
     Raises ValueError where it has none.
     """
@@ -122,15 +122,15 @@ def said(line: str, words: str) -> float:
 
 
 def edge_of(line: str) -> str:
-    """Return where compression pays, as a line says: "below about 48 Mbit/s (25 to ...)"."""
+    """Return the line's text on where compression pays: "below about 48 Mbit/s (25 to ...)"."""
     _, _, edge = line.rpartition(" pays ")
     return edge.partition("; links ")[0]
 
 
 def said_edge(line: str) -> tuple[float | None, float, float]:
-    """Return below how many bits per second compression pays, as a line says, and its bounds.
+    """Return the bits per second below which compression pays by a line, and its two bounds.
 
-    None: it tells the bounds alone. 0: at no bandwidth. Raises ValueError where it does not say.
+    None: the line has only the bounds. 0: at no bandwidth. Raises ValueError for a line without it.
     """
     edge = edge_of(line)
     for words, told in _WHEREVER.items():
@@ -153,9 +153,9 @@ def said_edge(line: str) -> tuple[float | None, float, float]:
 
 
 def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
-    """Yield below how many bits per second compression pays, and who foretold it.
+    """Yield the bits per second below which compression pays, and the runs whose lines predict it.
 
-    Of each delay, number of hosts and density; of none where that lies beyond the rates.
+    One for each delay, number of hosts and density, unless it lies beyond the measured rates.
     """
     groups: dict[tuple[str, int, int], list[Held]] = {}
     for each in held:
@@ -169,7 +169,7 @@ def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
 
 
 def crossing(slow: Held, fast: Held) -> float | None:
-    """Return at how many bits per second, between two rates, both take the same time."""
+    """Return the bits per second, between two rates, at which both take the same time."""
     if slow.saved_seconds <= 0 or fast.saved_seconds > 0:
         return None
     share = slow.saved_seconds / (slow.saved_seconds - fast.saved_seconds)
@@ -178,7 +178,7 @@ def crossing(slow: Held, fast: Held) -> float | None:
 
 
 class _Line(logging.Handler):
-    """Keeps what is logged about what compression saves."""
+    """Keeps the log message about the time that compression saves."""
 
     text = ""
 
@@ -188,7 +188,7 @@ class _Line(logging.Handler):
 
 
 def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
-    """Train on this rank; return what was said and what steps took, on every rank the same."""
+    """Train on this rank; return the line and the steps' times, the same on every rank."""
     hvd.init()
     line = _Line()
     logging.getLogger("gtopk").addHandler(line)
@@ -210,8 +210,8 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
             ]
             hvd.barrier()
             took = torch.zeros(1, dtype=torch.float64)
-            # Two steps: ranks leave a barrier up to a link's latency apart, and who is early waits;
-            # in the next step it is late.
+            # Two steps: ranks leave a barrier up to a link's latency apart. An early rank waits in
+            # this step, and is late in the next.
             for gradients in both:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
@@ -229,12 +229,12 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
 
 
 def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> Iterator[Held]:
-    """Emulate a network, train on it, and yield what was said and measured, by density."""
+    """Emulate a network, train on it, and yield the predictions and measurements, by density."""
     network = [str(hosts), rate] if delay == NO_DELAY else ["--delay", delay, str(hosts), rate]
     program = [sys.executable, __file__, "--rank", "--densities", *map(str, options.densities)]
     program += ["--algorithm", options.algorithm, "--elements", str(options.elements)]
     program += ["--tensors", str(options.tensors), "--rounds", str(options.rounds)]
-    with tempfile.TemporaryDirectory() as cache:  # no link is known beforehand
+    with tempfile.TemporaryDirectory() as cache:  # an empty cache: links are measured anew
         done = subprocess.run(
             [str(ROOT / "mpi_scripts" / "emulated_network.sh"), *network, "mpirun", *program],
             env={**environment(emulated=True), "GTOPK_ADVICE": "on", "XDG_CACHE_HOME": cache},
@@ -252,7 +252,7 @@ def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> 
 
 
 def table(held: Sequence[Held]) -> list[str]:
-    """Return the rows in Markdown: how far off, in how many networks."""
+    """Return the rows in Markdown: the errors, and the number of networks."""
     lines = ["| the line said | lines | median error | within 20 % | worst |", "|---" * 5 + "|"]
     forecasts = [forecast for each in held for forecast in each.forecasts()]
     for measured, group in edges(held):

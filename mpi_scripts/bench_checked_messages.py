@@ -4,7 +4,7 @@ mpirun -n 2 python mpi_scripts/bench_checked_messages.py
 torchrun --nproc-per-node=2 mpi_scripts/bench_checked_messages.py
 
 Prints a row for each length: the median of the rounds' wall-clock time on the slowest rank, and the
-CPU time of a rank. The rest of what GTOPK_CHECK_MESSAGES=1 costs is in messages of a few kilobytes.
+CPU time of a rank. The other cost of GTOPK_CHECK_MESSAGES=1 is in messages of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
         parser.error("start it with mpirun or torchrun")
     name = "torch.distributed" if job.launcher == "torchrun" else "mpi"
     if name == "torch.distributed":
-        torch.distributed.init_process_group("gloo")  # where both meet
+        torch.distributed.init_process_group("gloo")  # for both transports
     pair = [open_transport(name), open_transport(name)]
     here = pair[0]
     if here.rank == 0:

@@ -8,8 +8,8 @@
     link     gtopk run -n RANKS --link RATE gtopk bench collectives ...
              ranks of this machine, whose messages are paced by the transport
 
-Neither adds a latency of its own. Ranks share this machine's cores: what else runs there makes goes
-longer, so that the shortest of each are held beside each other, too.
+Neither adds a latency of its own. Ranks share this machine's cores, and other programs there make
+reductions longer, so that the shortest of each are compared, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALGORITHMS: Final = {"dense": "dense", "topk-allgather": "top-k allgather", "gto
 
 
 def measure(start: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the seconds of each go of each algorithm, by its name in the benchmark."""
+    """Return the seconds of each repetition of each algorithm, by its name in the benchmark."""
     found = folder / "found.json"
     command = [
         *start,
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the medians, their ratio, and that of the shortest goes, as Markdown."""
+    """Return the medians, their ratio, and the ratio of the shortest times, as Markdown."""
     lines = [
         "| rate | P | | emulated hosts | emulated link | ratio | of the shortest |",
         "|---|---|---|---|---|---|---|",

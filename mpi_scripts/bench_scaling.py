@@ -7,8 +7,8 @@ Runs `python -m mpi_scripts.scaling` for every model and number of ranks, one ra
 writes scaling.json, scaling.md (tables for the documentation) and scaling.svg into the folder.
 
 Emulated hosts share this machine's cores: 2 cores carry about 8 hosts of 100 Mbit/s. --scale 10
-makes the models ten times smaller, so that such a link stands for one of 1 Gbit/s; what then still
-takes the cores' time is told as `cores` beside every step.
+makes the models ten times smaller, so that such a link stands for one of 1 Gbit/s. The cores' time
+that is still used is given as `cores` beside every step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command(options: argparse.Namespace, model: str, ranks: int, file: Path) -> list[str]:
-    """Return what measures one model on so many ranks."""
+    """Return the command that measures one model on this many ranks."""
     bench = [
         *(sys.executable, "-m", "mpi_scripts.scaling"),
         *("--model", model, "--scale", f"{options.scale:g}", "--json", str(file)),
@@ -72,7 +72,7 @@ def command(options: argparse.Namespace, model: str, ranks: int, file: Path) -> 
 
 
 def environment(emulated: bool) -> dict[str, str]:
-    """Return what ranks are to find: this gtopk, mpirun, and on emulated hosts their interface."""
+    """Return the ranks' environment: this gtopk, mpirun, and the interface of emulated hosts."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     code = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     interface = {"GLOO_SOCKET_IFNAME": "eth0"} if emulated else {}

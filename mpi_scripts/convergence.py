@@ -4,9 +4,9 @@ python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --see
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
 starts from the same weights and sees the same batches, so that accuracies are compared seed by
-seed: what stands beside each is its mean difference to the first dense recipe, of SGD or of AdamW
-as it is itself, and the standard error of that. `--losses 0.5 0.2` adds how many steps later it
-comes to these training losses.
+seed: beside each stands its mean difference from the first dense recipe with the same optimizer,
+SGD or AdamW, and the standard error of that. `--losses 0.5 0.2` adds how many steps later it
+reaches these training losses.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SMOOTH: Final = 11  # steps: an epoch of digits
 class Run(NamedTuple):
     """The outcome of a training.
 
-    accuracy:   of rank 0's model; with batch norm others have seen other samples.
+    accuracy:   of rank 0's model; with batch norm other ranks have other running statistics.
     digest:     of the parameters, which are the same on all ranks.
-    selected:   entries a rank sends a step, on average; updated: coordinates all step by.
+    selected:   mean entries that a rank sends in a step; updated: mean coordinates of the update.
     sent_bytes: by a rank in a step, mean over steps and ranks.
     losses:     of every step, means over the ranks.
     """
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def train(task: Task, recipe: Recipe, ranks: int) -> Run:
-    """Train once; raise AssertionError where the ranks' models are not the same in the end."""
+    """Train once; raise AssertionError where the ranks' models differ in the end."""
 
     def rank(transport: Transport) -> Run:
         model = task.model()
@@ -139,8 +139,8 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
 def run_seed(
     name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int | None
 ) -> Run:
-    """Train, in a process of its own, a seed of a task by a recipe; epochs: None for the task's."""
-    logging.getLogger("gtopk").setLevel(logging.ERROR)  # ranks that share cores hold each other up
+    """Train one seed of a task by a recipe, in a process of its own; epochs: None: the task's."""
+    logging.getLogger("gtopk").setLevel(logging.ERROR)  # ranks share cores and delay each other
     torch.set_num_threads(1)
     task = TASKS[name](seed) if epochs is None else TASKS[name](seed, epochs)
     length = sum(weight.numel() for weight in task.weights.values())
@@ -148,7 +148,7 @@ def run_seed(
 
 
 class Result(NamedTuple):
-    """One recipe's runs, a seed each."""
+    """One recipe's runs, one for each seed."""
 
     ranks: int
     density: float
@@ -157,8 +157,8 @@ class Result(NamedTuple):
 
 
 def results(options: argparse.Namespace) -> Iterator[Result]:
-    """Train everything; those that do not depend on the density once."""
-    # Processes of their own: threads of one would share a core, and Python's lock.
+    """Train all recipes; those that do not depend on the density only once."""
+    # One process for each: threads of one process would share a core, and Python's lock.
     context = get_context("spawn")
     cores = context.SimpleQueue()
     for core in itertools.islice(itertools.cycle(os.sched_getaffinity(0)), options.jobs):
@@ -184,18 +184,18 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def _stay(cores: SimpleQueue[int]) -> None:
-    """Keep this process on a core: Python's lock, handed between two, doubles the time of all."""
+    """Pin this process to a core: handing Python's lock between two cores doubles all times."""
     os.sched_setaffinity(0, {cores.get()})
 
 
 def goes_by_density(name: str) -> bool:
-    """Tell whether a recipe is another one at another density."""
+    """Tell whether a recipe depends on the density."""
     one, other = (RECIPES[name](Setting(4, density, 10**6, 100)) for density in (0.1, 0.2))
     return one != other
 
 
 def later(runs: Sequence[Run], dense: Sequence[Run], loss: float) -> str:
-    """Return how many steps later than dense the runs come to a loss: median (least-most)."""
+    """Return how many steps later than dense the runs reach a loss: median (least-most)."""
     steps = []
     for run, other in zip(runs, dense, strict=True):
         mine, its = run.reaches(loss), other.reaches(loss)

@@ -3,15 +3,15 @@
 mpirun -n 2 python mpi_scripts/hogbatch.py --repeat 1 8
 
 The first worker is fast, the others are slow: with --repeat r a worker computes every batch r
-times, and throws r-1 of the results away. So it is r times as slow, whatever else the machine does;
-no worker sleeps. The real ratio is measured first and last; a run in which it is not the one asked
-for, or not steady, is rejected. Seconds are of training only: losses are evaluated between epochs,
+times, and discards r-1 of the results. So it is r times as slow, whatever else the machine does; no
+worker sleeps. The real ratio is measured at the begin and the end; a run is rejected if it is not
+the requested one, or not steady. Seconds are of training only: losses are evaluated between epochs,
 and not timed. Use no more workers than there are cores.
 
 mpirun -n 5 python mpi_scripts/hogbatch.py --gpus 1 --slow 1:64 --fast 256:4096 --batch 4096
 
-The first worker is on a GPU, the others on the CPU: their ratio is what it is, and is printed. With
---gpus n the first n workers are, in turns on the GPUs there are.
+The first worker is on a GPU, the others on the CPU; their ratio is measured and printed. With
+--gpus n the first n workers are on GPUs, dealt out to those of the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODES = ("sync", "slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")
 
 
 class Point(NamedTuple):
-    """After an epoch: seconds of training so far, mean loss of the training samples, accuracy."""
+    """State after an epoch: seconds of training so far, mean training loss, accuracy."""
 
     seconds: float
     loss: float
@@ -54,7 +54,8 @@ class Point(NamedTuple):
 class Run(NamedTuple):
     """One mode and seed; the report's figures are of the whole run.
 
-    updates, busy: by worker. staleness: mean, of all updates. fast: how many are, the first ones.
+    updates, busy: by worker. staleness: mean over all updates. fast: the number of fast workers,
+        which come first.
     """
 
     mode: str
@@ -72,18 +73,18 @@ class Run(NamedTuple):
         return sum(self.updates[self.fast :]) / max(sum(self.updates), 1)
 
     def loss_at(self, seconds: float) -> float:
-        """Return the loss of the last epoch that was over by then; infinity before the first."""
+        """Return the loss of the last epoch that had ended by then; infinity before the first."""
         return next((p.loss for p in reversed(self.points) if p.seconds <= seconds), float("inf"))
 
     def seconds_to(self, loss: float) -> float | None:
-        """Return when a loss was first reached; None: never."""
+        """Return the seconds after which a loss was first reached; None: never."""
         return next((point.seconds for point in self.points if point.loss <= loss), None)
 
 
 class Worker:
-    """A worker's device, and the delay that makes it as slow as was asked for.
+    """A worker's device, and the repetitions that make it as slow as requested.
 
-    twin: what is repeated is computed on it, so that no gradient of the model is touched.
+    twin: a copy of the model for the repetitions, so that the model's gradients stay as they are.
     """
 
     def __init__(self, rank: int, repeat: int, arguments: argparse.Namespace) -> None:
@@ -98,7 +99,7 @@ class Worker:
         self.twin = self.new_model(0)
 
     def open_table(self, seed: int) -> Table:
-        """Return the data; the seed says which fifth of it is held out."""
+        """Return the data; the seed chooses the fifth of it that is held out."""
         arguments = self.arguments
         file = arguments.file
         if file is not None:
@@ -111,7 +112,7 @@ class Worker:
         return model.to(self.device)
 
     def compute(self, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Compute the gradients of a batch, `repeat` times; return when they are there."""
+        """Compute the gradients of a batch, `repeat` times; return when they are complete."""
         x, y = x.to(self.device), y.to(self.device)
         for _ in range(self.repeat - 1):
             self.twin.zero_grad()
@@ -121,7 +122,7 @@ class Worker:
             torch.cuda.synchronize(self.device)
 
     def calibrate(self) -> list[float]:
-        """Return what each of some batches takes, in seconds."""
+        """Return the seconds of each of several batches."""
         x, y = self.table.train.__getitems__(range(self.arguments.batch))
         model, seconds = self.new_model(0), []
         for _ in range(self.arguments.calibration):
@@ -132,7 +133,7 @@ class Worker:
 
 
 def train(mode: str, seed: int, worker: Worker) -> Run:
-    """Train for as long as was asked for, and return what happened."""
+    """Train for the requested time, and return the run."""
     arguments, is_fast = worker.arguments, worker.is_fast
     slow, fast = ("cpu", "gpu") if arguments.gpus else ("slow", "fast")
     data, model = worker.open_table(seed), worker.new_model(seed)
@@ -205,7 +206,7 @@ def evaluate(model: torch.nn.Module, data: Table, loader: Any, device: str) -> t
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Return the sizes of "4:64"."""
+    """Return the two sizes in a text such as "4:64"."""
     smallest, _, largest = text.partition(":")
     return int(smallest), int(largest or smallest)
 
@@ -258,7 +259,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print what was measured and return the exit code."""
+    """Print the measurements and return the exit code."""
     said_below = "workers of hogbatch on CPUs share"
     logging.getLogger("gtopk").addFilter(lambda record: said_below not in record.getMessage())
     hvd.init()
@@ -271,12 +272,12 @@ def main() -> int:
     worker.calibrate()  # warm
     hvd.barrier()
     calibrated = hvd.allgather_object(worker.calibrate())
-    # What real devices take is as it should be, as long as it stays so.
+    # The ratio of real devices is right as long as it is steady.
     wanted = list(map(statistics.median, calibrated)) if arguments.gpus else repeats
     found = flaws(wanted, calibrated)
     runs = [
         train(mode, seed, worker)
-        for seed in range(arguments.seeds)  # in turns: the machine's mood meets all modes
+        for seed in range(arguments.seeds)  # in turns: the machine's speed affects all modes
         for mode in arguments.modes
     ]
     again = hvd.allgather_object(worker.calibrate())
@@ -301,7 +302,7 @@ def lines(
     runs: Sequence[Run],
     found: Sequence[str],
 ) -> list[str]:
-    """Return the table: medians over the seeds, and what speaks against them."""
+    """Return the table: medians over the seeds, and reasons to reject them."""
     medians = [statistics.median(each) for each in calibrated]
     work = "work is repeated " + ":".join(map(str, arguments.repeat or [1, 8])) + " times"
     if arguments.gpus:

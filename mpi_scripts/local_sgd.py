@@ -33,12 +33,15 @@ from mpi_scripts.tasks import TASKS, Task
 
 plain = partial(torch.optim.SGD, lr=0.7)
 
-# From the plain optimizer to what steps.
+# Maps the plain optimizer to the one that steps.
 Wrap = Callable[[torch.optim.Optimizer], Any]
 
 
 class Run(NamedTuple):
-    """exchanges: of the whole training; sent_bytes: by a rank in all of them, mean over ranks."""
+    """A training's outcome.
+
+    exchanges: in the whole training; sent_bytes: by a rank in all of them, mean over ranks.
+    """
 
     accuracy: float
     exchanges: int
@@ -46,7 +49,7 @@ class Run(NamedTuple):
 
 
 def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[tuple[str, Wrap]]:
-    """Yield what is compared, by name."""
+    """Yield the compared recipes, by name."""
     yield "dense, every step", DistributedOptimizer
     for density in densities:
         gtopk = Compression.gtopk(density, growth=1.0)
@@ -72,7 +75,7 @@ def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[
 
 
 def train(task: Task, wrap: Wrap, ranks: int) -> Run:
-    """Train once: AdamW inside, its state each rank's own."""
+    """Train once, with AdamW as the inner optimizer; each rank has its own AdamW state."""
 
     def rank(transport: Transport) -> Run:
         model = task.model()

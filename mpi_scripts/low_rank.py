@@ -1,6 +1,6 @@
-"""PowerSGD, to compare with: gradients as matrices, averaged as two thin factors.
+"""PowerSGD, for comparisons: gradients as matrices, averaged as two thin factors.
 
-Vogels et al. 2019, algorithms 1 and 2. Its baselines elsewhere are hooks of PyTorch's DDP; this one
+Vogels et al. 2019, algorithms 1 and 2. Elsewhere PyTorch's DDP hooks are the baselines; this one
 runs on ranks that are threads.
 
     M + error  [n x m]        P = M Q       averaged over the ranks, made orthonormal   [n x r]
@@ -21,7 +21,7 @@ from collectives.transports import Transport
 
 
 class Cost(NamedTuple):
-    """A step's cost, as telemetry's StepReport has it of other methods."""
+    """A step's cost, with fields as in telemetry's StepReport."""
 
     selected: int
     updated: int
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A rank's state of a parameter between steps; the next one starts from this Q."""
+    """A rank's state of a parameter between steps; the next step starts from this Q."""
 
     error: torch.Tensor
     q: torch.Tensor
@@ -49,7 +49,7 @@ class LowRank:
         self._transport = transport
         self._parameters = [parameter for _, parameter in named_parameters]
         self._matrices: dict[torch.nn.Parameter, Matrix] = {}
-        generator = torch.Generator().manual_seed(0)  # the same Q everywhere
+        generator = torch.Generator().manual_seed(0)  # the same Q on all ranks
         for parameter in self._parameters:
             rows = parameter.shape[0]
             columns = parameter.numel() // rows
@@ -62,7 +62,7 @@ class LowRank:
         self.last_step: Any = None
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._inner.zero_grad()
 
     @torch.no_grad()

@@ -3,9 +3,9 @@
 python mpi_scripts/measure_xml.py amazon-670k                  # one rank
 mpirun -n 2 python mpi_scripts/measure_xml.py delicious-200k --batch-size 64
 
-Rows are synthetic. Memory is what tensors hold, and the most that the process has held, as Linux
-counts it; seconds are of the processor, all threads of a rank together, which other programs on the
-machine do not count in.
+Rows are synthetic. Memory is the bytes of tensors, and the process's peak as Linux counts it.
+Seconds are CPU time, all threads of a rank together, so that other programs on the machine do not
+count.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from models.xml_mlp import XmlMlp
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return what a tensor holds; a sparse one: its entries and where they are."""
+    """Return the bytes of a tensor; of a sparse one, of its values and indices."""
     if tensor.is_sparse:
         return bytes_of(tensor._values()) + bytes_of(tensor._indices())
     return tensor.numel() * tensor.element_size()
 
 
 def memory_bytes(which: str) -> int:
-    """Return what Linux counts of this process: VmRSS, or VmHWM, the most since `forget_most`."""
+    """Return this process's memory by Linux: VmRSS, or VmHWM, the peak since `forget_most`."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"{which}:\s+(\d+) kB", status)
     assert found is not None
@@ -48,18 +48,18 @@ def memory_bytes(which: str) -> int:
 
 
 def forget_most() -> None:
-    """Let VmHWM begin anew."""
+    """Reset VmHWM."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 class Steps:
-    """Steps of one way to compute the loss, measured."""
+    """Measures steps for ways to compute the loss."""
 
     def __init__(self, model: XmlMlp, optimizer: Any, dataset: SparseDataset) -> None:
         self._model, self._optimizer, self._dataset = model, optimizer, dataset
 
     def measure(self, name: str, loss_of: Callable[[Any], torch.Tensor], steps: int) -> str:
-        """Return what a step takes, the mean of all but the first, as a text."""
+        """Return a text of a step's cost, the mean of all but the first."""
         batch_size = len(self._dataset) // (steps + 1)
         names = "forward", "backward", "exchange", "apply"
         seconds = dict.fromkeys(names, 0.0)
@@ -136,7 +136,7 @@ def main() -> None:
     }
     for way, loss_of in ways.items():
         if arguments.only in (None, way):
-            # A new one for each: what is sparse once is taken as sparse from then on.
+            # A new optimizer for each: a parameter's gradient that was sparse once stays sparse.
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 named_parameters=model.named_parameters(),

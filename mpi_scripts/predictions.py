@@ -1,14 +1,14 @@
 """Hold what was foretold of reductions against the clock: tables of the errors.
 
-Of the time that each takes, and of what it saves of dense's, as the line at a run's start says;
-and of all times together, by how busy the cores were that all hosts shared: beyond a half it is
-the emulation's cores that decide, and no longer its links.
+There is a table for the time of each reduction, one for the time that it saves against dense, as
+the line at a run's start predicts it, and one for all times by how busy the cores were that all
+hosts shared: beyond a half, the emulation's cores decide, and no longer its links.
 
 python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`,
                                                     named RATE-HOSTS.json
-python mpi_scripts/predictions.py --simulate ...    what SimGrid makes of every message, and of what
-                                                    ranks compute between them, in place of the
-                                                    model's rounds
+python mpi_scripts/predictions.py --simulate ...    predict by SimGrid, with every message and the
+                                                    ranks' computing between them, in place of
+                                                    the model's rounds
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ BUSY: Final = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, math.inf))
 
 
 class Forecast(NamedTuple):
-    """One way to reduce, on one network: seconds, or what `way` says.
+    """A prediction for one way to reduce, on one network: seconds, or the quantity in `way`.
 
-    busy:  how much of the time that the shared cores had the ranks' processes took; None: unknown.
+    busy:  the share of the shared cores' time that the ranks' processes took; None: unknown.
     error: (foretold - measured) / measured.
     """
 
@@ -53,14 +53,14 @@ class Forecast(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return how far off it was, of what was measured; infinity where that was nothing."""
+        """Return the relative error; infinity where nothing was measured."""
         return self.foretold / self.measured - 1 if self.measured else math.inf
 
 
 def forecasts(
     name: str, results: Results, foretell: Callable[[Record], float | None]
 ) -> Iterable[Forecast]:
-    """Yield every record that has a model; foretell: the seconds that one takes."""
+    """Yield a forecast for every record that has a model; foretell: predicts a record's seconds."""
     for record in results["records"]:
         foretold = foretell(record)
         if record["ours"] and foretold is not None:
@@ -72,7 +72,7 @@ def forecasts(
 
 
 def busyness(record: Record, cores: int | None) -> float | None:
-    """Return how much of the last round's time on the shared cores its processes took."""
+    """Return the share of the shared cores' time that the processes took in the last round."""
     if cores is None:
         return None
     took_seconds = record["ranks"] * record["cpu_seconds"]["mean"]
@@ -80,7 +80,7 @@ def busyness(record: Record, cores: int | None) -> float | None:
 
 
 def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Yield what each sparse way saves of the time that dense, which is slower, takes there."""
+    """Yield the time that each sparse way saves compared with dense on the same network."""
     dense = {each[:3]: each for each in found if each.way == DENSE}
     for each in found:
         whole = dense.get(each[:3])
@@ -92,15 +92,16 @@ def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
 
 
 def modelled(record: Record) -> float | None:
-    """Return what the model of rounds said before the benchmark ran."""
+    """Return the seconds that the model of rounds predicted before the benchmark ran."""
     wire = record["modelled_wire_seconds"]
     return None if wire is None else wire + (record["modelled_code_seconds"] or 0.0)
 
 
 def simulated(python: str) -> Callable[[Record], float | None]:
-    """Return what replays a record's messages on the link that its ranks measured.
+    """Return a function that replays a record's messages on the link that its ranks measured.
 
-    Between them ranks compute: in all for as long as the model says, spread as here.
+    Between messages ranks compute: in total as long as the model says, distributed as measured on
+    this machine.
     """
     traces: dict[Reduction, Trace] = {}  # the same messages at any bandwidth
     profiles: dict[Reduction, Profile] = {}
@@ -131,7 +132,7 @@ def simulated(python: str) -> Callable[[Record], float | None]:
 
 
 def by_busyness(found: Sequence[Forecast]) -> Iterator[str]:
-    """Yield the lines of a table, a row for each of the steps in which cores are busy."""
+    """Yield the lines of a table, with a row for each range of the cores' busy share."""
     yield "| cores busy | forecasts | median error | within 20 % | worst |"
     yield "|---|---|---|---|---|"
     for least, end in BUSY:
@@ -142,7 +143,7 @@ def by_busyness(found: Sequence[Forecast]) -> Iterator[str]:
 
 
 def row(way: str, found: Sequence[Forecast]) -> str:
-    """Return a row of the table: how many, the errors, and the worst."""
+    """Return a row of the table: the number of forecasts, their errors, and the worst."""
     sizes = sorted(abs(each.error) for each in found)
     within = sum(size <= 0.2 for size in sizes)
     worst = max(found, key=lambda each: abs(each.error))
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(found: Sequence[Forecast]) -> Iterator[str]:
-    """Yield the lines of a table, a row for each way to reduce."""
+    """Yield the lines of a table, with a row for each way to reduce."""
     yield "| | networks | median error | within 20 % | worst |"
     yield "|---|---|---|---|---|"
     for way in dict.fromkeys(each.way for each in found):

@@ -1,7 +1,7 @@
-"""Recipes: what may be done to gradients on their way, each against all others.
+"""Recipes: ways to train with compressed gradients, which `convergence.py` compares.
 
-Each leaves a choice open or makes it: momentum before or after the selection, a warm-up, who keeps
-what is dropped, how wide updates are, how values are rounded, which ranks merge with which.
+They differ in where momentum is applied, before or after the selection; in warm-up; in who keeps
+dropped entries; in the width of updates; in the rounding of values; and in the order of merges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAMP: Final = (0.5, 0.5)
 class Setting(NamedTuple):
     """The facts that a recipe may depend on.
 
-    length: parameters of the model. steps: of the whole training.
+    length: number of the model's parameters. steps: number of steps in the whole training.
     """
 
     ranks: int
@@ -37,14 +37,13 @@ class Setting(NamedTuple):
 class Recipe(NamedTuple):
     """How a model is trained.
 
-    compression: what travels in place of the gradients.
-    momentum:    of the wrapped SGD. adam: AdamW in its place, or, with adam_correction, before it.
-    rate:        times the task's learning rate, which is one for momentum, or AdamW's.
-    ramp:        the factor of the rate that the training begins with, and the share of the training
-                 after which it is 1.
+    compression: the compression of gradients.
+    momentum:    of the wrapped SGD. adam: AdamW in place of SGD; with adam_correction, before it.
+    rate:        factor of the task's learning rate, which is for SGD with momentum, or for AdamW.
+    ramp:        the first factor of the rate, and the share of the training after which it is 1.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
-    node_size:   ranks that are neighbours; 0: none is another's.
-    inner_steps: above 0: of a round of LocalSGD, in place of an exchange in every step.
+    node_size:   number of ranks on a node; 0: each rank is alone.
+    inner_steps: above 0: steps in a round of LocalSGD, in place of an exchange in every step.
     options:     of DistributedOptimizer, or of LocalSGD.
     """
 
@@ -60,17 +59,17 @@ class Recipe(NamedTuple):
 
     @property
     def is_adam_before(self) -> bool:
-        """Tell whether Adam's steps are made before the selection: what is wrapped is SGD."""
+        """Tell whether Adam's steps are made before the selection, so that SGD is wrapped."""
         return self.adam and getattr(self.compression, "adam_correction", None) is not None
 
     def rate_at(self, share: float) -> float:
-        """Return what the task's learning rate is multiplied with at a share of the training."""
+        """Return the factor of the task's learning rate at a share of the training."""
         start, until = self.ramp
         return self.rate * min(1.0, start + (1.0 - start) * share / until)
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether all entries travel, as they are: what others are compared with."""
+        """Tell whether all entries travel, unrounded: such recipes are the baselines."""
         usual = not self.adam or self.rate == 1.0
         every_step = not (self.low_rank or self.inner_steps)
         return self.compression is Compression.none and usual and every_step
@@ -87,12 +86,12 @@ class PublishedTree(SparseCompression):
 
 
 def plain(compression: Any = Compression.none) -> Recipe:
-    """Return a recipe without momentum; its learning rate is as high as this task bears."""
+    """Return a recipe without momentum; its learning rate is as high as the tasks allow."""
     return Recipe(compression, momentum=0.0, rate=6.0)
 
 
 def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
-    """Return a recipe that takes the momentum before it selects; masked, as Lin et al. have it."""
+    """Return a recipe with momentum before the selection, and masking as in Lin et al."""
     options = {"factor_masking": True, **options}
     return Recipe(kind(density, momentum_correction=MOMENTUM, **options), momentum=0.0)
 
@@ -130,7 +129,7 @@ def local_adamw(
 
 
 def tenth(setting: Setting) -> int:
-    """Return how many steps a warm-up takes."""
+    """Return the number of warm-up steps: a tenth of the training."""
     return max(1, setting.steps // 10)
 
 
@@ -149,7 +148,7 @@ def as_many_bytes_as_exact(setting: Setting) -> float:
 
 
 def gtopk(density: float, *, growth: float = 1.0, **options: Any) -> SparseCompression:
-    """Return gTop-k, its updates as narrow as the paper's unless the recipe says otherwise."""
+    """Return gTop-k with updates as narrow as the paper's, unless `growth` is given."""
     return Compression.gtopk(density, growth=growth, **options)
 
 

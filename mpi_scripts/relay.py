@@ -1,13 +1,13 @@
-"""Relay: the switch between emulated hosts whose links are to be long, or to lose frames.
+"""Relay: the switch between emulated hosts whose links are long, or lose frames.
 
-It holds a TAP device for each host, port0, port1, ...: what is read from one was sent by its host,
-what is written to it comes in there. A frame on its way:
+It holds a TAP device for each host, port0, port1, ...: frames read from a device were sent by its
+host, and frames written to it arrive at the host. A frame on its way:
 
     sent by host a     at once      after the delay          at the port's rate, in turn
     read from port a   lost, or ->  arrives at port b    ->  written to port b
 
-Between hosts of one site frames are neither lost nor delayed. Says "ready" when the devices are
-there, for others to move them into their hosts; ends when it is killed.
+Between hosts of one site frames are neither lost nor delayed. Prints "ready" when the devices
+exist and can be moved into their hosts; ends when it is killed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FRAME_BYTES: Final = 1 << 16
 
 
 class Switch:
-    """The frames that are on their way between ports.
+    """The frames on their way between ports.
 
-    delay_seconds, loss: of a frame to another site: how long it takes, how likely it never comes.
+    delay_seconds, loss: the delay, and the probability of loss, of a frame to another site.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Switch:
         sites: int | None = None,
         seed: int = 0,
     ) -> None:
-        """write: of a port and a frame; sites: None: each port is one."""
+        """write: called with a port and a frame; sites: of each port; None: a site for each."""
         self._site = [port * (sites or ports) // ports for port in range(ports)]
         self._seconds_per_byte = 1 / bytes_per_second
         self._write = write
@@ -60,7 +60,7 @@ class Switch:
         self._numbers = itertools.count()
 
     def take(self, source: int, frame: bytes, now: float) -> None:
-        """Send a frame on its way: to the port its receiver is known at, or to all others."""
+        """Send a frame to the port of its receiver, or to all others while that is unknown."""
         receiver, sender = frame[:6], frame[6:12]
         self._port_of[sender] = source
         known = self._port_of.get(receiver)
@@ -72,7 +72,7 @@ class Switch:
                 self._wait(arrives, port, frame, is_through=False)
 
     def pass_on(self, now: float) -> float | None:
-        """Write what is due; return when the next is, None where nothing is on its way."""
+        """Write frames that are due; return when the next is due, None without any."""
         while self._waiting and self._waiting[0][0] <= now:
             due, _, port, frame, is_through = heapq.heappop(self._waiting)
             if is_through:
@@ -95,7 +95,7 @@ def open_port(name: str) -> int:
 
 
 def frames_of(port: int) -> Iterator[bytes]:
-    """Yield what has come to a port; nothing from one that is down."""
+    """Yield the frames that have come to a port; none from one that is down."""
     with suppress(OSError):
         for _ in range(_AT_ONCE):
             yield os.read(port, _FRAME_BYTES)
@@ -122,7 +122,7 @@ def main() -> None:
         *(options.delay, options.loss, options.sites, options.seed),
     )
     print("ready", flush=True)
-    # What is waited for must not wait for the ranks, which take the cores.
+    # A high priority: frames must not wait for the ranks, which use the cores.
     os.nice(-20)
     numbers = {port: number for number, port in enumerate(ports)}
     due: float | None = None

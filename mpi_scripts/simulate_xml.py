@@ -3,9 +3,9 @@
 python mpi_scripts/simulate_xml.py --speeds 1320:1200:1100:1000 --seeds 5
 
 Everything runs in this process: models, gradients and merges are real, seconds are simulated. A
-batch takes a rank as long as its entries say: rows are of very unlike lengths. The data is made
-up, in the manner of Amazon-670k and smaller: what is shown is how strategies compare, not what
-they reach on any real data.
+batch takes a rank's time in proportion to its entries, as rows have very unlike lengths. The data
+is synthetic, like a smaller Amazon-670k: results show how strategies compare, not what they reach
+on real data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STRATEGIES: Final[Mapping[str, dict[str, Any]]] = {
 
 
 class XmlTask:
-    """Synthetic rows, those held back, and the three-layer network; accuracy is P@1."""
+    """Synthetic training and test rows, and the three-layer network; accuracy is P@1."""
 
     def __init__(self, options: argparse.Namespace, seed: int) -> None:
         shape = dataclasses.replace(
@@ -71,29 +71,29 @@ class XmlTask:
         self.length = sum(tensor.numel() for tensor in self._weights.values())
 
     def model(self) -> torch.nn.Module:
-        """Return a network; all begin alike."""
+        """Return a network; all have the same initial weights."""
         made = XmlMlp(*self._sizes)
         made.load_state_dict(self._weights)
         return made
 
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of some rows."""
+        """Return the cross entropy of the given rows."""
         assert isinstance(model, XmlMlp)
         return model.loss(self._train.__getitems__(indices.tolist()))
 
     def work_of(self, places: Sequence[int]) -> float:
-        """Return the entries of some rows, over those of a mean row."""
+        """Return the number of entries in the given rows, over that of a mean row."""
         return float(self._work[list(places)].sum())
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """Return P@1 of the rows held back."""
+        """Return P@1 of the test rows."""
         assert isinstance(model, XmlMlp)
         everything = self._test.__getitems__(range(len(self._test)))
         return precisions(model, everything, at=(1,))[1]
 
 
 def rows_per_second(text: str) -> list[float]:
-    """Return the speeds of "1320:1200"; of one rank, too."""
+    """Return the speeds in a text such as "1320:1200", of one rank or several."""
     return speeds(text) if ":" in text else speeds(f"{text}:{text}")[:1]
 
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(name: str, setting: Setting, options: argparse.Namespace) -> Record:
-    """Return what a strategy has come to."""
+    """Return the record of a strategy's run."""
     told = {
         "mega_batch": options.mega_batch,
         "local_steps": options.local_steps,
@@ -181,7 +181,7 @@ def run(name: str, setting: Setting, options: argparse.Namespace) -> Record:
 
 
 def rank_of(record: Record, target: float) -> tuple[float, float]:
-    """Return what is smaller of the better run: the seconds to a target, then what it has lost."""
+    """Return a key that is smaller for the better run: seconds to a target, then lost accuracy."""
     return record.seconds_to(target) or math.inf, -record.final_accuracy
 
 

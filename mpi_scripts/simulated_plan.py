@@ -3,8 +3,8 @@
 gtopk plan --simulate --model resnet50 --ranks 8 --bandwidth 1gbit        calls this program
 python mpi_scripts/simulated_plan.py --help                               all options
 
-The model takes each round of an algorithm for as long as its largest message. The simulation sends
-every message that the real code sends: it sees who waits for whom, and who shares a link.
+In the model each round of an algorithm takes as long as its largest message. The simulation sends
+every message that the real code sends, so that it includes waiting ranks and shared links.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SITE_LATENCY_SECONDS: Final = 0.01
 
 
 class Simulated(NamedTuple):
-    """A method's wire time, simulated; None, and why, where its messages are too many."""
+    """A method's simulated wire time; None, with the reason, where it has too many messages."""
 
     prediction: Prediction
     wire_seconds: float | None
     problem: str = ""
 
     def step_seconds(self, backward_seconds: float) -> float | None:
-        """Return by how much it lengthens a step: with the modelled selecting and merging."""
+        """Return the seconds that it adds to a step, with the modelled selecting and merging."""
         if self.wire_seconds is None:
             return None
         modelled, wire = self.prediction, self.prediction.communicate_seconds
@@ -56,12 +56,12 @@ class Simulated(NamedTuple):
 
 
 def is_dense(prediction: Prediction) -> bool:
-    """Tell whether it is of dense, which hides behind backward."""
+    """Tell whether a prediction is for dense, which hides behind backward."""
     return prediction.candidate.algorithm == "dense"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the grammar of `gtopk plan` with the tree of the simulated network."""
+    """Return the grammar of `gtopk plan`, with options for the tree of the simulated network."""
     described = plan.parser()
     add = described.add_argument_group(
         "simulation", f"by SimGrid, of up to {MOST_RANKS:,} ranks, each a thread"
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def platform_of(options: argparse.Namespace, network: Network) -> Platform:
-    """Return the tree that was asked for; raise ValueError where there is none."""
+    """Return the tree that the options describe; raise ValueError for an impossible one."""
     if network.ranks > MOST_RANKS:
         raise ValueError(f"--simulate takes at most {MOST_RANKS:,} ranks, got {network.ranks:,}")
     for name in ("site_bandwidth", "site_latency"):
@@ -201,7 +201,7 @@ def as_record(found: Sequence[Simulated], platform: Platform, backward: float) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison, simulated too, and return the exit code."""
+    """Print the comparison, modelled and simulated, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
         comparison, rates, origin = plan.compared(options)

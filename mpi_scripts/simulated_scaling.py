@@ -3,8 +3,8 @@
 python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
 python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms
 
-Simulated, not measured: of the wire alone, without selecting, coding and merging. As
-`simulated_plan.py` does for one cluster; here a trace is recorded once for all bandwidths.
+Seconds are simulated, not measured, and of the wire alone, without selecting, coding and merging,
+as in `simulated_plan.py` for one cluster. A trace is recorded once for all bandwidths.
 A site is a node of the hierarchical reduction, which takes more than one.
 """
 
@@ -50,7 +50,7 @@ LATENCY_SECONDS: Final = 50e-6
 
 
 class Tree(NamedTuple):
-    """Of what the hosts hang on; see `Platform`."""
+    """The tree of switches and sites above the hosts; see `Platform`."""
 
     nodes_per_switch: int = NODES_PER_SWITCH
     oversubscription: float = 1.0
@@ -58,7 +58,7 @@ class Tree(NamedTuple):
     far: Link | None = None
 
 
-# By rate, method and ranks; None where the messages are too many.
+# Seconds by rate, method and ranks; None where the messages are too many.
 Found = Mapping[str, Mapping[str, Mapping[int, float | None]]]
 
 STYLE: Final = """

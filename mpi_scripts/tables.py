@@ -1,6 +1,6 @@
-"""Tables: what fully connected networks are trained on, by the set's name.
+"""Tables: the data sets of fully connected networks, by name.
 
-Batches are dense, and made of rows that stay sparse: real-sim, whole, would be 6 GB.
+Batches are dense; the rows in memory stay sparse: all of real-sim would take 6 GB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.data.synthetic_xml import synthesise
 from models.data.xml import read_xml
 
 TABLES = ("covtype", "w8a", "real-sim", "delicious")  # those of Ma and Rusu 2020
-_AT_ONCE: Final = 1024  # rows that are evaluated: 86 MB of real-sim
+_AT_ONCE: Final = 1024  # rows evaluated together: 86 MB of real-sim
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,7 +41,7 @@ class Samples(Protocol):
 class Table(NamedTuple):
     """Samples [n, features] and their classes [n], or 0 and 1 for all labels [n, outputs].
 
-    origin: where they are from, in words that belong beside every figure.
+    origin: their source, as a text that belongs beside every figure.
     """
 
     train: Samples
@@ -65,7 +65,7 @@ class Table(NamedTuple):
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module, device: str = "cpu") -> float:
-        """Return the share of test samples whose highest score is of their class, or a label."""
+        """Return the share of test samples whose highest score is at their class, or a label."""
         right = 0.0
         for x, targets in in_parts(self.test, device):
             highest = model(x).argmax(1)
@@ -77,7 +77,7 @@ class Table(NamedTuple):
 
 
 def in_parts(samples: Samples, device: str) -> Iterator[Batch]:
-    """Yield all samples, some at a time, on a device."""
+    """Yield all samples in batches on a device."""
     for first in range(0, len(samples), _AT_ONCE):
         x, y = samples.__getitems__(range(first, min(first + _AT_ONCE, len(samples))))
         yield x.to(device), y.to(device)
@@ -86,9 +86,9 @@ def in_parts(samples: Samples, device: str) -> Iterator[Batch]:
 class File(NamedTuple):
     """A file in place of synthetic samples.
 
-    label_base: of delicious: what labels count from, 0 or 1, in a file without a header; None: it
-        has one, as the Extreme Classification Repository's has.
-    feature_base: what features count from there; others are LIBSVM's, and count from 1.
+    label_base: for delicious: the first label's number, 0 or 1, in a file without a header; None:
+        it has one, as in the Extreme Classification Repository.
+    feature_base: the first feature's number there; in LIBSVM's files it is 1.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class File(NamedTuple):
     feature_base: int = 1
 
     def read(self, shape: Shape) -> LabelledRows:
-        """Return its rows; raise ValueError for one of another set."""
+        """Return the file's rows; raise ValueError for a file of another set."""
         if shape.classes:
             return read_libsvm(shape.name, self.path)
         if self.label_base is not None:
@@ -120,9 +120,9 @@ class File(NamedTuple):
 def open_table(name: str, seed: int, rows: int, file: File | None = None) -> Table:
     """Return a table: one of TABLES, or what `models.data.load` knows.
 
-    rows: of the synthetic samples in place of a published set, where no file of it is given.
-    seed: which fifth of the samples is held out.
-    Raises as the readers of files.
+    rows: number of synthetic samples in place of a published set, where no file is given.
+    seed: chooses the fifth of the samples that is held out.
+    Raises the errors of the files' readers.
     """
     if name not in TABLES:
         data = load(name, seed)

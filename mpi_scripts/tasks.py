@@ -1,4 +1,4 @@
-"""Tasks: what the comparison of recipes trains, and how the end of a training is scored."""
+"""Tasks: the data, models and scores with which recipes are compared."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return what most models return: scores of the classes."""
+    """Return a model's scores of the classes, as most models return them."""
     scores: torch.Tensor = model(x)
     return scores
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples, a model as it begins, and a score of how it ends; all from one seed.
+    """Samples, an initial model, and a score of the trained one; all from one seed.
 
     x, y:           training samples, float32 or int64 [n, ...], and their classes, int64 [n, ...].
     test_x, test_y: those held out.
-    batch:          samples of a step, of all ranks together.
+    batch:          samples in a step, over all ranks.
     rate:           of SGD with momentum, at a share 0..1 of the training; adam_rate: of AdamW.
-    scores:         what a model gives for samples, [n, ..., classes].
+    scores:         computes a model's scores of samples, [n, ..., classes].
     """
 
     x: torch.Tensor
@@ -65,13 +65,13 @@ class Task:
         return model
 
     def loss(self, model: torch.nn.Module, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of some samples."""
+        """Return the mean loss of the given samples."""
         scores = self.scores(model, self.x[numbers])
         return F.cross_entropy(scores.flatten(0, -2), self.y[numbers].flatten())
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the share of what was held out that a model names right, in percent."""
+        """Return the share of held-out samples that a model classifies correctly, in percent."""
         model.eval()
         named = [self.scores(model, part).argmax(-1) for part in self.test_x.split(256)]
         model.train()
@@ -79,11 +79,11 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Return how many steps the training takes."""
+        """Return the number of steps in the training."""
         return self.epochs * (len(self.x) // self.batch)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield the samples of every step, in an order of the seed."""
+        """Yield the samples of every step, in an order by the seed."""
         order = torch.Generator().manual_seed(self.seed)
         for _ in range(self.epochs):
             shuffled = torch.randperm(len(self.x), generator=order)
@@ -91,7 +91,7 @@ class Task:
 
 
 def constant(rate: float) -> Callable[[float], float]:
-    """Return a learning rate that stays."""
+    """Return a constant learning rate."""
     return lambda share: rate
 
 
@@ -101,10 +101,10 @@ def falling(rate: float) -> Callable[[float], float]:
 
 
 def warmed(rate: float) -> Callable[[float], float]:
-    """Return a learning rate that rises in the first tenth, and falls like a cosine to none."""
+    """Return a learning rate that rises in the first tenth, and falls like a cosine to 0."""
 
     def at(share: float) -> float:
-        rising = 10.0 * share + 1e-3  # the first step has some
+        rising = 10.0 * share + 1e-3  # above 0 in the first step
         return rate * min(rising, (1.0 + math.cos(math.pi * share)) / 2.0)
 
     return at
@@ -124,7 +124,7 @@ def of_digits(
     rate: Callable[[float], float],
     seed: int,
 ) -> Task:
-    """Return a task of the digits, whatever form they have."""
+    """Return a task of the digits in a given form."""
     return Task(
         *samples(data),
         new_model=new_model,
@@ -147,9 +147,9 @@ def small_cnn(seed: int, epochs: int = 30) -> Task:
 
 
 def residual_network(seed: int, epochs: int = 16, *, pixels: int = 16) -> Task:
-    """Return the same digits, enlarged to so many pixels a side, of three colours, for ResNet-20.
+    """Return the same digits, enlarged to `pixels` a side, in three colours, for ResNet-20.
 
-    269,722 parameters; batch norm looks at a rank's own samples.
+    269,722 parameters; batch norm uses a rank's own samples.
     """
     data = load_digit_images(pixels, 3, seed=seed)
     return of_digits(data, resnet20, epochs, falling(0.05), seed)
@@ -172,7 +172,7 @@ def docstrings(seed: int) -> Samples:
 
 
 def language_model(seed: int, epochs: int = 2) -> Task:
-    """Return docstrings for an LSTM that names the next byte: two layers, 329,984 parameters."""
+    """Return docstrings for an LSTM that predicts the next byte: 2 layers, 329,984 parameters."""
     return Task(
         *docstrings(seed),
         new_model=lambda: LstmLanguageModel(256, width=128, dropout=0.0),
@@ -186,7 +186,7 @@ def language_model(seed: int, epochs: int = 2) -> Task:
 
 
 def transformer(seed: int, epochs: int = 2, *, adam_rate: Callable[[float], float]) -> Task:
-    """Return docstrings for a small GPT that names the next byte: 3 blocks, 168,512 parameters."""
+    """Return docstrings for a GPT that predicts the next byte: 3 blocks, 168,512 parameters."""
     return Task(
         *docstrings(seed),
         new_model=lambda: Gpt(context=32, width=64, layers=3),
@@ -198,7 +198,7 @@ def transformer(seed: int, epochs: int = 2, *, adam_rate: Callable[[float], floa
     )
 
 
-# Of a seed, and of a number of epochs where not the task's own.
+# Functions of a seed, and of a number of epochs if not the task's own.
 TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "digits": digits,
     "digits-cnn": small_cnn,

@@ -4,8 +4,8 @@ mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01      
 mpirun -n 32 python mpi_scripts/train.py --preset vgg16-cifar10 --data DIR --compression published
 python mpi_scripts/train.py                  # one rank
 
-A preset is a model, its data and hyper-parameters; without --data those of published sets are
-synthetic, and every line that reports a measure says so.
+A preset is a model, its data and hyper-parameters. Without --data, synthetic data replace published
+sets, and every line that reports a measure says so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     run.add_argument("--checkpoint", type=Path, help="folder to save in, and to go on from")
     run.add_argument("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: epochs")
-    # Not --log: torchrun and horovodrun would take that for the beginning of options of their own.
+    # Not --log: torchrun and horovodrun would take that for an abbreviation of their own options.
     run.add_argument(
         "--log-file", type=as_argument(output_file), help="for a line of JSON an epoch"
     )
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def _require_one_source(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for data that would go unread."""
+    """Raise ValueError for a data option that would be ignored."""
     if arguments.preset == "digits":
         if arguments.data or arguments.synthetic_samples:
             raise ValueError(
@@ -111,7 +111,7 @@ def _require_one_source(arguments: argparse.Namespace) -> None:
 
 
 def _require_use(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what was asked for and would do nothing; a preset asks for nothing."""
+    """Raise ValueError for a given option that would have no effect; presets are not checked."""
     compression, preset = arguments.compression, PRESETS[arguments.preset]
     idle = []
     if compression in DENSE and arguments.density is not None:
@@ -141,7 +141,7 @@ def _require_use(arguments: argparse.Namespace) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Training:
-    """Raise ValueError, OSError or ImportError for what the user must change."""
+    """Return the training; raise ValueError, OSError or ImportError for the user's errors."""
     preset = PRESETS[arguments.preset]
     device = own_device(arguments.device)
     torch.manual_seed(arguments.seed)
@@ -200,7 +200,7 @@ def _given(value: Any, otherwise: Any) -> Any:
 
 
 def _density(arguments: argparse.Namespace, preset: Preset) -> float | None:
-    """Return the share of the entries that is sent; None: all of them, always."""
+    """Return the share of the entries that are sent; None: always all of them."""
     if arguments.compression in DENSE:
         return None
     return float(_given(arguments.density, preset.density))
@@ -211,7 +211,7 @@ def _takes_before(arguments: argparse.Namespace, preset: Preset) -> bool:
 
 
 def _correction(arguments: argparse.Namespace, preset: Preset) -> dict[str, Any]:
-    """Return what the compression takes before the selection; nothing: no momentum."""
+    """Return the compression's options for momentum before the selection; empty without it."""
     if arguments.compression in DENSE or not _takes_before(arguments, preset):
         return {}
     if preset.is_adam:
@@ -231,7 +231,7 @@ def _optimizer(
             model.parameters(), lr, betas=ADAM_BETAS, weight_decay=weight_decay
         )
     momentum = _given(arguments.momentum, preset.momentum)
-    if corrected:  # weight decay, which goes through SGD's momentum, goes through none then
+    if corrected:  # weight decay then bypasses momentum, which SGD would apply to it
         momentum, weight_decay = 0.0, weight_decay / (1.0 - momentum)
     return torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=weight_decay)
 

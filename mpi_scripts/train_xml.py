@@ -3,7 +3,7 @@
 mpirun -n 4 python mpi_scripts/train_xml.py --train amazon_train.txt --test amazon_test.txt
 mpirun -n 4 python mpi_scripts/train_xml.py --synthetic amazon-670k --rows 20000
 
-Writes P@1, P@3 and P@5 over time, of every method, to a page with plots and to a JSON file.
+Writes every method's P@1, P@3 and P@5 over time to a page with plots and to a JSON file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EVALUATED_AT_ONCE: Final = 256  # rows: their logits over all labels are in memo
 class Rounds(Sampler[int]):
     """The order of samples, cut into rounds with an evaluation after each: equal on all ranks.
 
-    A round goes on where the one before has stopped; every epoch is a permutation of its own.
+    A round begins where the one before stopped; every epoch is a new permutation.
     """
 
     def __init__(self, rows: int, per_round: int, seed: int, rank: int, size: int) -> None:
@@ -51,7 +51,7 @@ class Rounds(Sampler[int]):
         self._round = 0
 
     def order(self, round: int) -> Sequence[int]:
-        """Return the numbers of a round's samples, of all ranks."""
+        """Return the numbers of all ranks' samples in a round."""
         begin = round * self._per_round
         epochs = range(begin // self._rows, (begin + self._per_round - 1) // self._rows + 1)
         numbers = np.concatenate(
@@ -73,7 +73,7 @@ class Rounds(Sampler[int]):
 
 
 class Training(NamedTuple):
-    """The start of every method, ready on a rank before the ranks do anything together."""
+    """The inputs of every method, prepared on a rank before the ranks communicate."""
 
     arguments: argparse.Namespace
     train: LabelledRows
@@ -81,19 +81,19 @@ class Training(NamedTuple):
     rounds: Rounds
 
     def model(self) -> XmlMlp:
-        """Return the model as it is at first, equal on all ranks."""
+        """Return the initial model, equal on all ranks."""
         torch.manual_seed(self.arguments.seed)
         return XmlMlp(self.train.features.width, self.train.labels.width, self.arguments.hidden)
 
     def loader(self) -> DataLoader[SparseBatch]:
-        """Return this rank's batches, as many samples on each."""
+        """Return this rank's batches, with equally many samples on each rank."""
         dataset = SparseDataset(self.train)
         batch_size = self.arguments.batch_size
         return DataLoader(dataset, batch_size, sampler=self.rounds, collate_fn=as_batch)
 
 
 class Method(NamedTuple):
-    """A way to train: its name in the plot, and what makes its loader and optimizer of a model."""
+    """A way to train: its name in the plot, and a function that makes loader and optimizer."""
 
     label: str
     begin: Callable[[Training, XmlMlp], tuple[Any, Any]]
@@ -102,8 +102,8 @@ class Method(NamedTuple):
 def synchronous(training: Training, model: XmlMlp, density: float) -> tuple[Any, Any]:
     """Return equal batches, and an optimizer that steps with the mean of all gradients.
 
-    Those that are sparse by rows are exchanged as rows at density 1; below it they are made dense,
-    for gTop-k to pick its entries among all of them.
+    Gradients that are sparse by rows are exchanged as rows at density 1; below it they are made
+    dense, for gTop-k to pick its entries among all values.
     """
     compression = hvd.Compression.gtopk(density) if density < 1 else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
@@ -116,9 +116,9 @@ def synchronous(training: Training, model: XmlMlp, density: float) -> tuple[Any,
 
 
 def merging(training: Training, model: XmlMlp, algorithm: str) -> tuple[Any, Any]:
-    """Return batches for a replica of this rank's own, and an optimizer that steps with it alone.
+    """Return batches and an optimizer for this rank's own replica.
 
-    The loader merges the replicas: compressed, where --merge-density says so.
+    The loader merges the replicas, compressed if --merge-density is given.
     """
     arguments = training.arguments
     _, optimizer = synchronous(training, model, arguments.merge_density)
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace) -> Training:
-    """Raise ValueError or OSError for what the user must change."""
+    """Return the training; raise ValueError or OSError for the user's errors."""
     train, test = read(arguments)
     for part in (train, test):
         if not len(part):
@@ -222,7 +222,7 @@ def read(arguments: argparse.Namespace) -> tuple[LabelledRows, LabelledRows]:
 
 
 def run(method: Method, training: Training, said: Callable[[str], None]) -> Curve:
-    """Train anew by a method; time stands still while the model is evaluated."""
+    """Train from the start by a method; time does not count while the model is evaluated."""
     arguments = training.arguments
     device = own_device()
     model = training.model().to(device)

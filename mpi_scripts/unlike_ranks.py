@@ -2,10 +2,10 @@
 
 mpirun -n 2 python mpi_scripts/unlike_ranks.py --repeat 1 3
 
-A rank of --repeat r computes every batch r times, and throws r-1 of the results away: it is r times
-as slow, whatever else the machine does. No rank sleeps: a sleeping rank would give its core to the
-others. The ranks' real ratio is measured first; a run in which it is not the one that was asked
-for, or is not steady, is rejected. Use no more ranks than there are cores.
+A rank of --repeat r computes every batch r times, and discards r-1 of the results: it is r times as
+slow, whatever else the machine does. No rank sleeps: a sleeping rank would give its core to the
+others. The ranks' real ratio is measured first; a run is rejected if it is not the requested one,
+or not steady. Use no more ranks than there are cores.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from models.mlp import mlp
 
 MODES = ("equal", "balanced", "abs")
 FEATURES = 64
-NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
+NEVER = 1_000_000_000  # steps in a window that never fills: batches stay equal
 REJECTED = 3  # the exit code
 RATIO_OFF, UNSTEADY = 0.15, 0.20
 
 
 class Rank:
-    """The delay that makes this rank as slow as was asked for.
+    """The repetitions that make this rank as slow as requested.
 
-    twin: what is repeated is computed on it, so that no gradient of the model is touched.
+    twin: a copy of the model for the repetitions, so that the model's gradients stay as they are.
     """
 
     def __init__(self, repeat: int, hidden: int) -> None:
@@ -59,7 +59,7 @@ class Rank:
         F.cross_entropy(model(x), y).backward()
 
     def calibrate(self, samples: int, batches: int) -> list[float]:
-        """Return what each of some batches takes, in seconds."""
+        """Return the seconds of each of several batches."""
         (x, y), model = synthetic(samples), self.new_model()
         seconds = []
         for _ in range(batches):
@@ -70,14 +70,14 @@ class Rank:
 
 
 def synthetic(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noise and labels: only what it takes to compute on them counts here."""
+    """Return noise and labels: only the time to compute on them matters here."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, FEATURES, generator=generator)
     return x, torch.randint(10, (samples,), generator=generator)
 
 
 def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[str]:
-    """Return why the ranks are not as unlike as was asked for; nothing where they are.
+    """Return the reasons why the ranks' ratio is not as requested; empty where it is.
 
     seconds: of every batch of the calibration, by rank.
     """
@@ -97,7 +97,7 @@ def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[s
 
 
 class Training(NamedTuple):
-    """One mode's."""
+    """One mode's loader and what else its training needs."""
 
     model: torch.nn.Module
     optimizer: Any
@@ -124,7 +124,7 @@ def open_mode(mode: str, rank: Rank, arguments: argparse.Namespace) -> Training:
 
 
 def epoch_seconds(rank: Rank, training: Training) -> float:
-    """Return what an epoch takes until the last rank has finished it."""
+    """Return the seconds of an epoch, until the last rank has finished it."""
     hvd.barrier()
     begun = time.perf_counter()
     for x, y in training.loader:
@@ -149,7 +149,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print what was measured and return the exit code."""
+    """Print the measurements and return the exit code."""
     hvd.init()
     torch.set_num_threads(1)
     arguments = parse()
@@ -163,10 +163,10 @@ def main() -> int:
     found = flaws(arguments.repeat, calibrated)
     opened = {mode: open_mode(mode, rank, arguments) for mode in arguments.modes}
     for training in opened.values():
-        epoch_seconds(rank, training)  # in which the sizes settle
+        epoch_seconds(rank, training)  # the sizes settle in this epoch
     seconds: dict[str, list[float]] = {mode: [] for mode in opened}
     for _ in range(arguments.rounds):
-        for mode, training in opened.items():  # in turns: the machine's mood meets all
+        for mode, training in opened.items():  # in turns: the machine's speed affects all
             seconds[mode].append(epoch_seconds(rank, training))
     again = hvd.allgather_object(
         rank.calibrate(arguments.batch // hvd.size(), arguments.calibration)
@@ -187,7 +187,7 @@ def report(
     seconds: dict[str, list[float]],
     found: Sequence[str],
 ) -> None:
-    """Print ratios, times and what speaks against them."""
+    """Print ratios, times, and reasons to reject them."""
     medians = [statistics.median(each) for each in calibrated]
     asked = ":".join(map(str, arguments.repeat))
     measured = ":".join(f"{median / min(medians):.2f}" for median in medians)

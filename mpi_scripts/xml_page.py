@@ -28,7 +28,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 class Point(NamedTuple):
-    """An evaluation; seconds: of training, that of evaluating left out; samples: of all ranks."""
+    """An evaluation; seconds: of training, without evaluations; samples: of all ranks."""
 
     seconds: float
     samples: int
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A method's results, and when it reached them."""
+    """A method's name and its evaluations over time."""
 
     label: str
     points: Sequence[Point]
@@ -48,7 +48,7 @@ class Curve(NamedTuple):
 def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
     """Return one HTML file that needs nothing else.
 
-    facts: what was run; "data" says where the rows are from, and stands in the title.
+    facts: the description of the run; "data", the source of the rows, is in the title.
     """
     title = f"P@1 over time: {facts['data']}, {facts['ranks']} ranks"
     said = "".join(f"<li>{escape(name)}: {escape(str(value))}" for name, value in facts.items())
@@ -69,7 +69,7 @@ def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
 
 
 def plot(curves: Sequence[Curve], name: str, along: Callable[[Point], float]) -> str:
-    """Draw P@1 of each method."""
+    """Return a plot of each method's P@1."""
     x = horizontal(0.0, max(along(curve.points[-1]) for curve in curves))
     y = vertical(0.0, max(point.precisions[1] for curve in curves for point in curve.points))
     lines = []
@@ -85,7 +85,7 @@ def plot(curves: Sequence[Curve], name: str, along: Callable[[Point], float]) ->
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Return what each method reached in the end, and when it first had half of the best P@1."""
+    """Return each method's final results, and when it first had half of the best P@1."""
     best = max(point.precisions[1] for curve in curves for point in curve.points)
     rows = [
         "<tr><th>method"

@@ -1,16 +1,16 @@
-"""Adaptive batches: every rank gets as many samples as its speed is good for.
+"""Adaptive batches: each rank's batch follows its speed.
 
-adapt.py           `hvd.adapt`, the one line of it in a script, and the modes by name
+adapt.py           `hvd.adapt`, the one line that a script needs, and the modes by name
 loader_base.py     what the loaders of all modes share: epochs, drains, states, the next world
 options.py         the options of the modes
 balanced.py        "balanced": synchronous steps of one global batch, divided by speed
 delayed_sync/      "abs": delayed synchronous rounds of micro-batches
-model_averaging/   "adaptive-sgd": replicas of their own, merged now and then
+model_averaging/   "adaptive-sgd": each rank trains a replica; replicas are merged now and then
 hogbatch/          "hogbatch", "adaptive-hogbatch": the workers of one server share one model
-throughput/        how fast each rank is, and how many samples it gets for that
+throughput/        how fast each rank is, and the batch sizes that follow
 partitioning/      which samples each rank gets; sources.py: how they are read
 local_training/    for modes whose ranks step by themselves: replicas, rounds, step reports
 memory.py          batches that do not fit into memory are computed in parts
-current_batch.py   the batch that the next step is of, and how the step grows with it
-noise_scale.py     how large the batch should be
+current_batch.py   the batch of the next step, and the learning rate that it gets
+noise_scale.py     the gradient noise scale, which tells how large the global batch should be
 """

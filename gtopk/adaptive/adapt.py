@@ -1,7 +1,4 @@
-"""adapt: the one line that makes a DataLoader's batches follow the ranks' speeds.
-
-Modes: the ways to give ranks unlike batches, by name.
-"""
+"""`hvd.adapt` makes a DataLoader's batches follow the ranks' speeds; MODES names the ways to."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from .throughput.policies import Timer
 class Adapted(Protocol):
     """A loader of any mode, which the script uses in place of its DataLoader.
 
-    num_samples: of the batch in hand.
+    num_samples: this rank's samples in the current batch.
     """
 
     num_samples: int
@@ -42,20 +39,20 @@ class Adapted(Protocol):
         """Yield an epoch's batches."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch."""
+        """Make the next iteration this epoch, in its shuffled order."""
 
     def drain(self) -> None:
-        """Apply what is under way: before evaluation, a checkpoint, the end."""
+        """Apply all pending work; call it before an evaluation, a checkpoint and the end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
+        """Return the state from which `load_state_dict` resumes."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader of this mode stopped."""
+        """Resume where another loader of this mode stopped."""
 
 
 class Mode(NamedTuple):
-    """A mode: its options, the loader that it opens, and whether a data set may be iterable."""
+    """A mode: its options, its loader's constructor, and whether it takes iterable data sets."""
 
     options: type[Options]
     open: Callable[[Job[Any]], Adapted]
@@ -135,37 +132,37 @@ def adapt(
 ) -> Adapted:
     """Return a loader in place of `loader`, whose batches follow the ranks' speeds.
 
-    The ranks' batches are disjoint and together every sample once an epoch, whatever sampler the
-    loader had; the optimizer weighs each rank's gradients by its samples. Every rank must call it,
-    after DistributedOptimizer and alike.
+    The ranks' batches are disjoint, and together they hold every sample once an epoch, whichever
+    sampler the loader had. The optimizer weighs each rank's gradients by its samples. Call it after
+    DistributedOptimizer, on every rank, with equal arguments but for a rank's own (`Options.own`).
 
-    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": micro-batches,
-        as many as there is time for while the step before is reduced; see `rounds`.
-        "adaptive-sgd": local steps on batches that ranks take when they are free, and models that
-        are merged after every mega-batch; see `merging_loader`.
-        "hogbatch", "adaptive-hogbatch": the ranks of a node update one model in shared memory, each
-        at its own pace; see `hogbatch`.
+    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": as many
+        micro-batches as a rank has time for while the step before is reduced; see
+        `delayed_sync.rounds`. "adaptive-sgd": each rank steps its own replica on batches that it
+        takes when it is free, and replicas are merged after every mega-batch; see
+        `model_averaging.loader`. "hogbatch", "adaptive-hogbatch": the ranks of a node update one
+        model in shared memory, each at its own pace; see `hogbatch`.
     global_batch: samples of all ranks in a step; default: the loader's batch_size times the ranks.
-        Of "adaptive-sgd": of the ranks' first batches together.
-    order: from an epoch to the indices of all samples, equal on every rank; default: as the
-        loader's sampler has it, over all samples.
-    timer: what tells a batch's seconds in place of the clock, in simulations of "balanced"; other
-        modes pass it over.
+        In "adaptive-sgd": the sum of the ranks' first batches.
+    order: maps an epoch to the indices of all samples, equal on every rank; default: the order of
+        the loader's sampler, over all samples.
+    timer: measures a batch's seconds in place of the clock, in simulations of "balanced"; other
+        modes ignore it.
     options: min_batch=8, max_batch=None, grain=1, lr_scaling="none", loss_reduction="mean", seed=0;
-        of "balanced" also interval=20, policy="equal_finish", noise_every=0, min_global_batch=0,
-        max_global_batch=0; of "abs" micro_batch=16, and no min_batch, max_batch or grain: see
-        `options`. Of "adaptive-sgd" min_batch=0, lr_scaling="linear", algorithm="adaptive",
+        "balanced" also has interval=20, policy="equal_finish", noise_every=0, min_global_batch=0,
+        max_global_batch=0; "abs" has micro_batch=16, and no min_batch, max_batch or grain: see
+        `options`. "adaptive-sgd" has min_batch=0, lr_scaling="linear", algorithm="adaptive",
         mega_batch=0, batch_rule="multiplicative", merge_weights="updates", perturbation=0.0,
-        merge_momentum=0.0, local_steps=8, record=False, replay=None: see `merging_options`. Of the
-        hogbatch modes min_batch=1, lr_scaling="linear", device_class=None, sizes=None, alpha=2.0,
-        beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
+        merge_momentum=0.0, local_steps=8, record=False, replay=None: see `model_averaging.options`.
+        The hogbatch modes have min_batch=1, lr_scaling="linear", device_class=None, sizes=None,
+        alpha=2.0, beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
         audit=False: see `hogbatch.options`.
-    Raises ValueError for an argument out of its range, for a loader whose batches or samples the
-    mode cannot choose, for an optimizer that is adapted already in another mode than "balanced",
-    and in such a mode for one that has made Adam's steps before the exchange; TypeError for an
-    option that the mode has not, for what must be a whole number and is none, for a loader that is
-    no DataLoader, and for an optimizer that is not distributed; HorovodInternalError on every rank
-    where the ranks' arguments differ.
+    Raises ValueError for an argument out of its range; for a loader whose batches or samples the
+    mode cannot choose; for an optimizer that is already adapted in a mode other than "balanced";
+    and, in such a mode, for one that has made Adam's steps before the exchange. Raises TypeError
+    for an option that the mode does not have, for a number that is not whole where it must be, for
+    a loader that is not a DataLoader, and for an optimizer that is not distributed. Raises
+    HorovodInternalError on every rank where the ranks' arguments differ.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -189,7 +186,7 @@ def adapt(
             f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt "
             "another way, give it the DataLoader that was adapted before"
         )
-    if mode != "balanced":  # which have the wrapped optimizer step
+    if mode != "balanced":  # the other modes let the wrapped optimizer step
         require_plain(optimizer.state.values(), world.current().rank)
     if mode != "balanced" and hides_behind_backward(optimizer.step_policy.options.compression):
         raise ValueError(

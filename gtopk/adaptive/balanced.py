@@ -45,7 +45,11 @@ _NO_BOUND: Final = 1 << 40  # samples
 
 
 class Decision(NamedTuple):
-    """Sizes by rank, from a step on, and the seconds a batch took before."""
+    """A change of the sizes by rank.
+
+    step: the first step with these sizes.
+    seconds: of a batch of each rank in the window before, with the earlier sizes.
+    """
 
     step: int
     sizes: list[int]
@@ -53,7 +57,7 @@ class Decision(NamedTuple):
 
 
 class BalancedLoader(LoaderBase):
-    """An iterable of this rank's batches; the optimizer learns the size of each.
+    """An iterable of this rank's batches, which tells the optimizer the size of each.
 
     decisions: every change of the sizes so far.
     """
@@ -85,11 +89,11 @@ class BalancedLoader(LoaderBase):
         self._controller = Controller(
             sizes, self._limits, options.interval, POLICIES[options.policy]
         )
-        self.step = 0  # batches handed out and done with, through all epochs
-        self._seconds: list[float] = []  # of the window that is open
-        self._exchanges: list[float] = []  # of its steps, where they are asked for
-        self._cut: Cut | None = None  # of the batch in hand
-        self._has_warned = False  # of a stream that cannot be told from another
+        self.step = 0  # batches handed out and finished, through all epochs
+        self._seconds: list[float] = []  # of each batch in the open window
+        self._exchanges: list[float] = []  # seconds of its steps' exchanges, with "goodput"
+        self._cut: Cut | None = None  # of the current batch
+        self._has_warned = False  # that ranks may read unlike streams
         self.decisions: list[Decision] = []
 
     def _meet(self) -> tuple[int, list[int]]:
@@ -105,10 +109,10 @@ class BalancedLoader(LoaderBase):
         return max(lead for lead, _ in records), [most for _, most in records]
 
     def _enter(self) -> None:
-        """Take part in the next world, where the last one is over: with rank 0's sizes.
+        """Join the next world where the last one is over, with rank 0's sizes.
 
-        An epoch that was cut off comes again, all of it, unless a state is loaded that says where
-        it stood. Raises RuntimeError where the ranks are others.
+        An epoch that was cut off starts again, unless a state is loaded that holds its place.
+        Raises RuntimeError where this rank or the number of ranks has changed.
         """
         here = self._next_world()
         if here is None:
@@ -130,13 +134,13 @@ class BalancedLoader(LoaderBase):
         self._epochs.set(state["epochs"]["epoch"])
 
     def _equal(self, samples: int) -> list[int]:
-        """Return a global batch in shares that are as equal as the grain allows."""
+        """Return each rank's share of a global batch, as equal as the grain allows."""
         ranks = self._world.size
         limits = Limits(samples, [0] * ranks, [samples] * ranks, self._options.grain)
         return whole([samples / ranks] * ranks, limits)
 
     def _limits_of(self, samples: int) -> Limits:
-        """Return what the sizes of a global batch must keep to."""
+        """Return the limits of the sizes in a global batch."""
         grain = self._options.grain
         # A grain that does not fit into memory is computed in parts.
         most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
@@ -154,7 +158,7 @@ class BalancedLoader(LoaderBase):
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
 
-        Warns once, on rank 0, where nobody knows.
+        Warns once, on rank 0, where the columns do not tell.
         """
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
@@ -175,16 +179,16 @@ class BalancedLoader(LoaderBase):
 
     @property
     def sizes(self) -> list[int]:
-        """Return the ranks' sizes in the batch in hand, or the next one."""
+        """Return the ranks' sizes in the current batch, or else in the next one."""
         return list(self._cut.sizes if self._cut else self._plan.at(self.step))
 
     @property
     def noise(self) -> Noise | None:
-        """Return what is known of the gradient's noise."""
+        """Return the averaged noise of the gradient; None before the first probe."""
         return self._noise.value
 
     def __len__(self) -> int:
-        """Return the steps of an epoch; raise TypeError for a stream."""
+        """Return the number of steps in an epoch; raise TypeError for a stream."""
         steps = self._source.steps(0)
         if steps is None:
             raise TypeError("a loader of an iterable data set has no length")
@@ -220,7 +224,7 @@ class BalancedLoader(LoaderBase):
         self._timer.hand_over(self.num_samples)
 
     def _close_step(self) -> None:
-        """Take the time of the batch that was in hand; decide, where a window is full."""
+        """Record the current batch's time; decide on the sizes where a window is full."""
         assert self._cut is not None
         seconds = self._timer.take()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
@@ -235,7 +239,7 @@ class BalancedLoader(LoaderBase):
             self._decide()
 
     def _abandon(self) -> None:
-        """Let go of the batch that a script was left with when it broke off an iteration."""
+        """Drop the batch that was current when a script broke off an iteration."""
         self._timer.take()
         if self._copy is not None:
             self._copy.disarm()
@@ -246,7 +250,7 @@ class BalancedLoader(LoaderBase):
         self.step += 1
 
     def _decide(self) -> None:
-        """Gather every rank's window, and change the sizes where nothing is cut yet."""
+        """Gather every rank's window, and change the sizes of steps that are not cut yet."""
         before = self._plan.at(self.step - 1)
         seconds = summarise(self._seconds) if self._seconds else 0.0
         exchange = summarise(self._exchanges) if self._exchanges else 0.0
@@ -268,13 +272,13 @@ class BalancedLoader(LoaderBase):
         sizes = self._controller.decide(windows, self.step, takes_effect)
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
         if self._aims and self._noise.is_sure:
-            # Who came last waited for nobody: the least is the exchange's own.
+            # The last rank waited for nobody: the least is the time of the exchange alone.
             sizes = self._aim(min(each for *_, each in records), takes_effect)
         if tuple(sizes) != before:
             self._change(takes_effect, sizes, [window.seconds for window in windows])
 
     def _aim(self, exchange_seconds: float, takes_effect: int) -> list[int]:
-        """Return the sizes from a step on, of the global batch that goodput asks for."""
+        """Return the sizes from a step on, in the global batch that policy "goodput" chooses."""
         assert self._noise.value is not None
         costs, now = self._controller.costs(), self._limits.total
         reference = self._options.global_batch
@@ -304,7 +308,7 @@ class BalancedLoader(LoaderBase):
             )
 
     def _probe(self, gradient: torch.Tensor, cut: Cut) -> None:
-        """Learn the gradient's noise from one dense sum over the ranks."""
+        """Estimate the gradient's noise from one dense sum over the ranks."""
         size = self.num_samples
         if self._options.loss_reduction == "sum":
             gradient = gradient / max(size, 1)
@@ -318,15 +322,16 @@ class BalancedLoader(LoaderBase):
         signature = [f"gradients of {mine.size - 1} values"]
         self._world.engine.submit(f"{self._name}.noise", signature, work).wait()
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
-            # By the kernels: all ranks' rates hang on it, to the bit.
+            # By the kernels: all ranks must get the same bits, as their rates depend on it.
             square_of_mean = squared_norm(mine[:-1])
             self._noise.add(estimate(float(mine[-1]), square_of_mean, cut.sizes))
 
     def set_global_batch(self, samples: int) -> None:
-        """Let steps have so many samples, as soon as none of them is cut; every rank must call it.
+        """Set the samples of a step, from the first step that is not cut yet.
 
-        Raises ValueError where the ranks' bounds do not allow it, TypeError for what is no whole
-        number; HorovodInternalError, on every rank, where ranks say unlike numbers.
+        Every rank must call it with the same number. Raises ValueError where the ranks' bounds do
+        not allow it, TypeError for a number that is not whole, and HorovodInternalError on every
+        rank where the ranks' numbers differ.
         """
         self._enter()
         samples = whole_number("a global batch", samples)
@@ -347,26 +352,26 @@ class BalancedLoader(LoaderBase):
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
         """Compute a batch's loss and gradients, in parts where the memory is too small.
 
-        In place of `loss_of(batch).backward()`. A size that did not fit bounds this rank from the
-        next window on.
+        Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this rank
+        from the next window on.
         """
         size = max(self.num_samples, 1)
         return self._memory.backward(loss_of, batch, size, self._options.loss_reduction == "sum")
 
     def drain(self) -> None:
-        """Be done with the batch in hand, whose step has been taken; every rank must call it.
+        """Finish the current batch, whose step has been taken; every rank must call it.
 
-        For a state that says all of it, in the middle of an epoch.
+        Call it before `state_dict` in the middle of an epoch, so that the state is complete.
         """
         self._enter()
         if self._cut is not None:
             self._close_step()
 
     def _state(self) -> dict[str, Any]:
-        """Return where the next batch lies, and all that sizes depend on.
+        """Return the place of the next batch, and the state that sizes depend on.
 
-        Equal on all ranks, but for this one's seconds in the window that is open. An epoch that was
-        left is over, but for one that was left with its world: it can go on in the next one.
+        It is the same on all ranks, except for this rank's seconds in the open window. An epoch
+        that was left is over, unless its world has ended too: then it can go on in the next one.
         """
         done = self.step + (self._cut is not None)
         return {
@@ -383,16 +388,16 @@ class BalancedLoader(LoaderBase):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped.
+        """Resume where another loader stopped.
 
-        With another number of ranks, or another global_batch given to this loader, the sizes begin
-        equal; with other bounds, such as a smaller max_batch, they are cut to them. Raises
-        ValueError where this loader's bounds do not allow the state's global batch.
+        Sizes start equal if the number of ranks or the global_batch given to this loader differs.
+        If bounds such as max_batch differ, the sizes are cut to them. Raises ValueError where this
+        loader's bounds do not allow the state's global batch.
         """
         self._epochs.close()
-        self._enter()  # else what is loaded would be lost there
+        self._enter()  # joining a next world later would lose the loaded state
         if self._cut is not None:
-            self._abandon()  # it is of before
+            self._abandon()  # this batch belongs to the earlier state
         given = self._options.global_batch
         if (state["ranks"], state.get("global_batch_given", given)) == (self._world.size, given):
             self._load_sizes(state)
@@ -400,7 +405,7 @@ class BalancedLoader(LoaderBase):
         self._noise.load_state_dict(state["noise"])
 
     def _load_sizes(self, state: dict[str, Any]) -> None:
-        """Go on with another loader's sizes, cut to the bounds of this one."""
+        """Resume with another loader's sizes, cut to the bounds of this one."""
         limits = self._limits_of(state["global_batch"])
         limits.check()
         planned = state["plan"]["sizes"]
@@ -411,7 +416,7 @@ class BalancedLoader(LoaderBase):
         self._controller.load_state_dict(state["controller"])
         self._seconds = list(state["seconds"])
         self._exchanges = list(state["exchanges"])
-        if bounded != planned:  # the open window is of other sizes
+        if bounded != planned:  # the open window was measured with other sizes
             since = max(self.step, state["plan"]["steps"][-1])
             self._controller.resize(limits, bounded[-1], since)
             self._seconds.clear()
@@ -419,7 +424,7 @@ class BalancedLoader(LoaderBase):
 
 
 def require_one_pass(optimizer: Any) -> None:
-    """Raise ValueError where backward passes add up: each would have to weigh its own samples."""
+    """Raise ValueError where backward passes add up: each would need a weight of its own."""
     if optimizer.backward_passes_per_step != 1:
         raise ValueError(
             "mode 'balanced' weighs a step's gradients by the samples of one batch: use "

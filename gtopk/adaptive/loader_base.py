@@ -1,10 +1,9 @@
-"""LoaderBase: the part that the loaders of all adaptive modes share.
+"""LoaderBase: the part that the loaders of all adaptive modes share; Epochs counts their epochs.
 
-Epochs count, resume in the middle, and follow a DistributedSampler's set_epoch. A state names the
-mode that it was saved with, and another one refuses it. Ranks that drain within an epoch wait until
-all have come there. After elastic's recovery, or `shutdown` and `init`, mode "balanced" goes on in
-the next world: only the batch in hand is under way. The other modes' gradients, replicas and shared
-models end with their world.
+A state names the mode that it was saved with, and other modes refuse it. Ranks that drain within an
+epoch wait until all ranks drain. After elastic's recovery, or `shutdown` and `init`, mode
+"balanced" goes on in the next world, as only the current batch is under way. The other modes'
+gradients, replicas and shared models end with their world.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from .sources import order_of
 class LoaderBase(ABC):
     """An iterable of this rank's batches, one optimizer step for each.
 
-    A mode derives from it and says how an iteration goes (`_batches`), what a state of it holds
-    (`_state`, `_load`), and how ranks finish what is under way (`drain`).
+    A mode derives from it and implements its iteration (`_batches`), its state (`_state`, `_load`),
+    and how ranks finish pending work (`drain`).
 
-    num_samples:  of the batch in hand; 0 where it stands in for none and weighs nothing.
+    num_samples:  this rank's samples in the current batch; 0 for a placeholder without weight.
     drain_wanted: other ranks drain, and wait for this one to do so.
     """
 
@@ -47,39 +46,39 @@ class LoaderBase(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Finish, with all ranks, what is under way: before a checkpoint or an evaluation."""
+        """Finish pending work with all ranks; call it before a checkpoint or an evaluation."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return what later batches depend on, besides the mode."""
+        """Return the state that later batches depend on, without the mode's name."""
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Close the iteration that batches come from, and go on from a state of this mode."""
+        """Close the open iteration, and resume from a state of this mode."""
 
     def _indexed(self, job: Job[Any]) -> int:
-        """Take the order of the data set's samples, and return how many there are."""
+        """Set the order of the data set's samples, and return their number."""
         length = len(job.loader.dataset)  # type: ignore[arg-type]
         self._order = job.order or order_of(job.loader, length, job.options.seed)
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches until every sample was in one, on one rank."""
+        """Yield this rank's batches until every sample was in a batch of one rank."""
         return self._epochs.loop(self._batches(), self._world.rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
+        """Make the next iteration this epoch; without a call epochs count on by themselves."""
         self._epochs.set(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch lies, and what later ones depend on.
+        """Return the place of the next batch, and the state that later ones depend on.
 
-        Raises RuntimeError where work is under way that a state would lose: call drain() before.
+        Raises RuntimeError where work is under way that a state would lose: call drain() first.
         """
         return {"mode": self._mode, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped: the same samples are left, in the same order.
+        """Resume where another loader stopped: the same samples are left, in the same order.
 
         Raises ValueError for a state of another mode, or one that this loader cannot go on from.
         """
@@ -92,10 +91,10 @@ class LoaderBase(ABC):
         self._load(state)
 
     def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:
-        """Return whether all ranks drain, or all go on; if not, those that go on are asked to.
+        """Return whether all ranks drain or all go on; else ask those that go on to drain.
 
-        said: of every rank, whether it drains.
-        counted, number: what a script goes by, of its loader, and what that is.
+        said: for every rank, whether it drains.
+        counted, number: the name and value of the loader's counter by which scripts drain.
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
         alike = len(set(said)) == 1
@@ -112,9 +111,9 @@ class LoaderBase(ABC):
         return alike
 
     def _next_world(self) -> World | None:
-        """Return the world of today where it is another one, which has the ranks where they were.
+        """Return the current world where it has replaced this loader's; else None.
 
-        Raises RuntimeError for other ranks.
+        Raises RuntimeError where this rank or the number of ranks has changed.
         """
         here = self._world
         if not is_over(here):
@@ -130,7 +129,7 @@ class LoaderBase(ABC):
     def _require_its_world(self, way_out: str = "") -> None:
         """Raise RuntimeError where the loader's world is over; elastic does not recover from it.
 
-        way_out: what to do, where that is not to create optimizer and loader again.
+        way_out: advice in place of creating optimizer and loader again.
         """
         if not is_over(self._world):
             return
@@ -147,14 +146,14 @@ class LoaderBase(ABC):
 
 
 def is_over(here: World) -> bool:
-    """Tell whether there is another world by now; without any, operations say so."""
+    """Tell whether another world has replaced this one; without any, operations raise."""
     return world.is_initialized() and world.current() is not here
 
 
 class Epochs:
     """Counts epochs, follows a DistributedSampler's set_epoch, and resumes in the middle of one.
 
-    epoch, start: of the batch after the last one handed out.
+    epoch, start: the place of the batch after the last one handed out.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -163,16 +162,16 @@ class Epochs:
         self._followed = self._sampler.epoch if self._sampler else 0
         self.epoch = self._followed
         self.start = 0
-        self._iteration: object = None  # None: the next one begins at epoch and start, as they are
-        self._is_left = False  # half-way: the epoch is over
+        self._iteration: object = None  # None: the next one begins at epoch and start
+        self._is_left = False  # a script left the iteration half-way, which ends the epoch
         self._loop: weakref.ref[Generator[Any, None, None]] | None = (
-            None  # whose batches are handed out
+            None  # the generator whose batches are handed out
         )
 
     def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:
-        """Yield the batches of an iteration; the one before is closed, where it was not over.
+        """Close an unfinished iteration, and yield the batches of this one.
 
-        Raises RuntimeError in a script's loop that goes on with batches after that.
+        Raises RuntimeError in a loop that goes on after another one has closed it.
         """
         self.close()
         own = self._loop = weakref.ref(batches)
@@ -197,7 +196,7 @@ class Epochs:
 
     @contextmanager
     def iterate(self) -> Iterator[tuple[int, int]]:
-        """Begin an iteration, as `begin`; note how it ends: with the epoch, or left half-way."""
+        """Call `begin`, and note whether the iteration ends with the epoch or is left half-way."""
         place = self.begin()
         iteration = self._iteration
         try:
@@ -210,7 +209,7 @@ class Epochs:
             self.finish()
 
     def begin(self) -> tuple[int, int]:
-        """Return epoch and place where an iteration begins; one that was left half-way is over."""
+        """Return the epoch and place at which to iterate; an epoch left half-way counts as over."""
         if self._iteration is not None and self.start:
             self.finish()
         if self._sampler is not None and self._sampler.epoch != self._followed:
@@ -220,12 +219,12 @@ class Epochs:
         return self.epoch, self.start
 
     def set(self, epoch: int) -> None:
-        """Let the next iteration be of this epoch; all of it, where the last one was left."""
+        """Make the next iteration this epoch; from its start where the last one was left."""
         if epoch != self.epoch or self._is_left:
             self._go_to(epoch, 0)
 
     def reach(self, start: int) -> None:
-        """Note how far the iteration has come, also a left one; nothing once another is set."""
+        """Note how far the iteration has come, even one left; ignored once an epoch is set."""
         if self._iteration is not None:
             self.start = start
 
@@ -238,15 +237,15 @@ class Epochs:
         self._iteration, self._is_left = None, False
 
     def state_dict(self, is_of_before: bool = False) -> dict[str, Any]:
-        """Return where the next batch lies: in the next epoch, once this one was left half-way.
+        """Return the place of the next batch: in the next epoch, once this one was left half-way.
 
-        is_of_before: the state is that of a time before it was left.
+        is_of_before: return the place that held before the epoch was left.
         """
         if self._is_left and self.start and not is_of_before:
             return {"epoch": self.epoch + 1, "start": 0}
         return {"epoch": self.epoch, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped."""
+        """Resume where another loader stopped."""
         self._go_to(state["epoch"], state["start"])
         self._followed = self.epoch if self._sampler is None else self._sampler.epoch

@@ -1,4 +1,4 @@
-"""Memory: a batch that does not fit is computed in parts, and the rank's size is bounded."""
+"""Memory: computes a batch that does not fit in parts, and bounds the rank's batch size."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Memory:
     def backward(
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
     ) -> torch.Tensor:
-        """Add the gradients of a batch's loss to those of all it hangs on, and return the loss.
+        """Compute a batch's loss, add its gradients to all leaves it depends on, return the loss.
 
-        loss_of: from a batch, or a part of it, to its loss: a mean over samples, or a sum.
+        loss_of: maps a batch, or a part of it, to its loss: a mean over samples, or a sum.
         The gradients reach the parameters all at once, when they are complete: an attempt that
         runs out of memory leaves nothing behind, and every hook of a parameter is called once.
-        Raises RuntimeError where the loss hangs on nothing that is trained.
+        Raises RuntimeError where the loss depends on nothing that is trained.
         """
         while True:
             try:
@@ -41,7 +41,7 @@ class Memory:
                 if size == 1 or self.most == 1 or not ran_out(error):
                     raise
                 before = min(self.most or size, size)
-            # Outside the handler: the traceback holds what is to be freed.
+            # Outside the handler: the traceback refers to the memory that is to be freed.
             self.most = -(-before // 2)
             _log.warning(
                 "rank %d: a batch of %d samples does not fit into memory; from now on at most %d "
@@ -64,7 +64,7 @@ class Memory:
         """Return the loss of the whole batch and its gradients."""
         most = size if self.most is None else min(size, self.most)
         loss = torch.zeros((), device="cpu")
-        gradients = WeakTensorKeyDictionary()  # of a leaf that a part has made for itself: none
+        gradients = WeakTensorKeyDictionary()  # drops leaves that a part has made for itself
         for first in range(0, size, most):
             last = min(first + most, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
@@ -84,7 +84,7 @@ class Memory:
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return all that `backward` would add gradients to, whichever optimizer it is of."""
+    """Return all leaves to which `backward` would add gradients, of whichever optimizer."""
     found = []
     left: list[Any] = [loss.grad_fn] if loss.grad_fn else []
     seen = set(left)
@@ -101,7 +101,7 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 @contextmanager
 def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
-    """Let the leaves' own hooks not be called meanwhile: they are for whole gradients."""
+    """Switch off the leaves' own hooks meanwhile: they expect whole gradients."""
     hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
     for leaf, _ in hooks:
         leaf._backward_hooks = None
@@ -113,14 +113,14 @@ def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Tell whether an error says that memory has run out, on a GPU or on the host."""
+    """Tell whether an error means that memory has run out, on a GPU or on the host."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def slice_of(batch: Any, size: int, first: int, last: int) -> Any:
-    """Return samples first..last-1 of a batch: of tensors and lists of its size, wherever they are.
+    """Return samples first..last-1 of a batch: slices of its tensors and lists of `size`, nested.
 
-    Raises TypeError for what cannot be divided.
+    Raises TypeError for a value that cannot be divided.
     """
     if isinstance(batch, torch.Tensor):
         return batch[first:last] if batch.dim() and batch.shape[0] == size else batch

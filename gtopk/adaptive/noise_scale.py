@@ -1,6 +1,6 @@
 """The gradient noise scale, from the gradients of unequal batches.
 
-With weights w_i = b_i/B and mean gradients g_i, of P ranks that had samples,
+With weights w_i = b_i/B and mean gradients g_i of the P ranks that had samples,
 
     L = sum w_i |g_i|^2,   N = |sum w_i g_i|^2,
     variance = (L - N) B / (P - 1),   square = (P N - L) / (P - 1)
@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-REMEMBERED: Final = 0.8  # of the averages, at every new probe
-SURE: Final = 0.6  # of the averages' weight: five probes
+REMEMBERED: Final = 0.8  # weight of the old averages at every new probe
+SURE: Final = 0.6  # weight of the averages to rely on: reached after five probes
 
 
 class Noise(NamedTuple):
@@ -49,13 +49,13 @@ def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int
 
 
 class NoiseAverage:
-    """Averages of both parts, each for itself: their quotient is what is biased."""
+    """Averages variance and square separately: an average of their quotients would be biased."""
 
     def __init__(self) -> None:
         self._variance = self._square = self._weight = 0.0
 
     def add(self, noise: Noise) -> None:
-        """Take one more estimate."""
+        """Add one more estimate."""
         for name, value in (("variance", noise.variance), ("square", noise.square), ("weight", 1)):
             old = getattr(self, f"_{name}")
             setattr(self, f"_{name}", REMEMBERED * old + (1 - REMEMBERED) * value)
@@ -69,14 +69,14 @@ class NoiseAverage:
 
     @property
     def is_sure(self) -> bool:
-        """Tell whether there were enough estimates to go by."""
+        """Tell whether there were enough estimates to rely on."""
         return self._weight >= SURE
 
     def state_dict(self) -> dict[str, Any]:
         return {"variance": self._variance, "square": self._square, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take another's averages."""
+        """Adopt another object's averages."""
         self._variance, self._square = state["variance"], state["square"]
         self._weight = state["weight"]
 
@@ -84,7 +84,7 @@ class NoiseAverage:
 class GradientCopy:
     """A copy of one backward pass's gradients, before anything is added to or made of them.
 
-    parameters: that are trained at first; one that is frozen between steps is still one of them.
+    parameters: those trained at the start; one that is frozen later still counts.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ class GradientCopy:
     def arm(self, parameters: Iterable[torch.Tensor], scale: float = 1.0) -> None:
         """Copy the next backward pass.
 
-        parameters: that are trained by now. scale: what the loss is multiplied with.
+        parameters: those trained by now. scale: the factor of the loss.
         """
         self._watch(parameters)
         self._scale, self._copies = scale, {}
@@ -120,9 +120,9 @@ class GradientCopy:
             self._copies[place] = copy.to_dense()  # an embedding's may be sparse
 
     def disarm(self) -> torch.Tensor | None:
-        """Return the copy, float64 [n], of all that was ever trained; None where not armed.
+        """Return the copy, float64 [n], of all parameters ever trained; None where not armed.
 
-        Zeros where there was no gradient.
+        It holds zeros where there was no gradient.
         """
         copies, self._copies = self._copies, None
         if copies is None:

@@ -1,4 +1,4 @@
-"""Options: what a user may turn, and the job that a mode makes of it."""
+"""The options of `adapt` that all modes share, those of "balanced" and "abs", and Job."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ O_co = TypeVar("O_co", bound="Options", covariant=True)
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every mode; equal on all ranks, but for those in `own`.
+    """Options of every mode; equal on all ranks, except those named in `own`.
 
     global_batch:   samples of all ranks in a step.
-    min_batch:      of a rank; lowered to an equal share where that is less.
-    max_batch:      of this rank, for its memory; at least a grain.
+    min_batch:      least samples of a rank; lowered to an equal share where that is less.
+    max_batch:      most samples of this rank, for its memory; at least a grain.
     grain:          sizes are multiples of it: larger => whole tiles of a GPU, coarser balance.
     """
 
@@ -66,12 +66,12 @@ class Options:
             )
 
     def signature(self) -> list[str]:
-        """Return what must be equal on all ranks, in words."""
+        """Return the options that must be equal on all ranks, as text."""
         return [f"{name}={value!r}" for name, value in vars(self).items() if name not in self.own]
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return what a user may turn."""
+        """Return the names of the options that a user may set."""
         return [field.name for field in fields(cls)]
 
 
@@ -79,10 +79,10 @@ class Options:
 class BalancedOptions(Options):
     """Further options of mode "balanced".
 
-    interval:       steps of a window: more => steadier, slower to follow.
+    interval:       steps in a window: more => steadier, slower to follow.
     noise_every:    steps between probes of the gradient noise; 0: never, or 100 where it is
-                    needed. One costs a dense allreduce.
-    min_global_batch, max_global_batch: between which policy "goodput" chooses; 0: global_batch.
+                    needed. A probe costs a dense allreduce.
+    min_global_batch, max_global_batch: the range for policy "goodput"; 0: global_batch.
     """
 
     interval: int = 20
@@ -128,7 +128,7 @@ class RoundOptions(Options):
     """Further options of mode "abs".
 
     micro_batch: smaller => waits less for a round's end, more kernel launches; less memory.
-    Its micro-batches are all as large: min_batch, max_batch and grain are refused.
+    All micro-batches have this size: min_batch, max_batch and grain are refused.
     """
 
     micro_batch: int = 16
@@ -151,7 +151,7 @@ class Job(Generic[O_co]):
     """The arguments that a mode is opened with.
 
     optimizer: a DistributedOptimizer.
-    timer: what tells a batch's seconds in place of the clock, in simulations of "balanced".
+    timer: measures a batch's seconds in place of the clock, in simulations of "balanced".
     """
 
     loader: DataLoader[Any]

@@ -1,4 +1,4 @@
-"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream.
+"""Sources of a rank's batches, which are cut by the plan from a data set or from a stream.
 
 All ranks must read the same stream. They compare the samples that an iteration begins with:
 
@@ -36,9 +36,10 @@ from .partitioning.cuts import Cut, Plan, cut_epoch, shuffled
 
 
 def columns_of(block: Sequence[Any]) -> Array:
-    """Return the number of samples; of each column, whether it tells samples apart and a checksum.
+    """Return the number of samples, and two values for each column of the block.
 
-    uint32 [1 + 2 columns]; of what has no checksum, 0 and 0.
+    The values are whether the column tells samples apart, and its checksum; 0 and 0 for a column
+    without a checksum. uint32 [1 + 2 columns].
     """
     rows = [[checksum(part) for part in _parts(sample)] for sample in block]
     if len({len(row) for row in rows}) > 1:  # lists of unlike length, say
@@ -52,10 +53,10 @@ def columns_of(block: Sequence[Any]) -> Array:
 
 
 def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum of tensors, arrays, numbers and strings, and what is made of them.
+    """Return a checksum of tensors, arrays, numbers, strings, and mappings and lists of them.
 
-    before: of what comes before it; what has no checksum adds nothing: objects of one's own,
-        tensors on no device, sparse, nested or quantized.
+    before: the checksum so far. Values without a checksum add nothing: objects of other classes,
+        tensors that are meta, sparse, nested or quantized.
     """
     if isinstance(value, torch.Tensor):
         has_values = value.layout is torch.strided and not (
@@ -75,8 +76,8 @@ def checksum(value: Any, before: int = 0) -> int:
 
 
 def order_in_words(order: Sequence[Any]) -> str:
-    """Return, in short, in which order an epoch's samples come: must be equal on all ranks."""
-    if isinstance(order, range):  # may be as long as the world is wide
+    """Return a short text for an epoch's order, which must be equal on all ranks."""
+    if isinstance(order, range):  # may be too long to be read
         return repr(order)
     try:
         if isinstance(order, torch.Tensor | np.ndarray):
@@ -84,21 +85,22 @@ def order_in_words(order: Sequence[Any]) -> str:
         else:
             indices = np.fromiter(order, np.int64, len(order))
         told = zlib.crc32(np.ascontiguousarray(indices).data)
-    except (TypeError, ValueError, OverflowError):  # indices of its own kind, such as names
+    except (TypeError, ValueError, OverflowError):  # indices that are not numbers, such as names
         told = checksum(order)
     return f"an order of {len(order)} samples of checksum {told:08x}"
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):  # in no rank's own order
+    if isinstance(value, Mapping):  # sorted, as ranks may have inserted keys in unlike orders
         return [value[key] for key in sorted(value, key=repr)]
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def require_the_same(transport: Transport, own: Array) -> bool:
-    """Return whether ranks have read the same samples; False where nobody knows, on all alike.
+    """Return whether ranks have read the same samples; False where the columns do not tell.
 
-    own: this rank's `columns_of`. Raises MismatchError, on every rank, where they have not.
+    own: this rank's `columns_of`. The result is the same on all ranks. Raises MismatchError, on
+    every rank, where the samples differ.
     """
     said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
     if len({(len(row), row[0]) for row in said}) == 1:
@@ -131,31 +133,31 @@ class Source(Protocol):
     """A source of batches.
 
     lead: how many steps are cut before they are handed out: workers prefetch them.
-    signature: what must be equal on all ranks.
+    signature: text that must be equal on all ranks.
     """
 
     lead: int
     signature: str
 
     def open(self, epoch: int) -> list[str]:
-        """Have an epoch's order, before `begin`; return what must be equal on all ranks then."""
+        """Set the epoch's order, before `begin`; return texts that must be equal on all ranks."""
 
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
         """Yield the rest of an epoch, from a step and a place in its order on.
 
-        compare: has all ranks compare the samples that a stream begins with.
+        compare: lets all ranks compare the samples that a stream begins with.
         """
 
     def steps(self, start: int) -> int | None:
-        """Return how many steps are left from a place on; None where nobody knows."""
+        """Return how many steps are left from a place on; None where that is unknown."""
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The indices of this rank's batches; `cuts` says of each that was drawn where it lies.
+    """The indices of this rank's batches; `cuts` holds the place of each batch that was drawn.
 
-    A rank without a sample in a step gets some of the step's, to be weighted with zero.
+    A rank without samples in a step gets some of the step's samples, to be weighted with zero.
     """
 
     def __init__(self, plan: Plan, rank: int, length: int, drop_last: bool) -> None:
@@ -175,7 +177,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 class DatasetSource:
-    """A data set with a length: workers get the indices of the ranks' shares."""
+    """A data set with a length: DataLoader workers get the indices of this rank's share."""
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
@@ -189,7 +191,7 @@ class DatasetSource:
         self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
     def open(self, epoch: int) -> list[str]:
-        """Have the order; raise ValueError where it is of another length than the first was."""
+        """Set the epoch's order; raise ValueError where its length is not that of the first."""
         order, length = self._order(epoch), self._sampler.length
         if len(order) != length:
             raise ValueError(
@@ -209,7 +211,7 @@ class DatasetSource:
             yield sampler.cuts.popleft(), batch
 
     def steps(self, start: int) -> int:
-        """Return how many steps are left, should their total stay what it is."""
+        """Return how many steps are left if the global batch stays as it is."""
         sampler = self._sampler
         left, total = sampler.length - start, sum(sampler.plan.at(sampler.plan.drawn))
         return left // total if sampler.drop_last else -(-left // total)
@@ -219,7 +221,7 @@ class StreamSource:
     """An iterable data set, which must yield the same samples on every rank.
 
     Every rank reads all of it, and keeps its share of each step.
-    seed: equal on all ranks, so that their workers draw alike; the script's need not be.
+    seed: equal on all ranks, so that their workers draw alike; the script's seeds may differ.
     """
 
     lead = 0
@@ -242,7 +244,7 @@ class StreamSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch; what lies before `start` is read and left aside."""
+        """Yield the rest of an epoch; samples before `start` are read and dropped."""
         self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         block = self._block(samples, step)
@@ -256,7 +258,7 @@ class StreamSource:
             block = self._block(samples, step)
 
     def _block(self, samples: Iterator[Any], step: int) -> list[Any]:
-        """Return the samples of a step of all ranks."""
+        """Return all ranks' samples of a step."""
         return list(islice(samples, sum(self._plan.at(step))))
 
     def steps(self, start: int) -> None:
@@ -266,9 +268,9 @@ class StreamSource:
 def open_source(
     loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
 ) -> Source:
-    """Return the source that a DataLoader describes.
+    """Return the source for a DataLoader's data set.
 
-    Raises ValueError for a loader whose sampler cannot be divided anew.
+    Raises ValueError for a loader whose sampler has no order to divide, see `order_of`.
     """
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, plan, rank, seed)
@@ -276,15 +278,15 @@ def open_source(
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Tell whether a data set hands out samples by their indices, and says how many they are."""
+    """Tell whether a data set hands out samples by their indices, and has a length."""
     return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
 
 
 def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
-    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled.
+    """Return the order of all samples that a loader's sampler implies: in sequence, or shuffled.
 
-    Raises ValueError for another sampler, a subclass that draws by itself included, and for one
-    that does not draw every sample once.
+    Raises ValueError for samplers other than torch's, for subclasses that draw by themselves, and
+    for a sampler that does not draw every sample once.
     """
     sampler = loader.sampler
     draws = type(sampler).__iter__
@@ -312,9 +314,9 @@ def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
 
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """Return a DataLoader with everything but its batches as another one has it.
+    """Return a DataLoader with the options of another one, but for those that are `changed`.
 
-    Raises ValueError for one whose batches may overtake each other.
+    Raises ValueError for a loader whose batches may overtake each other.
     """
     require_in_order(loader)
     kept = {
@@ -345,11 +347,11 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """Seeds of a loader's workers: it gets a generator of its own, a new one for every epoch.
+    """Seeds a loader's workers: the loader gets a generator of its own, a new one for every epoch.
 
-    An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
-    draws from it would come otherwise after an epoch was resumed in its middle.
-    seed: None: the script's, whatever it is when an epoch begins.
+    Without one, a DataLoader's iteration draws from torch's generator, and the script would draw
+    other numbers after resuming an epoch in its middle.
+    seed: None: the script's seed (`torch.initial_seed`) when an epoch begins.
     """
 
     def __init__(
@@ -363,7 +365,7 @@ class Numbers:
         self._rank, self._seed = rank, seed
 
     def begin(self, epoch: int, part: int = 0) -> None:
-        """Have the loader draw by the seed, the epoch, which part of it, and the rank."""
+        """Seed the loader's generator by the seed, the epoch, the part of it, and the rank."""
         if self._loader is None:
             return
         seed = torch.initial_seed() if self._seed is None else self._seed
@@ -374,5 +376,5 @@ class Numbers:
 
 
 def as_it_is(sample: T) -> T:
-    """Return the sample: it is collated with others later."""
+    """Return the sample unchanged: it is collated with others later."""
     return sample

@@ -1,4 +1,4 @@
-"""Arguments: numbers and files that options of the command `gtopk` take; others are refused.
+"""Types of the arguments of `gtopk`: numbers and files, with errors for invalid ones.
 
 Quantities as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M; or a well-known model's name.
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return `read` with its ValueError made argparse's."""
+    """Return `read` with its ValueError turned into argparse's error."""
 
     def value(text: str) -> T:
         try:
@@ -47,7 +47,7 @@ def from_zero(text: str) -> int:
 
 
 def number_in(interval: str) -> Callable[[str], float]:
-    """Return what reads a finite number of an interval, as "(0, 1]" or "[0, inf)"."""
+    """Return a function that reads a finite number of an interval, as "(0, 1]" or "[0, inf)"."""
     least, most = map(float, interval[1:-1].split(","))
     holds_least, holds_most = interval[0] == "[", interval[-1] == "]"
 
@@ -70,9 +70,9 @@ above_zero = number_in("(0, inf)")
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file that rank 0 can write, before hours go into what is to be in it.
+    """Return the path of a file; check at once that rank 0 can write it, not after hours of work.
 
-    Folders on the way are made; what is in the file stays.
+    Missing folders are made; the file's content stays.
     """
     path, job = Path(text), launched_by()
     if job is not None and job.rank > 0:

@@ -1,4 +1,4 @@
-"""`gtopk completion`: a script with which bash, zsh or fish complete the command's words.
+"""`gtopk completion`: prints a script with which bash, zsh or fish complete the command's words.
 
 shtab makes it from the parsers of all commands, once for each version of gtopk.
 """
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, as "plan" or "bench wire".
 
-    A command that cannot be imported here has one that knows --help alone.
+    A command that cannot be imported here gets a parser with --help alone.
     """
     places = {name: module for name, (module, _) in COMMANDS.items() if name != "bench"}
     places |= {f"bench {what}": f".bench{place(what)}" for what in BENCHMARKS}
@@ -51,7 +51,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         except (
             ImportError,
             OSError,
-        ):  # torch says the latter where a library of its own is missing
+        ):  # torch raises the latter where one of its libraries is missing
             found[name] = argparse.ArgumentParser()
     return found
 
@@ -67,7 +67,7 @@ def _all_commands(file: Any) -> argparse.ArgumentParser:
         among, meaning = (benchmarks, BENCHMARKS[word]) if bench else (commands, COMMANDS[word][1])
         added = among.add_parser(word, parents=[described], add_help=False, help=meaning)
         for action in added._actions:
-            # Words taken as they are may name a file; all others are made a number or the like.
+            # Arguments without a type may name a file; others are numbers or the like.
             if action.nargs != 0 and not action.choices and action.type in (None, Path):
                 vars(action)["complete"] = file
     return root

@@ -11,8 +11,8 @@ from typing import Final
 from .. import __version__
 from ..runtime.standard_streams import spell_in_any_encoding
 
-# The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
-# called: `gtopk doctor` works where torch is broken.
+# The module of each subcommand has `main(arguments) -> exit code` and `parser()`. It is imported
+# only when called, so that `gtopk doctor` works where torch is broken.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (
@@ -51,10 +51,10 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    130 after Ctrl-C, and 141 where nobody reads on (`gtopk plan ... | head -1`), as of a program
-    that SIGINT or SIGPIPE ends: a shell's pipefail tells the latter from all of the output.
+    It is 130 after Ctrl-C, and 141 where the output's reader ends (`gtopk plan ... | head -1`), as
+    for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
     """
-    if sys.stdout is None:  # closed (>&-): what is written there is to fail as in a full one
+    if sys.stdout is None:  # closed (>&-): writing to it must fail as on a full disk
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     spell_in_any_encoding()
     try:
@@ -79,18 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what is still in stdout's buffer: at exit its errors would be nobody's."""
+    """Flush stdout's buffer now: errors at exit could not be handled."""
     print(end="", flush=True)
 
 
 def _is_one_of_several() -> bool:
-    """Tell whether other ranks are to hear of what ends this one: its traceback's hook tells."""
+    """Tell whether other ranks must learn of this one's end, by the hook for its traceback."""
     world = sys.modules.get("gtopk.runtime.world.world")
     return world is not None and world.is_initialized() and world.current().size > 1
 
 
 def _lacks_stdout() -> bool:
-    """Tell whether stdout is what fails, and not a file or a peer; if so, nothing is left in it."""
+    """Tell whether stdout fails, and not a file or a peer; if so, send it to /dev/null."""
     try:
         print(flush=True)
     except OSError:

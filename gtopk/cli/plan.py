@@ -1,6 +1,6 @@
-"""`gtopk plan` as people call it.
+"""`gtopk plan`: compares the methods on a cluster that its options describe.
 
-A comparison as text of 80 columns, with colours where rich is installed and a terminal is.
+It prints text of 80 columns, with colours if rich is installed and stdout is a terminal.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, numb
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
-# Bytes a parameter beside model, gradients and the plain optimizer's state, of float32 on CPUs:
-# residual, what a step can be undone by, and a bucket's gradients side by side where they must be.
-# A test measures them again.
+# Bytes per parameter beside model, gradients and the plain optimizer's state, in float32 on CPUs:
+# the residual, its copy for undoing a step, and a bucket's gradients where they are copied into one
+# array. A test measures them again.
 MEMORY: Final = {
     "dense": 5,
     "sparse": 9,
@@ -63,7 +63,7 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]:
-    """Return the lines; those of the cheapest method begin with ">"."""
+    """Return the table's lines; those of the cheapest method begin with ">"."""
     cluster, network = comparison.cluster, comparison.cluster.network
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
     where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
@@ -106,7 +106,7 @@ def _what_decides(turns: Sequence[str]) -> str:
 
 
 def _legend(comparison: Comparison) -> list[str]:
-    """Return what the columns mean."""
+    """Return the lines that explain the columns."""
     if comparison.cluster.backward_seconds:
         times = "speed: backward and step, as a multiple of dense's speed."
     else:
@@ -172,7 +172,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verdict(comparison: Comparison, clearly: bool | None) -> str:
-    """Return what to do, in words; clearly: whether to compress, None: too close to tell."""
+    """Return the advice as text; clearly: whether to compress, None: too close to tell."""
     cheapest, dense = comparison.cheapest, comparison.dense
     if comparison.cluster.network.ranks == 1:
         return "One rank has nobody to send to: there is nothing to compress."
@@ -225,12 +225,12 @@ def show(lines: Sequence[str]) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-# In a checkout; a wheel is without it.
+# Exists in a checkout only, not in a wheel.
 SIMULATED: Final = Path(__file__).parents[2] / "mpi_scripts" / "simulated_plan.py"
 
-_PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
+_PAYS: Final = {None: "never", math.inf: "always"}  # otherwise below or above a bandwidth
 MOST_RANKS = 65_536
-MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
+MOST_ELEMENTS = 10**15  # beyond, a float cannot resolve a single one
 
 
 def parser() -> argparse.ArgumentParser:
@@ -325,7 +325,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def milliseconds(text: str) -> float:
-    """Return milliseconds, 0 or more, in seconds."""
+    """Return the seconds of a text in milliseconds, 0 or more."""
     return number_in("[0, inf)")(text) / 1e3
 
 
@@ -352,9 +352,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
-    """Return the methods compared, by which rates, and where these are from.
+    """Return the comparison of the methods, the rates used, and the origin of these.
 
-    Raises ValueError for a cluster that cannot be.
+    Raises ValueError for an impossible cluster.
     """
     if options.ranks > MOST_RANKS:
         raise ValueError(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
@@ -416,8 +416,8 @@ def fail(reason: str) -> int:
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
     """Return the comparison in the types of JSON.
 
-    break_even_bits_per_second: null where it pays never, or always; of its two bounds, 0 is at no
-    bandwidth and null at every one, or the other way round where it pays above a bandwidth.
+    break_even_bits_per_second: null where it pays never, or always. In its two bounds, 0 means at
+    no bandwidth and null at every one; the reverse where it pays above a bandwidth.
     """
     cluster = comparison.cluster
 
@@ -467,5 +467,5 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
 
 
 def _json_number(value: float | None) -> float | None:
-    """Return it; null, where JSON knows no infinity."""
+    """Return the value; None (null) for infinity, which JSON does not have."""
     return None if value is None or math.isinf(value) else value

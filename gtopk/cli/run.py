@@ -1,7 +1,4 @@
-"""`gtopk run`: a script on ranks, by whichever launcher is there.
-
-The Slurm allocation that this process was given: is there one, and how many ranks fit it?
-"""
+"""`gtopk run`: starts a script on ranks by the launcher at hand: torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ def in_allocation() -> bool:
 
 
 def allocated_tasks() -> int:
-    """Return how many tasks were asked for; where only nodes were, a task for each core of theirs.
+    """Return the number of tasks asked for, or else how many fit the cores of the nodes.
 
-    Raises ValueError for a variable of Slurm's that is no number.
+    Raises ValueError for a variable of Slurm that is not a number.
     """
     if asked := whole_number("SLURM_NTASKS", 0):
         return asked
@@ -47,12 +44,12 @@ def allocated_tasks() -> int:
     return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
 
 
-_SAVE_SECONDS: Final = 30.0  # what torchrun gives its ranks, too
-_END_SECONDS: Final = 5.0  # and what it needs to end them after that
+_SAVE_SECONDS: Final = 30.0  # the time that torchrun gives its ranks, too
+_END_SECONDS: Final = 5.0  # the time that it then needs to end them
 
 
 class _TerminationRequested(KeyboardInterrupt):
-    """SIGINT or SIGTERM came; its argument is the exit code that says so."""
+    """Raised for SIGINT or SIGTERM; its argument is the exit code for the signal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
         "save. A second signal ends them at once. If this command is killed, they end with it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # a script's --host is no short form of --hosts or --hostfile
+        allow_abbrev=False,  # a script's --host must not count as --hosts or --hostfile
     )
     add = described.add_argument
     add(
@@ -118,7 +115,7 @@ def _hosts(text: str) -> list[Host]:
 
 
 def parse_link(text: str) -> str:
-    """Return an option's text that GTOPK_LINK takes."""
+    """Return an option's text, if GTOPK_LINK accepts it."""
     try:
         settings.parse_link(text)
     except ValueError as error:
@@ -150,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             code = launcher.wait()
-            if code and "torch.distributed.run" not in start.command:  # it tells of each rank
+            if code and "torch.distributed.run" not in start.command:  # it reports each rank
                 print(f"gtopk run: {_said_of(code)}", file=sys.stderr)
             return code
         except _TerminationRequested as request:
@@ -159,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _said_of(code: int) -> str:
-    """Return what an exit code of mpirun's or srun's tells of the ranks, which do not know it."""
+    """Return a text on what an exit code of mpirun or srun means for the ranks."""
     try:
         by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"
     except ValueError:
@@ -187,18 +184,18 @@ def _signals_raised() -> Iterator[None]:
 
 
 def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
-    """Tell the launcher to end, and wait for it; a second signal cuts that short."""
+    """Terminate the launcher, and wait for it; a second signal ends the wait."""
     time_to_save = "only torchrun gives ranks time to save"
     if "torch.distributed.run" in command:
         time_to_save = f"the ranks have {_SAVE_SECONDS:g} s, none after a second signal"
     with suppress(_TerminationRequested, subprocess.TimeoutExpired):
-        launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() hear SIGTERM
+        launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() handle SIGTERM
         print(f"gtopk run: ending the ranks; {time_to_save}", file=sys.stderr)
         launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
-    """Return where the ranks are to be; raise ValueError for a number of them out of range."""
+    """Return the places of the ranks; raise ValueError for a number of them out of range."""
     launcher, ranks = options.launcher or _launcher(hosts), options.ranks
     if ranks is None:
         by_srun = launcher == "srun" and not hosts
@@ -209,12 +206,12 @@ def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
 
 
 def _launcher(hosts: list[Host]) -> str:
-    """Return what is to start the ranks where nobody says it."""
+    """Return the launcher to use by default."""
     return "srun" if in_allocation() and not hosts else launcher_at_hand(hosts)
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Return the command of a rank; raise ValueError for a script that is not there."""
+    """Return the command of a rank; raise ValueError for a missing script."""
     words = options.program
     if words[:1] == ["--"]:  # as in `gtopk run -- SCRIPT`
         words = words[1:]
@@ -225,7 +222,7 @@ def _program(options: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", script, *words]
     if Path(script).is_file():
         if os.access(script, os.X_OK) and not script.endswith(".py"):
-            return [os.path.join(".", script), *words]  # and no program of its name on PATH
+            return [os.path.join(".", script), *words]  # not a program of this name on PATH
         return [sys.executable, script, *words]
     if shutil.which(script) is None:
         raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")

@@ -1,4 +1,4 @@
-"""`gtopk timeline`: the traces of all ranks as one, on rank 0's clock.
+"""`gtopk timeline`: merges the traces of all ranks into one, on rank 0's clock.
 
 a trace of a rank            in that of all
 process 1  allreduce.a       process 0  rank 0 (host a)    thread 1  allreduce.a
@@ -27,8 +27,8 @@ Record = dict[str, Any]
 class Trace(NamedTuple):
     """A rank's trace.
 
-    run: in which it was one of so many ranks; a later one has a greater number.
-    began_seconds: on rank 0's clock, give or take uncertain_seconds.
+    run: identifies its run, of `ranks` ranks; a later run has a greater number.
+    began_seconds: on rank 0's clock, plus or minus uncertain_seconds.
     """
 
     rank: int
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the trace, say where it is, and return the exit code."""
+    """Write the trace, print its path, and return the exit code."""
     options = parser().parse_args(arguments)
     out = options.out or options.folder / "timeline.json"
     try:
@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return the ranks' traces; raise ValueError where there is none, or one is no trace of ours.
+    """Return the ranks' traces; raise ValueError without any, or where a file is no gtopk trace.
 
-    What a rank that was killed left without an end is read as far as it goes.
+    The trace of a killed rank, without an end, is read as far as it goes.
     """
     paths = sorted(folder.glob(_PATTERN))
     if not paths:
@@ -109,7 +109,7 @@ def _read(path: Path) -> Trace:
         whose = next(each["args"] for each in records if each.get("name") == RANK)
         return Trace(
             int(whose["rank"]),
-            int(whose.get("ranks", 0)),  # earlier versions did not say
+            int(whose.get("ranks", 0)),  # earlier versions did not write it
             _finite(whose.get("run", 0.0)),
             str(whose["host"]),
             _finite(whose["began_seconds"]),
@@ -131,7 +131,7 @@ def _finite(value: Any) -> float:
 
 
 def _is_shown(record: Record) -> bool:
-    """Tell whether a record is one that a trace shows; not what is empty, damaged or of no line."""
+    """Tell whether a trace shows a record; not one that is empty, damaged or without a row."""
     return (
         isinstance(record.get("ph"), str)
         and record.get("name") != RANK
@@ -141,7 +141,7 @@ def _is_shown(record: Record) -> bool:
 
 
 def _records(text: str) -> Iterator[Record]:
-    """Yield the records of a trace: one a line, but for the brackets."""
+    """Yield the records of a trace, one for each line without the brackets."""
     for line in text.splitlines():
         try:
             record = json.loads(line.strip(" ,[]") or "{}")
@@ -152,7 +152,7 @@ def _records(text: str) -> Iterator[Record]:
 
 
 def merged(traces: Sequence[Trace]) -> Iterator[Record]:
-    """Yield the records of all traces, times on rank 0's clock from the first rank's begin on."""
+    """Yield the records of all traces, with times on rank 0's clock since the first begin."""
     began = min(trace.began_seconds for trace in traces)
     for trace in traces:
         place = {"pid": trace.rank, "tid": 0}
@@ -165,7 +165,7 @@ def merged(traces: Sequence[Trace]) -> Iterator[Record]:
             if record["ph"] == "M":
                 moved["name"] = record.get("name", "").replace("process", "thread")
             if record.get("s") == "g":
-                moved["s"] = "p"  # a mark of this rank, not of all
+                moved["s"] = "p"  # a mark of this rank only
             if "ts" in record:
                 moved["ts"] = round(record["ts"] + later_microseconds, 1)
             yield moved

@@ -1,4 +1,4 @@
-"""`gtopk top`: a table of what each rank of a recorded run does now, with colours on a terminal."""
+"""`gtopk top`: a table of each rank's state in a recorded run, with colours on a terminal."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .arguments import as_argument, number_in
 if TYPE_CHECKING:
     from rich.table import Table
 
-RECENT: Final = 50  # steps that figures are means of
+RECENT: Final = 50  # steps of which figures are means
 SILENT_SECONDS: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """A rank's state now; figures are means of its last steps, None where there is none.
+    """A rank's current state; figures are means of its last steps, None without any.
 
-    They are of steps of the rank's own optimizer, also where several are recorded as one. None are
-    of what the run went on from: that may have been on other machines.
+    They count single steps of the rank's optimizer, also where several are recorded as one. Steps
+    before the run last resumed are left out: they may have been on other machines.
 
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
     failed:     whether it ended out of order.
-    sent_bytes: a step.
+    sent_bytes: bytes sent in a step.
     density:    the share of the values that it sends.
     straggler_score: how fast it computes beside the fastest rank, 1.
-    link:       that is emulated, in words; "": step times are of the links that there are.
-    values:     what its script logged last; None for what was not finite.
+    link:       the emulated link, as text; "": the real links.
+    values:     the values that its script logged last; None for one that was not finite.
     """
 
     rank: int
@@ -70,10 +70,10 @@ def _silent_seconds(folder: Path, rank: int, now: float) -> float:
 
 
 def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
-    """Return the most seconds between two lines, where only some steps are written, too."""
+    """Return the most seconds to expect between two lines, also if only some steps are written."""
     steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
     if len(recent) == 1:
-        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not say
+        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not write it
     pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
     return max([*steps, *pauses], default=0.0)
 
@@ -118,18 +118,18 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
 
 _HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
 _MORE = ("score", "sent/step", "density", "batch", "residual")
-# What is left out first where a line is too long.
+# Columns to leave out, in this order, where a line is too long.
 _DISPENSABLE = (
     *("residual", "density", "exchange", "host", "batch"),
     *("sent/step", "score", "wait", "steps/s"),
 )
-_LAST = ("compute", "step takes")  # after what the script has logged
+_LAST = ("compute", "step takes")  # left out after the script's values
 
 
 def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and a row for each rank, in lines of at most `width` where that can be.
+    """Return headings, and a row for each rank, in lines of at most `width` if possible.
 
-    Columns that say nothing are left out; the last, the state, may be longer than its line.
+    Empty columns are left out; the last one, the state, may be longer than its line.
     """
     names = by_interest({name for status in statuses for name in status.values})[:2]
     ours = [*_HEADINGS, *_MORE]
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _await_run(folder: Path, every: float) -> None:
-    """Return when a run has begun to write its record there."""
+    """Wait until a run has begun to write its record in the folder."""
     said = False
     while True:
         try:
@@ -279,10 +279,10 @@ def _await_run(folder: Path, every: float) -> None:
 
 
 def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
-    """Yield what the ranks do now, again and again until the run is over.
+    """Yield the ranks' states, again and again until the run is over.
 
-    Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
-    no run to be read.
+    Prints on stderr which ranks' records are missing, whenever that changes; raises ValueError
+    where no run can be read.
     """
     lacked: list[tuple[str, str]] = []
     reader = Reader(folder, RECENT)
@@ -316,7 +316,7 @@ def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    # rich itself looks at NO_COLOR; TERM=dumb has no way to draw over a line.
+    # rich itself reads NO_COLOR; TERM=dumb cannot draw over a line.
     console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
     with Live(console=console, auto_refresh=False) as live:
         for statuses in snapshots:

@@ -1,14 +1,14 @@
 """Telemetry: the cost of steps, and a run's record for `gtopk report` and `gtopk top`.
 
     GTOPK_RUN=DIR            a file for each rank, DIR/rank-00000.jsonl, one JSON object a line
-    GTOPK_RUN_EVERY=N        only every Nth step, and the last; what is counted is of all
+    GTOPK_RUN_EVERY=N        write only every Nth step and the last; totals include all steps
     GTOPK_TENSORBOARD=DIR    scalars of rank 0, where tensorboard is installed
     GTOPK_WANDB=PROJECT      the same at Weights & Biases, where wandb is installed
     GTOPK_MLFLOW=EXPERIMENT  the same at MLflow, where mlflow is installed
     GTOPK_PROMETHEUS=PORT    an endpoint of each rank, at 127.0.0.1:PORT + local rank; or HOST:PORT
 
-`gtopk.record(...)` does the same from a script, `gtopk.log(loss=..., accuracy=...)` adds values to
-it. A step costs its program some microseconds: a thread of its own writes, five times a second.
+`gtopk.record(...)` does the same from a script; `gtopk.log(loss=..., accuracy=...)` adds values.
+A step costs its program some microseconds: a separate thread writes, five times a second.
 """
 
 from __future__ import annotations

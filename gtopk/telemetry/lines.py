@@ -1,23 +1,23 @@
-"""Lines: what a run's record is made of, each a JSON object with "what" it is.
+"""The lines of a run's record, each a JSON object whose kind is in "what".
 
-    begin     who this rank is, where and when: the first line, and again where ranks meet anew;
-              "every": of so many steps it writes one;
-              "again": in the same world as the one before it, whose run this is
-    resumed   what was written before is of this run, too: it goes on from there, at this step
+    begin     which rank this is, where and when: the first line, and again where ranks meet anew;
+              "every": N, if it writes every Nth step;
+              "again": it continues the run of the "begin" before it, in the same world
+    resumed   the run goes on from this step; the lines before belong to it, too
     step      a StepReport
-    withheld  norm of the residual, and how many steps it is worth, now and then
+    withheld  now and then, the norm of the residual, and how many steps it is worth
     parted    parameters that were not the same on all ranks, and whether they were healed
-    score     how fast this rank computes beside the fastest, now and then
-    values    what the script has logged; null for what was not finite
-    message   what the library has said
+    score     now and then, how fast this rank computes relative to the fastest
+    values    values that the script has logged; null for one that was not finite
+    message   a log message of the library
     end       how this rank left, and whether "in_order"
 
 Each has "step", as the library counts them, and each but "begin" has "seconds" since its "begin",
 on rank 0's clock; a "begin" has "began_unix_seconds", the same on all ranks that began together. A
 file whose writer was killed may end in the middle of a line.
 
-A record may be damaged, or somebody else's: `soundness` checks each line once, where it is read.
-Readers get the lines that gtopk writes, and the number of the others.
+A record may be damaged, or written by another program: `sound` checks each line once, where it is
+read. Readers get the lines that gtopk writes, and the number of the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int | None:
-    """Return whose file in a run's folder this is; None for a file of no rank."""
+    """Return the rank whose file in a run's folder this is; None for any other file."""
     digits = path.name.removeprefix("rank-").removesuffix(".jsonl")
     return (
         int(digits) if digits.isdecimal() and path.name == path_of("", int(digits)).name else None
@@ -55,16 +55,16 @@ def rank_of(path: Path) -> int | None:
 
 
 def step_line(report: StepReport, seconds: float, bytes_so_far: int, samples_so_far: int) -> Line:
-    """Return a step as a line; ..._so_far: of all this rank's steps, also those without a line."""
+    """Return a step as a line; ..._so_far: totals of this rank, with steps without a line."""
     counted = {"bytes_so_far": bytes_so_far, "samples_so_far": samples_so_far}
     fields = {name: getattr(report, name) for name in _FIELDS}
     return {"what": "step", "seconds": seconds, **counted, **fields}
 
 
 def report_of(line: Line) -> StepReport:
-    """Return the step of a line; raise KeyError where it lacks something.
+    """Return the step of a line; raise KeyError where a field is missing.
 
-    What a step did not say in earlier versions is as it was then: the field's default.
+    Fields that earlier versions did not write get their defaults.
     """
     known = {
         name: line[name]
@@ -75,18 +75,18 @@ def report_of(line: Line) -> StepReport:
 
 
 def left_in_order(end: Line) -> bool:
-    """Tell whether a rank left in order; in earlier versions the words alone told."""
+    """Tell whether a rank left in order; earlier versions wrote only the words for it."""
     in_order = "failed" not in end["how"] and "stopped" not in end["how"]
     return bool(end.get("in_order", in_order))
 
 
 def as_text(line: Line) -> str:
-    """Return a line as it stands in a file."""
+    """Return the text of a line in a file."""
     return json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
 
 
 def _short(value: Any) -> Any:
-    """Return a value without digits that say nothing, and without what JSON cannot say."""
+    """Return a value without insignificant digits, and with null for what JSON cannot hold."""
     if isinstance(value, dict):
         return {name: _short(each) for name, each in value.items()}
     if not isinstance(value, float):
@@ -100,9 +100,9 @@ MOST_RANKS: Final = 100_000  # as many as the files' names have digits for
 _MOST: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
-# Larger ones overflow where they are added up: they pass for what was not finite.
+# Larger values overflow where they are added up: they are treated as not finite.
 _LARGEST_VALUE: Final = 1e300
-# Of a terminal; of the direction that text runs in; halves of characters, which no encoding takes.
+# Controls of terminals and of text direction, and surrogates, which no encoding takes.
 _STEERING: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -152,7 +152,7 @@ _OF_TYPES: Final[Mapping[str, Check]] = {
     "int | None": _or_none(_is_count),
     "float | None": _or_none(_is_number),
 }
-# By what a line is: what it holds, and what it may hold besides.
+# By the kind of line: the fields that it must have, and those that it may have.
 _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     "begin": (
         {
@@ -204,10 +204,10 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
 
 
 def sound(line: Line, rank: int | None) -> Line | None:
-    """Return a line as it can be shown, or None for one that gtopk has not written.
+    """Return a line that is safe to show, or None for one that gtopk has not written.
 
-    rank: whose file it is in. Its texts are as `shown` has them; a line of a kind that this version
-    does not know is as it is.
+    rank: the rank whose file it is in. Texts are made safe by `shown`. A line of a kind that this
+    version does not know keeps its fields.
     """
     what = line["what"]
     if not isinstance(what, str):
@@ -232,9 +232,9 @@ def _within(value: float | None) -> float | None:
 
 
 def shown(value: Any) -> Any:
-    """Return a value whose texts are of one line and steer no terminal and no page.
+    """Return a value whose texts are single lines and cannot control a terminal or a page.
 
-    Tabs and ends of lines become spaces; what else would steer one is escaped.
+    Tabs and ends of lines become spaces; other control characters are escaped.
     """
     if isinstance(value, str):
         return _steady(value)
@@ -243,7 +243,7 @@ def shown(value: Any) -> Any:
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
-@lru_cache(1 << 12)  # the names in all lines are the same few: one text each, not one a line
+@lru_cache(1 << 12)  # all lines share a few names: this keeps one text for each
 def _steady(text: str) -> str:
     return _STEERING.sub(_spelt, text)
 

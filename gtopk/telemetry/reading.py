@@ -1,6 +1,6 @@
-"""Reading a run's record: what each rank wrote, as far as it came.
+"""Reads a run's record, also while ranks still write it.
 
-RankFile: what a rank wrote, read as far as it came, and on from there once it wrote more.
+RankFile: a rank's file, read to its end, and continued there once the rank has written more.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _SKIPPED: Final = b'"skipped": true'
 class RankFile:
     """A rank's file, which may hold several runs, one after the other.
 
-    attempts: the lines from each "begin" on: of the last run, and of what it went on from.
-    earlier_runs: how many the file holds before them.
-    unsound: how many lines were passed over, as gtopk has not written them.
-    recent_steps: None: all of them; else of an attempt's steps so many, the last, and those that
-                  were skipped, and of what else was noted the last of its kind, with all values.
+    attempts: the lines from each "begin" on, of the last run and the runs that it resumed.
+    earlier_runs: the number of runs in the file before them.
+    unsound: the number of lines passed over because gtopk has not written them.
+    recent_steps: None: keep all lines. Else keep this many last steps of an attempt, skipped ones,
+                  and the last line of each other kind, with all values.
     """
 
     def __init__(self, path: Path, recent_steps: int | None = None) -> None:
         self.attempts: list[list[Line]] = []
         self.earlier_runs = self.unsound = 0
-        self._before: list[list[Line]] = []  # until its first step the last one may be of their run
+        self._before: list[list[Line]] = []  # earlier attempts, which the last one may resume
         self._path, self._recent_steps = path, recent_steps
         self._rank = rank_of(path)
         self._inode = self._read_bytes = 0
 
     def read_on(self) -> list[list[Line]]:
-        """Return the attempts, with what was written since; raise ValueError for another version.
+        """Read new lines, and return the attempts; raise ValueError for another version's file.
 
-        A line that is not whole, as a killed rank leaves one, is passed over.
+        An incomplete line, which a killed rank leaves, is passed over.
         """
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -53,7 +53,7 @@ class RankFile:
             while texts := file.readlines(_BLOCK_BYTES):
                 is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
                 if is_cut:
-                    texts.pop()  # its rest may come
+                    texts.pop()  # an incomplete line, whose rest may follow
                 self._read_bytes += sum(map(len, texts))
                 self._take(texts)
                 if is_cut:
@@ -84,13 +84,13 @@ class RankFile:
             ]
 
     def _begin(self, line: Line) -> None:
-        # In earlier versions a "begin" that is not of step 0 went on in any case.
+        # In earlier versions a "begin" at another step than 0 always resumed a run.
         if not line.get("again", line["step"] > 0):
             self._before, self.attempts = self._before + self.attempts, []
         self.attempts.append([line])
 
     def _decide(self, what: str) -> None:
-        """Tell from a line whether the last attempt goes on from those before it."""
+        """Decide by a line whether the last attempt resumes those before it."""
         if what == "resumed":
             self.attempts = self._before + self.attempts
         if what in ("resumed", "step"):
@@ -107,7 +107,7 @@ def _require_format(line: Line) -> None:
 
 
 def has_ended(path: Path) -> bool:
-    """Tell whether the last of the runs in a rank's file, if there is one, says how it left."""
+    """Tell whether the last run in a rank's file has an "end"; without a run, no."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _BLOCK_BYTES))
@@ -139,7 +139,7 @@ def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
 
 
 def _latest(lines: Sequence[Line], count: int) -> list[Line]:
-    """Return lines without what later ones have made old; values are put together in the last."""
+    """Return lines without those that later ones replace; logged values are joined in the last."""
     kept: list[Line] = []
     last: dict[str, Line] = {}
     for line in reversed(lines):
@@ -157,9 +157,9 @@ def _latest(lines: Sequence[Line], count: int) -> list[Line]:
 
 
 _PATTERN: Final = "rank-*.jsonl"
-_FEW: Final = 12  # ranks or files that are named
+_FEW: Final = 12  # ranks or files that a message names
 
-# A rank's attempts, in order, each by when all its ranks began: they have agreed on that.
+# A rank's attempts, in order, by the time at which all ranks began, which they have agreed on.
 Attempts: TypeAlias = dict[float, list[Line]]
 
 
@@ -167,8 +167,8 @@ class Step(NamedTuple):
     """A step of a rank.
 
     seconds: since the run began, on rank 0's clock.
-    bytes_so_far, samples_so_far: that the rank has sent, and taken in, since then; for what was
-                                  lost, and done again, too.
+    bytes_so_far, samples_so_far: bytes sent and samples used by the rank since then, those of lost
+                                  and repeated steps included.
     """
 
     seconds: float
@@ -178,7 +178,7 @@ class Step(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something else that a rank wrote."""
+    """A line of a rank that is not a step."""
 
     seconds: float
     step: int
@@ -189,14 +189,14 @@ class Note(NamedTuple):
 class RankRecord:
     """One rank's record.
 
-    begin:   who it is; of the last time that ranks met.
-    steps:   each once: where the run went back to a checkpoint, those that it was to do again, and
-             what was noted in them, are left out.
-    begins:  places in steps at which it began, or went on from a checkpoint.
-    earlier: how many of them it did before it last did so.
-    from_step: the step that the first of them was to be: those before it are not in the record.
-    began_seconds: when it first began, since the run did.
-    end:     how it left; None: it goes on, or was killed. in_order: whether that is as it should.
+    begin:   the fields of its last "begin".
+    steps:   each step once: where the run went back to a checkpoint, the steps that were repeated,
+             and notes in them, are left out.
+    begins:  indices in `steps` at which it began or resumed from a checkpoint.
+    earlier: the number of steps before the last of these.
+    from_step: the step at which the record begins.
+    began_seconds: seconds from the run's begin to this rank's.
+    end:     how it left; None: it goes on, or was killed. in_order: whether it left in order.
     """
 
     begin: Line
@@ -219,28 +219,28 @@ class RankRecord:
 
     @property
     def taken(self) -> int:
-        """Return how many steps it took, those without a line included."""
+        """Return the number of its steps, those without a line included."""
         return self.steps[-1].report.step + 1 - self.from_step if self.steps else 0
 
     def go_on_from(self, step: int) -> None:
-        """Leave out what was done from this step on: it is done again."""
+        """Remove the steps and notes from this step on, which are repeated."""
         self.steps = [each for each in self.steps if each.report.step < step]
         self.earlier = len(self.steps)
         self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
         if not self.steps:
             self.from_step = step
         for notes in (self.residuals, self.scores, self.values):
-            notes[:] = [note for note in notes if note.step <= step]  # before it, and right there
+            notes[:] = [note for note in notes if note.step <= step]  # they come before it
 
 
 @dataclass
 class Run:
-    """A run, as its record has it.
+    """A run, as read from its record.
 
     ranks: those that wrote something, in order.
-    began_unix_seconds: when it did.
-    earlier_runs: how many the folder holds besides, which are none of it.
-    unsound: how many lines were passed over, as gtopk has not written them.
+    began_unix_seconds: when the run began.
+    earlier_runs: the number of other runs in the folder.
+    unsound: the number of lines passed over because gtopk has not written them.
     """
 
     ranks: list[RankRecord]
@@ -250,22 +250,22 @@ class Run:
 
     @property
     def first(self) -> RankRecord:
-        """Return rank 0's record, or that of the lowest rank there is."""
+        """Return the record of rank 0, or of the lowest rank with one."""
         return self.ranks[0]
 
     @property
     def seconds(self) -> float:
-        """Return how long it has gone on."""
+        """Return the seconds from the run's begin to its last line."""
         return max(each.last_seconds for each in self.ranks)
 
     @property
     def missing(self) -> list[int]:
-        """Return the ranks that it had, and that there is no record of."""
+        """Return the ranks of the run that have no record."""
         read = {each.rank for each in self.ranks}
         return [rank for rank in range(int(self.first.begin["ranks"])) if rank not in read]
 
     def lacks(self) -> tuple[str, str] | None:
-        """Return which ranks there is no record of, and what that means; None where it has all."""
+        """Return which ranks have no record, and what that means; None if all have one."""
         missing = self.missing
         if not missing:
             return None
@@ -273,7 +273,7 @@ class Run:
         return who, "no record is here: the file is missing, or without a whole first line"
 
     def unread(self) -> tuple[str, str] | None:
-        """Return where lines were passed over, and how many; None where there were none."""
+        """Return in which files lines were passed over, and how many; None without any."""
         if not self.unsound:
             return None
         lines = "a line" if self.unsound == 1 else f"{self.unsound} lines"
@@ -281,13 +281,13 @@ class Run:
 
 
 class NoRunError(ValueError):
-    """A folder holds no run's record, or none yet."""
+    """Raised where a folder holds no run's record, or none yet."""
 
 
 class Reader:
-    """Reads a run's record, and read again, only what was written since.
+    """Reads a run's record; each further `read` reads only new lines.
 
-    recent_steps: what is kept of each rank's lines, see RankFile; None: all of them.
+    recent_steps: which of each rank's lines are kept, see RankFile; None: all of them.
     """
 
     def __init__(self, folder: Path, recent_steps: int | None = None) -> None:
@@ -297,8 +297,7 @@ class Reader:
     def read(self) -> Run:
         """Return the run; raise NoRunError where there is none, ValueError for another version's.
 
-        A folder may hold several runs, one after the other: it is the last one, with what it went
-        on from.
+        If a folder holds several runs, one after the other, it is the last, with those it resumed.
         """
         self._files = {
             path: self._files.get(path) or RankFile(path, self._recent_steps)
@@ -323,7 +322,7 @@ class Reader:
 
 
 def read_run(folder: Path) -> Run:
-    """Return a run's record, all of it; raise ValueError as Reader does."""
+    """Return a run's whole record; raises as `Reader.read`."""
     return Reader(folder).read()
 
 
@@ -335,18 +334,18 @@ def by_interest(names: Iterable[str]) -> list[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the first of them, and how many there are besides."""
+    """Return the first names as text, and the number of the others."""
     every = list(names)
     more = f" and {len(every) - _FEW} more" if len(every) > _FEW else ""
     return ", ".join(every[:_FEW]) + more
 
 
 def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
-    """Return the last run, of what ranks wrote."""
+    """Return the last run, put together from all ranks' attempts."""
     files = {attempts[-1][0]["rank"]: _by_meeting(attempts) for attempts in found}
     newest = max(files.values(), key=lambda each: _when(_last(each)))
     ranks, met = _last(newest)["ranks"], [*newest][-1]
-    # A world is of the ranks from 0 on: the lowest one was in all of the run, and what others did
+    # A world has the ranks from 0 on: the lowest one was in all of the run, and what others did
     # without it was another; as was what ranks beyond this world's did.
     lead = files[min(rank for rank, attempts in files.items() if met in attempts)]
     began = next(iter(lead.values()))[0]["unix_seconds"]
@@ -359,7 +358,7 @@ def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
 
 
 def _by_meeting(attempts: Sequence[list[Line]]) -> Attempts:
-    """Return attempts by when their ranks met; in earlier versions, by their place from the end."""
+    """Return attempts by the time their ranks met; in earlier versions, by index from the end."""
     places = range(-len(attempts), 0)
     return {
         lines[0].get("began_unix_seconds", place): lines
@@ -372,7 +371,7 @@ def _last(attempts: Attempts) -> Line:
 
 
 def _when(begin: Line) -> float:
-    """Return when the ranks met; of an earlier version, by this rank's own calendar."""
+    """Return the time when the ranks met; in earlier versions, by this rank's own clock."""
     return float(begin.get("began_unix_seconds") or begin["unix_seconds"])
 
 

@@ -1,6 +1,6 @@
-"""Recorder: notes what a rank does, and has a thread of its own write it.
+"""Recorder: notes a rank's steps and events, which a thread of its own writes to sinks.
 
-Residual sampling: now and then the norm of the residual is noted; that reads all of it.
+Residual sampling: at some steps the norm of the residual is noted; that reads all of it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .step_report import StepReport
 _log = logging.getLogger("gtopk")
 
 Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
-_PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take along
+_PAUSE_SECONDS: Final = 0.2  # between two writes; a killed rank may lose this much
 
 
 class Sink(Protocol):
-    """Something that lines go to: a file, a tracker, or a script's own, for `gtopk.record(sinks=)`.
+    """A destination of lines: a file, a tracker, or a script's own, for `gtopk.record(sinks=)`.
 
-    name: what messages call it.
-    Lines are dicts of plain values, as `gtopk.telemetry.lines` describes; `scalars_of` makes names
-    and numbers of one. A thread of the recorder's own calls, five times a second. One that raises
-    is called no more, with a warning; training goes on.
+    name: its name in messages.
+    Lines are dicts of plain values, as `gtopk.telemetry.lines` describes; `scalars_of` yields names
+    and numbers of one. The recorder's thread calls `take` five times a second. A sink that raises
+    is dropped with a warning; training goes on.
     """
 
     name: str
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Take lines, in the order of time."""
+        """Take lines, in chronological order."""
 
     def close(self) -> None:
-        """Expect no more."""
+        """Finish: no more lines come."""
 
 
 class Recorder:
-    """Notes come from the program's threads; the sinks are the recorder's own thread's.
+    """Notes events from any thread of the program; its own thread writes them to the sinks.
 
-    began: by time.perf_counter; what is noted is in seconds since then.
-    every: of so many steps one is written.
-    step:  tells how many steps this rank has finished.
+    began: by time.perf_counter; notes have seconds since then.
+    every: write one of this many steps.
+    step:  returns how many steps this rank has finished.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Recorder:
         self._began, self._every, self._step = began, every, step
         self._noted: deque[Line | Noted] = deque([begin])
         self._bytes = self._samples = self._steps = 0
-        self._samples_said: int | None = None  # by the script, of the step under way
-        self._left_out: Noted | None = None  # the last step, where it is not one to be written
+        self._samples_said: int | None = None  # by the script, for the current step
+        self._left_out: Noted | None = None  # the last step, if `every` leaves it out
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._ended = False
@@ -69,7 +69,7 @@ class Recorder:
         self._thread.start()
 
     def note_step(self, report: StepReport) -> None:
-        """Take note of a step; of what the script has said of it where nothing else tells."""
+        """Note a step, with the script's number of samples where the report has none."""
         if report.samples is None:
             report = replace(report, samples=self._samples_said)
         self._samples_said = None
@@ -84,37 +84,37 @@ class Recorder:
             self._left_out = noted
 
     def note_resumed(self) -> None:
-        """Take note that the run goes on from an earlier one, at the step that is known now."""
+        """Note that the run resumes an earlier one at the current step."""
         self._note("resumed")
 
     def note_samples(self, count: int) -> None:
-        """Take note of samples that the step under way is of, too."""
+        """Add samples to those of the current step."""
         self._samples_said = (self._samples_said or 0) + count
 
     def note_values(self, values: Mapping[str, float]) -> None:
-        """Take note of what the script says."""
+        """Note values that the script logs."""
         self._note("values", values=dict(values))
 
     def note_residual(self, norm: float, age_steps: float | None) -> None:
-        """Take note of the residual: its norm, and how many steps it is worth."""
+        """Note the residual's norm, and how many steps it is worth."""
         self._note("withheld", norm=norm, age_steps=age_steps)
 
     def note_score(self, score: float) -> None:
-        """Take note of how fast this rank computes beside the fastest, which is 1."""
+        """Note how fast this rank computes relative to the fastest, which is 1."""
         self._note("score", score=score)
 
     def note_parted(self, parameters: Sequence[str], healed: bool) -> None:
-        """Take note of parameters that were not the same on all ranks, and what became of it."""
+        """Note parameters that were not the same on all ranks, and whether they were healed."""
         self._note("parted", parameters=list(parameters), healed=healed)
 
     def note_message(self, level: str, text: str) -> None:
-        """Take note of what the library says."""
+        """Note a log message of the library."""
         self._note("message", level=level, text=text)
 
     def end(self, how: str, in_order: bool = True) -> None:
-        """Write the last step, what was noted and how this rank leaves, now.
+        """Write the last step, all notes and how this rank leaves, now.
 
-        Only the first reason counts.
+        Only the first call's reason counts.
         """
         if not self._ended:
             self._ended = True
@@ -123,7 +123,7 @@ class Recorder:
         self.flush()
 
     def flush(self) -> None:
-        """Write what was noted, now."""
+        """Write all notes now."""
         with self._writing:
             lines: list[Line] = []
             while self._noted:
@@ -133,10 +133,9 @@ class Recorder:
                 self._hand_out(lines)
 
     def close(self) -> list[Sink]:
-        """Write the last step and what was noted, and nothing more.
+        """Write the last step and all notes, and stop.
 
-        Returns the sinks that are still open: of a run that goes on in another world, those that
-        would end with it (`goes_on`).
+        Returns the sinks left open for a run that goes on in another world (`goes_on`).
         """
         if self._closing.is_set():
             return []
@@ -179,7 +178,7 @@ class Recorder:
 
     @contextmanager
     def _dropped_if_it_fails(self, sink: Sink) -> Iterator[None]:
-        """Have the others go on without a sink that fails, in whatever way: not all are ours."""
+        """Drop a sink that raises anything, as not all sinks are gtopk's; the others go on."""
         try:
             yield
         except Exception as error:
@@ -189,7 +188,7 @@ class Recorder:
 
 
 class _MessageHandler(logging.Handler):
-    """Has the recorder take note of what the library logs."""
+    """Passes the library's log messages to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -217,7 +216,7 @@ def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[BucketExchang
     """Note the norm of this rank's whole residual, and its age.
 
     The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
-    Little's law that is how long what is sent has waited, on average, where nothing cancels out.
+    Little's law that is how many steps sent entries have waited on average, if nothing cancels out.
     """
     found = [
         each

@@ -1,7 +1,7 @@
-"""The record of a run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`, and what they start.
+"""The record of a run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`, and their settings.
 
-A world's recording starts and ends here: what is recorded, and where to. The loss that a script
-logs is watched, too: where that of a compressed run rises, rank 0 warns, once.
+A world's recording starts and ends here. The loss that a script logs is watched, too: if that of a
+compressed run rises, rank 0 warns, once.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Settings:
     """The sinks that a rank records to; empty: nothing is recorded.
 
     run:         the folder of the run's record.
-    every:       steps, of which one is written.
+    every:       write one of this many steps.
     tensorboard: the folder for its scalars.
     wandb:       the project for them; mlflow: the experiment.
-    prometheus:  where its endpoint is, for local rank 0; the others' ports follow.
+    prometheus:  the address of local rank 0's endpoint; the others' ports follow.
     """
 
     run: str = ""
@@ -68,7 +68,7 @@ class Settings:
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return what the environment asks for; raise ValueError for what makes no sense."""
+    """Return the settings in the environment; raise ValueError for invalid ones."""
     address = settings.PROMETHEUS.read(environ)
     return Settings(
         settings.RUN.read(environ),
@@ -90,7 +90,7 @@ class LineFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         length = os.fstat(self._file).st_size
         if length and os.pread(self._file, 1, length - 1) != b"\n":
-            os.write(self._file, b"\n")  # whoever wrote here before was killed in a line
+            os.write(self._file, b"\n")  # an earlier writer was killed within a line
 
     def take(self, lines: Sequence[Line]) -> None:
         content = memoryview("".join(map(as_text, lines)).encode())
@@ -102,7 +102,7 @@ class LineFile:
 
 
 _written: Final[set[Path]] = set()
-# Of these one goes on in the next world, where rank 0 is the same rank.
+# A run of these goes on in the next world if rank 0 is the same process there.
 _GOING_ON: Final = {TENSORBOARD.name: Scalars, WANDB.name: Wandb, MLFLOW.name: MLflow}
 
 
@@ -110,10 +110,10 @@ _GOING_ON: Final = {TENSORBOARD.name: Scalars, WANDB.name: Wandb, MLFLOW.name: M
 class _Records:
     """The recording of a world.
 
-    settings:    what was asked to be recorded, by the environment or the script.
-    recorder:    what records its steps, while something does.
+    settings:    the settings of the environment or the script.
+    recorder:    the recorder of its steps, while there is one.
     recorded_to: the folders that it was recorded to so far.
-    balance:     what compression has cost so far beside dense gradients.
+    balance:     the cost of compression so far, compared with dense gradients.
     open_still:  sinks of the world before, whose runs go on in this one.
     """
 
@@ -135,22 +135,22 @@ def _records_of(world: World) -> _Records:
 
 
 def recorder_of(world: World) -> Recorder | None:
-    """Return what records the steps of a world; None where nothing does."""
+    """Return the recorder of a world's steps; None without one."""
     return _records_of(world).recorder
 
 
 def balance_of(world: World) -> Balance:
-    """Return what compression has cost a world so far beside dense gradients."""
+    """Return the cost of compression in a world so far, compared with dense gradients."""
     return _records_of(world).balance
 
 
 def settings_of(world: World) -> Settings:
-    """Return what was asked to be recorded of a world."""
+    """Return the record settings of a world."""
     return _records_of(world).settings
 
 
 def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
-    """Record what this rank does from now on; a recording that goes on ends.
+    """Record this rank from now on; a recording under way ends.
 
     own: the script's sinks.
     Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
@@ -169,7 +169,7 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
 
 
 class _WorldRecords:
-    """Records what the environment or the world before asks for; a WorldObserver."""
+    """Starts the recording that the environment or the world before asks for; a WorldObserver."""
 
     def join(self, world: World, before: World | None) -> bool:
         settings = settings_from() if before is None else settings_of(before)
@@ -178,7 +178,7 @@ class _WorldRecords:
         return settings.asked
 
     def start(self, world: World) -> None:
-        """Record what was asked for; where that cannot be, say so and train."""
+        """Start the recording that is asked for; if that fails, warn and let the training go on."""
         settings = settings_of(world)
         _tell_of_earlier_run(world, settings)
         records = _records_of(world)
@@ -188,7 +188,7 @@ class _WorldRecords:
         for variable, opening in _openings(world, settings).items():
             kind = _GOING_ON.get(variable)
             goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
-            if goes_on and world.rank == 0:  # else another rank has a run of its own by now
+            if goes_on and world.rank == 0:  # another rank would have begun a run of its own
                 sinks += goes_on[:1]
                 continue
             try:
@@ -227,7 +227,7 @@ class _WorldRecords:
 
 
 def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
-    """Close a sink outside a recorder, after these lines; what goes wrong is said."""
+    """Close a sink outside a recorder, after these lines; warn of errors."""
     try:
         if lines:
             sink.take(lines)
@@ -237,7 +237,7 @@ def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
 
 
 def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]:
-    """Return how to open what is asked for, by the variable that does."""
+    """Return functions that open the sinks asked for, by the environment variable of each."""
     found: dict[str, Callable[[], Sink]] = {}
     if settings.run:
         found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
@@ -257,7 +257,7 @@ def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]
 
 
 def _tell_of_earlier_run(world: World, settings: Settings) -> None:
-    """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
+    """Log, on rank 0, that a folder holds a finished run, unless this process wrote it."""
     path = path_of(settings.run, world.rank) if settings.run else None
     if world.rank or world.resumed or path is None or path in _written:
         return
@@ -281,14 +281,14 @@ def _record(world: World, sinks: list[Sink]) -> None:
 
 
 def _end(world: World, how: str) -> None:
-    """Write how this recording ends, and nothing more."""
+    """Write how this recording ends, and stop it."""
     if (recorder := recorder_of(world)) is not None:
         recorder.end(how, True)
     _pause(world)
 
 
 def _pause(world: World) -> None:
-    """Write what was noted: the run is not over, it goes on in another world."""
+    """Write all notes without an end: the run goes on in another world."""
     records = _records_of(world)
     if records.recorder is not None:
         records.open_still = records.recorder.close()
@@ -331,8 +331,8 @@ register(_WorldRecords())
 
 
 WINDOW: Final = 20  # values of the loss that are taken together
-_WINDOWS: Final = 100  # that are looked at: a run is fragile in its beginning
-_ERRORS: Final = 4.0  # standard errors: a rise that noise is no reason for
+_WINDOWS: Final = 100  # windows watched: a run is fragile in its beginning
+_ERRORS: Final = 4.0  # standard errors: noise does not explain a larger rise
 _SHARE: Final = 0.05  # of the lowest mean: a rise that matters
 
 
@@ -348,15 +348,15 @@ def record(
 ) -> None:
     """Record this run from now on, as GTOPK_RUN and its like do; every rank must call it.
 
-    folder: of a file for each rank, for `gtopk report` and `gtopk top`; "": none.
-    every: of so many steps one is written.
-    tensorboard: the folder for TensorBoard's scalars, of rank 0.
+    folder: gets a file for each rank, for `gtopk report` and `gtopk top`; "": none.
+    every: write one of this many steps.
+    tensorboard: the folder for TensorBoard's scalars of rank 0.
     wandb, mlflow: the project at Weights & Biases, the experiment at MLflow for the same; in the
         run that rank 0's script has begun, or in a new one.
     prometheus: "PORT" on this host alone, or "HOST:PORT"; local rank r has the r-th port from it.
-    sinks: whatever else takes this rank's lines: see `gtopk.telemetry.Sink`.
-    Raises OSError where something cannot be opened, ImportError where a package is not installed,
-    ValueError for an address or a number that makes no sense.
+    sinks: the script's own sinks for this rank's lines: see `gtopk.telemetry.Sink`.
+    Raises OSError where a sink cannot be opened, ImportError where a package is not installed,
+    ValueError for an invalid address or number.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
@@ -370,14 +370,15 @@ def record(
 
 
 def log(**values: Any) -> None:
-    """Note values of the step that is over, as loss=0.31, accuracy=0.92, for the run's record.
+    """Log values of the last step, such as loss=0.31, accuracy=0.92, to the run's record.
 
-    Numbers, or tensors of one element, of this rank; on rank 0 they are drawn and go to
+    Values are numbers or tensors of one element, of this rank; those of rank 0 are drawn and go to
     TensorBoard. Without a record nothing is written. A tensor on a GPU makes the program wait for
-    it. What is not finite, or beyond 1e300, is noted as such. Raises ValueError for a name of "".
+    it. Values that are not finite, or beyond 1e300, are noted as such. Raises ValueError for a name
+    of "".
 
-    With a record or without, rank 0 warns, once, where its `loss` rises in the first 2,000 values
-    that are logged of a compressed run.
+    With a record or without, rank 0 warns, once, if `loss` rises within its first 2,000 logged
+    values in a compressed run.
     """
     if "" in values:
         raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
@@ -392,12 +393,12 @@ def log(**values: Any) -> None:
 
 
 def log_samples(count: int) -> None:
-    """Note that this rank's step under way is of so many samples (or tokens), for the run's record.
+    """Add samples (or tokens) to those of this rank's current step, for the run's record.
 
-    Before the batch's backward pass; those of one step add up: of several backward passes, and of
-    the steps between two exchanges of LocalSGD. It weighs nothing, and what tells a step's samples
-    anyway, as `adapt` and `set_num_samples` do, has precedence. Without a record this does nothing.
-    Raises ValueError for a negative number, TypeError for what is no whole number.
+    Call it before the batch's backward pass. The samples of several backward passes add up, and so
+    do those of the steps between two exchanges of LocalSGD. They do not weigh gradients, and
+    numbers from `adapt` and `set_num_samples` have precedence. Without a record this does nothing.
+    Raises ValueError for a negative number, TypeError for one that is not whole.
     """
     samples = operator.index(count)
     if samples < 0:
@@ -417,7 +418,7 @@ def _number(value: Any) -> float:
 
 
 class _Window(NamedTuple):
-    """Values of the loss that followed each other: their mean, its error, and the last's step."""
+    """Consecutive values of the loss: their mean, its standard error, and the step of the last."""
 
     mean: float
     error: float
@@ -425,14 +426,14 @@ class _Window(NamedTuple):
 
 
 class LossWatch:
-    """Tells when a loss has risen: in two windows in a row, beyond noise, above its lowest one."""
+    """Detects a rising loss: two windows in a row that lie above the lowest one beyond noise."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._windows = 0
         self._lowest: _Window | None = None
         self._higher = 0  # windows in a row
-        self.is_over = False  # nothing is told any more
+        self.is_over = False  # it has warned, or all windows were watched
 
     def note(self, value: Any, step: int) -> str:
         """Take a number, or a tensor of one element; return a warning, or "".
@@ -474,7 +475,7 @@ _watches: Final[WeakKeyDictionary[World, LossWatch]] = WeakKeyDictionary()
 
 
 def _watch_loss(here: World, loss: Any) -> None:
-    """Warn where the loss of a compressed run rises; what is no number is nobody's loss."""
+    """Warn where the loss of a compressed run rises; values that are not numbers are ignored."""
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not (is_one or isinstance(loss, int | float)) or not balance_of(here).compresses:
         return

@@ -1,11 +1,12 @@
-"""Where a record's lines go besides its file: Prometheus, TensorBoard, Weights & Biases, MLflow.
+"""Sinks of a record beside its file: Prometheus, TensorBoard, Weights & Biases, MLflow.
 
-The Prometheus endpoint of a rank tells its last step, as text that a Prometheus server collects. It
-is off unless asked for, and on this host alone unless another address is given: it has no password.
+A rank's Prometheus endpoint serves its last step, as text that a Prometheus server collects. It is
+off unless asked for, and bound to this host alone unless another address is given: it has no
+password.
 One thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and
 when there are too many at once, the first that came is dropped.
 
-The others take scalars of rank 0, at the last two in the script's run, or in a new one.
+The others take scalars of rank 0. Weights & Biases and MLflow use the script's run, or a new one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Final, NamedTuple
 from .lines import Line, left_in_order, report_of
 from .step_report import PARTS, StepReport, batch, density, parts
 
-_VISITS: Final = 16  # at once
-_CALLS: Final = 1024  # that wait to be accepted
+_VISITS: Final = 16  # open connections at once
+_CALLS: Final = 1024  # connections that wait to be accepted
 _VISIT_SECONDS: Final = 5.0
 _REQUEST_BYTES: Final = 8192
 
@@ -68,7 +69,7 @@ class Page:
         )
         self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
         await self._closing.wait()
-        # Who is half in comes in first: a closed server would leave such a socket open.
+        # First accept connections under way: a closed server would leave their sockets open.
         self._loop.remove_reader(self._socket)
         while len(asyncio.all_tasks()) > 1:
             for visit in self._visits:
@@ -123,7 +124,7 @@ class Address(NamedTuple):
 def parse_address(text: str, said_by: str) -> Address:
     """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
 
-    said_by: the variable or the argument, for the error.
+    said_by: the variable or the argument that holds it, for the error.
     """
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
@@ -132,7 +133,7 @@ def parse_address(text: str, said_by: str) -> Address:
 
 
 class Endpoint:
-    """Answers GET /metrics with what the lines it took say.
+    """A sink that answers GET /metrics with the metrics of the lines that it took.
 
     address: where it listens; of port 0, the port that was free.
     Raises OSError where it cannot listen.
@@ -216,7 +217,7 @@ class Metrics:
 
 
 def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
-    """Return what a line says, by metric and label."""
+    """Return the values in a line, by metric and label."""
     if line["what"] == "values":
         return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
     found: dict[str, float | None] = {}
@@ -251,13 +252,13 @@ def _quoted(text: str) -> str:
 
 
 class _Sent:
-    """Adds up what a rank has sent in all worlds of a run: each world's lines begin at 0."""
+    """Adds up the bytes that a rank sent in all worlds of a run: each world's lines begin at 0."""
 
     def __init__(self) -> None:
         self._before = self._here = 0
 
     def scalars(self, line: Line) -> Iterator[tuple[str, float]]:
-        """Yield what `scalars_of` does, with the bytes of the worlds before."""
+        """Yield the scalars of a line, with the bytes of earlier worlds added."""
         if line["what"] == "begin":
             self._before, self._here = self._before + self._here, 0
         if line["what"] == "step":
@@ -293,7 +294,7 @@ class Scalars:
 
 
 def scalars_of(line: Line) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of what a line says."""
+    """Yield the names and values of the scalars in a line."""
     if line["what"] == "values":
         yield from line["values"].items()
     elif line["what"] == "withheld":
@@ -306,7 +307,7 @@ def scalars_of(line: Line) -> Iterator[tuple[str, float]]:
 
 
 def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of what a step cost."""
+    """Yield the names and values of a step's costs."""
     for part, seconds in parts(step).items():
         yield f"gtopk seconds/{part}", seconds
     yield "gtopk/sent bytes", step.sent_bytes
@@ -324,14 +325,14 @@ def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
         yield "gtopk/exchange, measured seconds", step.exchange_seconds
 
 
-# MLflow raises for the names of others, and takes nothing of what came with them.
+# MLflow raises for names with other characters, and then drops all values of the call.
 _NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
 
 
 class Wandb:
     """Logs to Weights & Biases; raises ImportError where wandb is not installed.
 
-    project: of a new run, which ends with the record; one that the script has begun stays its own.
+    project: for a new run, which ends with the record; a run that the script began stays open.
     Steps are gtopk's, on an axis of their own: the script may log by others.
     """
 
@@ -367,7 +368,7 @@ class Wandb:
 class MLflow:
     """Logs to MLflow; raises ImportError where mlflow is not installed.
 
-    experiment: of a new run, which ends with the record; the script's active run stays its own.
+    experiment: for a new run, which ends with the record; the script's active run stays open.
     """
 
     name = "the record at MLflow"
@@ -381,7 +382,7 @@ class MLflow:
             raise ImportError(
                 f"MLflow's record needs mlflow ({error}): pip install mlflow"
             ) from error
-        # An active run is one of a thread, and lines are taken in the recorder's.
+        # An active run belongs to a thread, and lines are taken in the recorder's thread.
         self._client, self._metric = mlflow.MlflowClient(), Metric
         active = mlflow.active_run()
         self._is_ours = active is None
@@ -410,11 +411,11 @@ class MLflow:
 
 
 def _tell_of_failure(lines: Sequence[Line]) -> bool:
-    """Tell whether this rank has left otherwise than in order."""
+    """Tell whether this rank has left out of order."""
     return any(line["what"] == "end" and not left_in_order(line) for line in lines)
 
 
 def _metric_name(name: str) -> str:
-    """Return a name as MLflow takes it, by which "acc@1" is "acc_1"."""
+    """Return a name that MLflow accepts: "acc@1" becomes "acc_1"."""
     plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
     return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

@@ -15,45 +15,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step of this rank, or what stands for one: see `covers`.
+    """One optimizer step of this rank, or several steps reported as one: see `covers`.
 
-    step:                which one, from 0 on; the last one that it covers.
-    algorithm:           what reduced the gradients; "" where nothing did.
+    step:                its number, from 0 on; that of the last step if it covers several.
+    algorithm:           the algorithm that reduced the gradients; "" if none did.
     compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
-    synchronize_seconds: all that the program waited for the update; with compute, the whole step.
+    synchronize_seconds: all waiting for the update; together with compute, the whole step.
     select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
-    apply_seconds:       of select_seconds: the update put in place, when all else is over.
+    apply_seconds:       of select_seconds: putting the update in place, after all else.
     communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
     agree_seconds:       of communicate_seconds: until all ranks were known to be ready.
     merge_seconds:       of communicate_seconds: encode, merge and decode here; neither waiting nor
                          the wire. 0 for dense, whose adding is inside its allreduce.
     code_seconds:        of merge_seconds: encode and decode.
-    hidden_seconds:      of what the engine's thread did for the step: accumulate, select and
-                         communicate while backward was still at work, or the program elsewhere.
-    working_seconds:     all that the engine's thread did for it; 1 - hidden/working was waited for.
-    buckets:             how many there were.
+    hidden_seconds:      of working_seconds: the part during which the program did not wait, as in
+                         backward.
+    working_seconds:     the time of the engine's thread for the step: accumulate, select and
+                         communicate; the share 1 - hidden/working was waited for.
+    buckets:             number of buckets.
     exchange_seconds:    accumulate, select, encode to decode, apply: what the cost model predicts.
-    predicted_seconds:   what it predicted for that; None where nothing was predicted.
-    dense_seconds:       what it predicts for a dense allreduce of the same gradients; None where
+    predicted_seconds:   the cost model's prediction of exchange_seconds; None without one.
+    dense_seconds:       its prediction for a dense allreduce of the same gradients; None where
                          nothing is compressed, or nothing was predicted.
     sent_bytes:          by this rank, with headers.
     sent_messages:       by this rank.
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
     elements:            values of all gradients that were exchanged.
-    ranks:               that have exchanged together; 0: none have, or an earlier version wrote it.
-    samples:             that this rank's gradients come from; None where nobody said.
+    ranks:               number of ranks that exchanged; 0: none, or written by an earlier version.
+    samples:             number of samples behind this rank's gradients; None if unknown.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
-    skipped:             a gradient, or a sum, was not finite: nothing was applied anywhere. Of a
-                         "period": some of this rank's own were not, and left out.
-    local_steps:         of this rank's optimizer, in what is covered; what was skipped may be none.
-    covers:              "step". Of mode "abs" a "round": its micro-batches, and their reduction,
-                         which goes on while the next round computes. Of LocalSGD an "outer step",
-                         with the steps before it; of mode "adaptive-sgd" a "mega-batch": this
-                         rank's batches in it, and the merge that ends it. Of the hogbatch modes a
-                         "period": what this worker did in a quarter of a second, and no less than a
-                         batch; the rest of an epoch is one, too.
+    skipped:             a gradient, or a sum, was not finite: nothing was applied on any rank. In a
+                         "period": some of this rank's own updates were not finite, and left out.
+    local_steps:         steps of this rank's optimizer that are covered; 0 if all were skipped.
+    covers:              "step". In mode "abs" a "round": its micro-batches, and their reduction,
+                         which goes on while the next round computes. In LocalSGD an "outer step",
+                         with the steps before it. In mode "adaptive-sgd" a "mega-batch": this
+                         rank's batches in it, and the merge that ends it. In the hogbatch modes a
+                         "period": this worker's batches in a quarter of a second, at least one; the
+                         rest of an epoch is one, too.
     """
 
     step: int
@@ -91,10 +92,10 @@ PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
 
 
 def parts(step: StepReport) -> dict[str, float]:
-    """Return where the wall clock of a step went, in seconds: PARTS, which add up to all of it.
+    """Return the seconds of a step by PARTS, which add up to its wall clock.
 
-    Of what the engine's thread did, that which backward did not hide. What of the waiting for the
-    update is none of that is "wait": for other ranks to be ready, and for the engine's turn.
+    Of the engine's work only the part counts that backward did not hide. The rest of the waiting
+    for the update is "wait": for other ranks to be ready, and for the engine's turn.
     """
     hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
     shown = max(0.0, 1.0 - hidden)
@@ -117,12 +118,12 @@ def parts(step: StepReport) -> dict[str, float]:
 
 
 def density(step: StepReport) -> float | None:
-    """Return the share of the values that this rank has sent; None where none were exchanged."""
+    """Return the share of the values that this rank selected; None where none were exchanged."""
     return step.selected / step.elements if step.elements else None
 
 
 def batch(step: StepReport) -> float | None:
-    """Return the samples of a step of this rank's optimizer; None where nobody said, or none."""
+    """Return the samples of one step of this rank's optimizer; None if unknown, or without one."""
     if step.samples is None or not step.local_steps:
         return None
     return step.samples / step.local_steps
@@ -130,12 +131,12 @@ def batch(step: StepReport) -> float | None:
 
 @dataclass
 class Balance:
-    """The cost of compression in a run so far, beside that of dense gradients."""
+    """The cost of compression in a run so far, compared with dense gradients."""
 
     steps: int = 0
     seconds: float = 0.0
     exchange_seconds: float = 0.0
-    expected_steps: int = 0  # of which it is known what the exchange was to take
+    expected_steps: int = 0  # steps whose exchange was predicted
     expected_seconds: float = 0.0
     then_seconds: float = 0.0  # of the exchanges that were expected to take some
     then_dense_seconds: float = 0.0
@@ -148,7 +149,7 @@ class Balance:
     compresses: bool = False  # whether any step did, with a prediction or without
 
     def note(self, step: StepReport, count: int = 1) -> None:
-        """Count a step, or as many like it, if it is known what a dense one would have taken."""
+        """Count a step, `count` times, if a dense one was predicted."""
         self.compresses |= step.algorithm not in ("", "dense")
         if step.dense_seconds is None or step.skipped:
             return
@@ -168,9 +169,9 @@ class Balance:
         self.algorithm = step.algorithm
 
     def verdict(self) -> str:
-        """Return whether compression has paid, in a sentence; "" where nothing tells.
+        """Return a sentence on whether compression has paid; "" where that is unknown.
 
-        Of dense it is known what the exchange takes, by the model, and not what backward hides.
+        For dense the model predicts the exchange, but not how much of it backward would hide.
         """
         if not self.steps or not self.elements:
             return ""
@@ -200,9 +201,9 @@ class Balance:
         )
 
     def _is_unlike_expected(self, saved: float) -> bool:
-        """Tell whether the line at the start had the other one faster, by the same estimate.
+        """Tell whether the prediction at the start named the other one as faster.
 
-        What was so wrong of the exchanges that were run tells nothing of those that were not.
+        A prediction so wrong for the exchanges that ran tells nothing of those that did not.
         """
         expected, dense = self.expected_seconds, self.then_dense_seconds
         if (dense > self.then_seconds) != (saved > 0):  # other steps, a warm-up's, have decided
@@ -210,19 +211,19 @@ class Balance:
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
 
-_CLOSE: Final = 0.01  # of a run: less is not told from nothing
-SAME: Final = 1.1  # exchanges whose times are apart by less are expected to take the same
+_CLOSE: Final = 0.01  # share of a run: a smaller difference counts as none
+SAME: Final = 1.1  # exchanges whose times differ by a smaller factor count as equal
 
 
 class Sized(Protocol):
-    """A bucket, as far as its size goes."""
+    """A bucket, as far as reports need it: its size."""
 
     @property
     def elements(self) -> int: ...
 
 
 class Reported(Protocol):
-    """A transaction, or what stands for one, as far as its report goes; see `StepTransaction`."""
+    """The fields of a transaction from which a report is made; see `StepTransaction`, `Seen`."""
 
     @property
     def operations(self) -> Mapping[int, Operation]: ...
@@ -259,10 +260,10 @@ def report(
     covers: str = "step",
     dense_seconds: float | None = None,
 ) -> StepReport:
-    """Return what a transaction, which is over, was for its step.
+    """Return the report of a finished transaction.
 
-    waits: from when to when the program waited; they do not overlap.
-    predicted_seconds: of the step, where the exchanges themselves predict nothing.
+    waits: begin and end of each time that the program waited, without overlaps.
+    predicted_seconds: for the step, where the exchanges themselves predict nothing.
     """
     operations, exchanged = transaction.operations.values(), list(transaction.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)

@@ -1,4 +1,4 @@
-"""Stragglers: how fast each rank computes beside the fastest, as all of them tell now and then.
+"""Stragglers: compares how fast the ranks compute; all of them exchange their times now and then.
 
     step     1 ... 6 | 7 ... 12 |          seconds from a step's end until this rank was ready for
     scores           m          m          the next exchange; m: the median of its last five
@@ -6,9 +6,9 @@
     score = the least of all ranks' medians / this rank's
 
 So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
-scores are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
-A rank may be slow now and then where programs share cores: it is warned of after three scores in a
-row, once a minute at most, and never where the ranks of its host outnumber the cores they may use.
+scores are exchanged by an operation beside the steps, which waits for nothing and sends no arrays.
+A rank may be slow at times where programs share cores. So a warning needs three scores in a row,
+comes once a minute at most, and never where the ranks of its host outnumber their cores.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gtopk")
 _EVERY: Final = 6  # steps: no two windows share one
-_WINDOW: Final = 5  # one step that evaluates or saves is no straggler
-_IN_A_ROW: Final = 3  # scores: what slows down is told of within 22 steps
+_WINDOW: Final = 5  # a single step that evaluates or saves does not move the median
+_IN_A_ROW: Final = 3  # scores: a rank that slows down is reported within 22 steps
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
-_LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
-QUIET_SECONDS: Final = 60.0  # after a rank was told of
+_LEAST_SECONDS: Final = 0.01  # shorter steps are too noisy to compare
+QUIET_SECONDS: Final = 60.0  # after a warning
 
 
 class Told(NamedTuple):
     """The state of stragglers after an exchange of flags, known to all ranks.
 
     seconds: by place among the ranks; 0 where a rank had none.
-    slow:    the places of those that are, after several scores in a row.
-    hosts:   of all, where others are slow than before.
-    crowded: those of the hosts whose ranks outnumber the cores.
+    slow:    the places of the ranks that were slow in several scores in a row.
+    hosts:   the hosts of all ranks, if `slow` has changed.
+    crowded: the hosts whose ranks outnumber the cores.
     """
 
     seconds: list[float]
@@ -60,9 +60,9 @@ class Told(NamedTuple):
 
 
 class Stragglers:
-    """One rank's part in it, for steps that all ranks take alike.
+    """One rank's part in the comparison, for steps that all ranks take alike: call `note` for each.
 
-    scores: of all ranks, by their place, as told last; None before.
+    scores: the last scores of all ranks, by their place; None before the first.
     """
 
     def __init__(self, here: World, engine: Engine, name: str) -> None:
@@ -77,13 +77,13 @@ class Stragglers:
         self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
         self._hosts: list[str] = []
         self._crowded: set[str] = set()
-        self._warned: set[int] = set()  # of these, and not yet that they have caught up
+        self._warned: set[int] = set()  # ranks warned of that have not caught up yet
         self._quiet_until: dict[int, float] = {}
 
     def note(self, steps: int, seconds: float | None) -> None:
-        """Take note of a step; where it is time, begin to tell the others.
+        """Note a step; when due, start the exchange of scores.
 
-        steps: how many all ranks have applied, equal on all of them.
+        steps: the number of steps that all ranks have applied, equal on all of them.
         seconds: from the end of the step before until this rank was ready; None: not known.
         """
         if self._engine.transport.size == 1:
@@ -135,7 +135,7 @@ class Stragglers:
             self._say(told)
 
     def _say(self, told: Told) -> None:
-        """Warn of who is slow, and of who no more."""
+        """Warn of ranks that are slow, and report those that are slow no more."""
         ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
         fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
         for place in told.slow:
@@ -173,7 +173,7 @@ class Stragglers:
 def crowded(said: Sequence[Sequence[str]]) -> set[str]:
     """Return the hosts whose ranks outnumber the cores that they may use.
 
-    said: of each rank, its host, how many cores it may use, and their names.
+    said: for each rank, its host, how many cores it may use, and their names.
     """
     ranks = Counter(host for host, *_ in said)
     found = set()

@@ -1,4 +1,4 @@
-"""The timeline: what a rank's engine does, as a trace that Chrome and Perfetto show.
+"""The timeline: a trace of a rank's engine, for Chrome and Perfetto.
 
     HOROVOD_TIMELINE=FILE       of rank 0, from init on; DYNAMIC: when the program says so
     HOROVOD_TIMELINE_MARK_CYCLES=1
@@ -12,7 +12,7 @@ A row for each operation:
                           0        2         1     |MEMCPY_IN_..|MPI_ALLREDUCE..|MEMCPY_OUT_...|
                           the rank that became ready
 
-and one for the steps of each optimizer, with a counter of what backward has hidden of the exchange:
+and one for the steps of each optimizer, with a counter of the exchange's time that backward hid:
 
     steps of weight    |BACKWARD........................|     |SYNCHRONIZE|
     hidden ms, exposed ms
@@ -22,8 +22,8 @@ In the modes of `adapt` whose optimizers step as they can, for each round, mega-
     each round of weight   |ROUND..........................|ROUND................|
                            |COMPUTE........|WAIT|COMPUTE...|COMPUTE.........|WAIT|
 
-The file is complete JSON after every write, also when the job dies: what is new is written over
-the bracket that ends it, and ends in another one. A disk that is full ends the trace, not the job.
+The file is complete JSON after every write, also when the job dies: new records are written over
+the closing bracket, and end with another one. A full disk ends the trace, not the job.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
 
 
 class Span(NamedTuple):
-    """From when to when a rank did something, by time.perf_counter.
+    """A named time span of a rank, by time.perf_counter.
 
-    said: what is shown beside it.
+    said: values shown beside it.
     """
 
     what: str
@@ -68,7 +68,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A rank's step of an optimizer, or what stands for one, on the timeline.
+    """A rank's step of an optimizer on the timeline, or several reported as one.
 
     name:    of the optimizer's operations.
     spans:   side by side, or one within another.
@@ -84,9 +84,9 @@ class Step(NamedTuple):
 
 
 class Whose(NamedTuple):
-    """Whose trace it is.
+    """The rank and run of a trace.
 
-    run: when the run began, in seconds of Unix: the same on all its ranks, on those of no other.
+    run: when the run began, in seconds of Unix: the same on all its ranks, and on no other run's.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class Whose(NamedTuple):
 
 
 class Timeline:
-    """Writes what engines tell; a thread of its own does the writing."""
+    """Writes the events of engines, by a thread of its own."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class Timeline:
         mark_cycles: bool,
         whose: Whose | None = None,
     ) -> None:
-        """whose: of a trace that is to be put together with those of other ranks."""
+        """whose: for a trace that is to be merged with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
         self._mark_cycles = mark_cycles
         self._begun = time.perf_counter()
         self._rows: dict[str, int] = {}
-        self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
+        self._open: Counter[int] = Counter()  # by row: spans that have begun and not ended
         self._is_over = False  # the disk is full, say
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
@@ -130,26 +130,26 @@ class Timeline:
         self._thread.start()
 
     def watch(self, engine: Engine, of: str = "") -> None:
-        """Write what an engine tells from now on; its rows are named as its operations, and `of`.
+        """Write an engine's events from now on; its rows are named by its operations, and `of`.
 
-        What it has not finished when the timeline ends does not end in it.
+        Operations that are unfinished when the timeline ends have no end in it.
         """
         observer = partial(self.note, of)
         engine.observe(observer)
         self._watched.append((engine, observer))
 
     def note(self, of: str, event: Event) -> None:
-        """Take note of something that an engine did; quick, for its thread."""
+        """Note an event of an engine; quick, as the engine's thread calls it."""
         if not self._is_over:
             self._heard.put((of, event))
 
     def note_step(self, step: Step) -> None:
-        """Take note of a step of an optimizer."""
+        """Note a step of an optimizer."""
         if not self._is_over:
             self._heard.put(step)
 
     def close(self) -> None:
-        """Write what was heard, and nothing more."""
+        """Write all noted events, and stop."""
         for engine, observer in self._watched:
             engine.ignore(observer)
         self._heard.put(None)
@@ -176,7 +176,7 @@ class Timeline:
         except OSError as error:
             self._is_over = True
             _log.warning("the timeline ends here, as %s; training goes on", error)
-            with contextlib.suppress(OSError):  # what fitted of it goes, the end was there before
+            with contextlib.suppress(OSError):  # drop the part that fitted, restore the end
                 os.ftruncate(self._file, self._length)
                 os.pwrite(self._file, _END, self._length)
 
@@ -192,7 +192,7 @@ class Timeline:
             yield from self._new_row(name)
         place = {"pid": self._rows[name], "tid": self._rows[name]}
         for span in step.spans:
-            # Both ends are rounded, so that what was within another, or after it, still is.
+            # Both ends are rounded, so that spans within another, or after it, stay so.
             began, ended = self._microseconds(span.began), self._microseconds(span.ended)
             at = {"ts": began, "dur": round(ended - began, 1)}
             yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.said)}
@@ -235,7 +235,7 @@ class Timeline:
         yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": row}}
 
     def _label(self, event: Event) -> str:
-        """Return Horovod's word for what has begun."""
+        """Return Horovod's name for the activity that has begun."""
         kind = event.name.partition(".")[0].upper()
         return {
             "negotiate": f"NEGOTIATE_{kind}",
@@ -250,12 +250,12 @@ _timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
 
 
 def timeline_of(world: World) -> Timeline | None:
-    """Return what records the operations of a world; None where nothing does."""
+    """Return the timeline of a world's operations; None without one."""
     return _timelines.get(world)
 
 
 def start(world: World, path: str, mark_cycles: bool = False) -> None:
-    """Record what happens from now on into a file, on rank 0; one that is being written ends."""
+    """Start a timeline in a file, on rank 0; one under way ends."""
     if world.rank == 0:
         _start(world, Timeline(path, world.transport.name, mark_cycles))
 
@@ -268,21 +268,21 @@ def _start(world: World, timeline: Timeline) -> None:
 
 
 def _watch(world: World, number: int) -> None:
-    """Record what a process set does, too, where the world is recorded and this rank is in it."""
+    """Record a process set, too, if the world is recorded and this rank is in it."""
     engine, timeline = world.sets[number].engine, _timelines.get(world)
     if timeline is not None and engine is not None:
         timeline.watch(engine, f" (process set {number})" if number else "")
 
 
 def stop(world: World) -> None:
-    """Finish the file, where one is being written."""
+    """Finish the timeline under way, if there is one."""
     timeline = _timelines.pop(world, None)
     if timeline is not None:
         timeline.close()
 
 
 class WorldTimelines:
-    """Records into what GTOPK_TIMELINE or HOROVOD_TIMELINE names; a WorldObserver."""
+    """Starts the timeline that GTOPK_TIMELINE or HOROVOD_TIMELINE names; a WorldObserver."""
 
     def join(self, world: World, before: World | None) -> bool:
         return settings.TIMELINE.read() != ""

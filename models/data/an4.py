@@ -1,10 +1,10 @@
-"""AN4 as speech recognisers unpack it: a list of recordings, each with the text that is said.
+"""AN4 as speech recognisers unpack it: lists of recordings, each with its spoken text.
 
     an4_train_manifest.csv     wav/an1-mblw-b.wav,txt/an1-mblw-b.txt
     an4_val_manifest.csv       ... a line for each recording, the shortest first
 
-Paths count from the manifest's folder; absolute ones are taken as they are. A text is one line of
-capitals: it is read, and compared with the letters there are, before training begins.
+Paths are relative to the manifest's folder, or absolute. A text is one line of capitals: it is
+read, and its letters are checked, before training begins.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MOST_MANIFEST_BYTES: Final = 1 << 28
 
 
 class Recording(NamedTuple):
-    """letters: int64 [n], of what is said."""
+    """A recording of a manifest. letters: int64 [n], of the spoken text."""
 
     path: Path
     letters: torch.Tensor
 
 
 class Recordings:
-    """A manifest's recordings, which are read when they are asked for."""
+    """A manifest's recordings, each read on access."""
 
     def __init__(self, recordings: list[Recording]) -> None:
         self.recordings = recordings
@@ -39,7 +39,7 @@ class Recordings:
         return len(self.recordings)
 
     def __getitem__(self, number: int) -> Utterance:
-        """Return a recording; raise MalformedFile for one that is no WAV file of 16 kHz."""
+        """Return a recording; raise MalformedFile unless it is a WAV file of 16 kHz."""
         recording = self.recordings[number]
         samples = torch.from_numpy(read_wav(recording.path, RATE))
         return Utterance(spectrogram(samples), recording.letters)
@@ -55,7 +55,7 @@ def read_an4(folder: str | Path) -> SpeechData:
 
 
 def read_manifest(path: str | Path) -> list[Recording]:
-    """Return the recordings that a manifest lists, all of them there.
+    """Return the recordings that a manifest lists; all their files must exist.
 
     Raises FileNotFoundError, MalformedFile that names the line.
     """
@@ -96,7 +96,7 @@ def read_transcript(path: str | Path) -> torch.Tensor:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # no file can have such a name
+    except (OSError, ValueError):  # the name is not valid for a file
         return False
 
 

@@ -1,8 +1,8 @@
-"""Data sets of labelled rows for DataLoader: a batch is cut out of the arrays at once.
+"""Data sets of labelled rows for DataLoader, which cut a whole batch out of the arrays at once.
 
     DataLoader(SparseDataset(rows), batch_size=256, collate_fn=as_batch)
 
-`__getitems__` is what DataLoader asks for a whole batch; there is nothing left to collate.
+DataLoader calls `__getitems__` for a whole batch; nothing is left to collate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SparseBatch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return len(self.offsets)
 
     def to(self, device: torch.device) -> SparseBatch:
@@ -78,9 +78,9 @@ class SparseDataset(Dataset[SparseBatch]):
 
 
 class DenseDataset(Dataset[DenseBatch]):
-    """Rows by number, in batches that are made dense: for networks that are fully connected.
+    """Rows by number, in batches that are made dense, for fully connected networks.
 
-    multilabel: whether targets are zeros and ones for all labels, not one class a row.
+    multilabel: whether targets are zeros and ones for all labels, instead of one class for a row.
     Raises ValueError where a row has no class, or more than one.
     """
 
@@ -109,5 +109,5 @@ class DenseDataset(Dataset[DenseBatch]):
 
 
 def as_batch(batch: B) -> B:
-    """Return what a data set of this module made of a batch's numbers: it is one already."""
+    """Return the batch unchanged: this module's data sets return whole batches."""
     return batch

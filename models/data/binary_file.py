@@ -1,4 +1,4 @@
-"""Files of bytes, plain or packed: as many as were announced are read, and no more."""
+"""Binary files, plain or packed, of which exactly the announced number of bytes is read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 class BinaryFile:
-    """A file, read from its begin; plain or packed, told by its first bytes (`packing`).
+    """A file, read from its begin; its first bytes tell whether it is packed (`packing`).
 
-    What it ends too soon with, or is damaged in, is MalformedFile.
+    Reading raises MalformedFile where it ends too soon or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.place = 0  # in what it unpacks to
+        self.place = 0  # in the unpacked bytes
         self._file, self._packed_by = open_unpacked(path)
 
     def __enter__(self) -> BinaryFile:
@@ -29,9 +29,9 @@ class BinaryFile:
         self._file.close()
 
     def read(self, count: int, what: str) -> bytes:
-        """Return the next bytes, all of them; `what` they are is said where they are not there.
+        """Return the next `count` bytes; if some are missing, the error names `what` they are.
 
-        A count larger than a plain file is refused before there is room made for it.
+        A count larger than a plain file is refused before memory is reserved for it.
         """
         size = self.path.stat().st_size
         if not size:
@@ -47,16 +47,16 @@ class BinaryFile:
         return content
 
     def end(self) -> None:
-        """Raise MalformedFile where there is more."""
+        """Raise MalformedFile unless the file ends here."""
         if self._read(1):
             raise self.refuse("the file must end here, and goes on")
 
     def refuse(self, reason: str) -> MalformedFile:
-        """Return the error that what comes now is."""
+        """Return the error, with this reason, for the bytes at the current place."""
         return MalformedFile(self.path, None, reason, byte=self.place)
 
     def _read(self, count: int) -> bytes:
-        # Piece by piece: what a few packed bytes announce is no reason to make room for it.
+        # Piece by piece: a few packed bytes may announce any size, for which no memory is reserved.
         pieces, left = [], count
         try:
             while left and (piece := self._file.read(min(left, _PIECE_BYTES))):

@@ -1,6 +1,6 @@
-"""Bzip2 files of one stream after the other, as pbzip2, lbzip2 and `cat` make them.
+"""Bzip2 files with several streams in a row, as pbzip2, lbzip2 and `cat` make them.
 
-Python's own bz2.BZ2File takes what it cannot decode after a whole stream for the end of the file.
+Python's own bz2.BZ2File takes undecodable bytes after a whole stream for the end of the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bzip2Streams(io.RawIOBase):
-    """What all streams of a file hold; EOFError or OSError for bytes that are part of none."""
+    """The content of all streams of a file; EOFError or OSError for bytes outside of a stream."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -48,5 +48,5 @@ class Bzip2Streams(io.RawIOBase):
 
 
 def open_bzip2(path: Path) -> io.BufferedReader:
-    """Return what a file unpacks to, to be read."""
+    """Open a file to read its unpacked content."""
     return io.BufferedReader(Bzip2Streams(path))

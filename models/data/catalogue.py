@@ -1,7 +1,7 @@
-"""The published data sets by name: what their files say, and what they leave to be known.
+"""The published data sets by name: their shapes, and facts that their files do not hold.
 
-Sizes are the Extreme Classification Repository's and LIBSVM's; averages are rounded. What synthetic
-data is like is told from here, too.
+Sizes are the Extreme Classification Repository's and LIBSVM's; averages are rounded. Synthetic data
+get their shapes from here, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .rows import LabelledRows
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a data set is.
+    """The size of a data set.
 
     classes: the numbers that stand for class 0, 1, ... in LIBSVM's file; () for a multilabel set.
     entries_per_row, labels_per_row: on average.
@@ -47,14 +47,14 @@ SHAPES: Final = {
 
 
 def shape_of(name: str) -> Shape:
-    """Return a data set's shape; raise ValueError with the names there are."""
+    """Return a data set's shape; raise ValueError, with the known names, for another name."""
     if name not in SHAPES:
         raise ValueError(f"the data set must be one of {', '.join(SHAPES)}, got {name!r}")
     return SHAPES[name]
 
 
 def read_libsvm(name: str, path: str | Path, *, cache: bool = True) -> LabelledRows:
-    """Return a file of covtype, w8a or real-sim as LIBSVM has it: binary, features 1-based.
+    """Return LIBSVM's file of covtype, w8a or real-sim: binary, with features from 1.
 
     Raises as `read_classes`, and ValueError for another set.
     """

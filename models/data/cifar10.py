@@ -1,4 +1,4 @@
-"""CIFAR-10 as it is published: the binary version, and the Python version without its pickles.
+"""CIFAR-10's published files: the binary version, and the Python version, read without unpickling.
 
 binary     data_batch_1.bin ... data_batch_5.bin, test_batch.bin: rows of a label and 3,072 bytes
 Python     data_batch_1 ... data_batch_5, test_batch: see `cifar10_pickle`
@@ -32,8 +32,8 @@ _FOLDERS: Final = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 def read_cifar10(folder: str | Path, *, seed: int = 0, rows: int = ROWS) -> LabelledData:
     """Return CIFAR-10; training images are cropped and mirrored at random.
 
-    folder: that holds the files of either version, or the folder they are packed in.
-    rows: how many images each file must hold.
+    folder: holds the files of either version, or the folder from their archive.
+    rows: the number of images that each file must hold.
     Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
     """
     found = _find(Path(folder))

@@ -1,12 +1,12 @@
-"""A file of CIFAR-10's Python version: a pickle, of which the few things needed are read, none run.
+"""Reads files of CIFAR-10's Python version, which are pickles, without running anything in them.
 
 The published files are pickles of protocol 2, written by Python 2:
 
     {"batch_label": str, "labels": [int, ...], "data": uint8 [rows, 3072], "filenames": [str, ...]}
 
-A pickle is a program for a small machine that may call anything. This machine here knows the steps
-that those files take, and calls nothing: an array's bytes are what stands in the file, its shape
-and type are compared with what they must be, and every other step is refused with its place.
+A pickle is a program for a small machine that may call anything. The machine here knows only the
+steps in those files, and calls nothing: an array's bytes are taken from the file, its shape and
+type are compared with the expected ones, and every other step is refused with its place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 
 from .malformed import MalformedFile
 
-MOST_BYTES: Final = 64 << 20  # of a file; the published ones have 31 MB
+MOST_BYTES: Final = 64 << 20  # in a file; the published ones have 31 MB
 _MAKE: Final = "numpy.core.multiarray _reconstruct"
 _BYTES: Final = ("numpy dtype", "u1")
 
 
 class _Called(NamedTuple):
-    """What a pickle would call: compared, never called. state: what it would be told then."""
+    """A call in a pickle, which is compared and never made. state: the state set afterwards."""
 
     name: Any
     arguments: Any
@@ -35,14 +35,14 @@ class _Called(NamedTuple):
 
 
 class _Stack:
-    """What was read and is not used up; marks: where parts of a list, tuple or dictionary begin."""
+    """The machine's stack; marks: where the parts of a list, tuple or dictionary begin."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.marks: list[int] = []
 
     def take(self, count: int) -> tuple[Any, ...]:
-        """Take the last values off; raise ValueError where there are fewer."""
+        """Pop the last `count` values; raise ValueError where there are fewer."""
         if len(self.values) < count:
             raise ValueError(f"{count} values should be there, and {len(self.values)} are")
         parts = tuple(self.values[-count:])
@@ -50,7 +50,7 @@ class _Stack:
         return parts
 
     def take_marked(self) -> list[Any]:
-        """Take what lies above the last mark off, and the mark."""
+        """Pop the values above the last mark, and the mark."""
         place = self.marks.pop()
         parts = self.values[place:]
         del self.values[place:]
@@ -86,9 +86,9 @@ def read_pickled_batch(
 
 
 def _as_images(path: Path, data: Any, rows: int, row_bytes: int) -> np.ndarray:
-    """Return the array that the pickle would have made by NumPy's own means.
+    """Return the array that unpickling with NumPy would make.
 
-    Its state there: version, shape, type, whether columns come first, bytes.
+    Its state in the pickle: version, shape, type, whether columns come first, bytes.
     """
     match data:
         case _Called(
@@ -107,7 +107,7 @@ def _as_images(path: Path, data: Any, rows: int, row_bytes: int) -> np.ndarray:
 
 
 def _run(path: Path, content: bytes) -> Any:
-    """Return what the pickle says, as plain values and `_Called`."""
+    """Return the pickle's content, as plain values and `_Called`."""
     program, stack, memo = _Program(content), _Stack(), dict[int, Any]()
     try:
         if program.take(1) + program.take(1) != pickle.PROTO + b"\x02":
@@ -135,7 +135,7 @@ def _run(path: Path, content: bytes) -> Any:
 
 
 class _Program:
-    """The bytes of a pickle; place: of those that come next."""
+    """The bytes of a pickle; place: the index of the next byte."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.place = content, 0
@@ -185,7 +185,7 @@ def _append_all(stack: _Stack) -> None:
 def _set_all(stack: _Stack) -> None:
     parts = stack.take_marked()
     keys = parts[::2]
-    # A tuple of tuples of tuples, each twice the same, would take for ever to be hashed.
+    # Hashing a tuple of tuples of tuples, each twice the same, would take for ever.
     if not all(isinstance(key, str) for key in keys):
         raise ValueError("a key is no text")
     stack.values[-1].update(zip(keys, parts[1::2], strict=True))

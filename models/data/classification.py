@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 TEST_SHARE = 0.2
 BUNDLED: Final = ("digits", "breast-cancer", "wine")  # with scikit-learn
-MOST_BYTES: Final = 16 << 30  # of an array: compressed, they may be few
-MOST_CLASSES: Final = 1000  # of fewer rows; of more, as many as those
+MOST_BYTES: Final = 16 << 30  # in an array: a small compressed file may announce any number
+MOST_CLASSES: Final = 1000  # with fewer rows; with more, as many as the rows
 
 _HEADERS: Final = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -37,8 +37,8 @@ def load(dataset: str, seed: int = 0) -> Classification:
     digits: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, scaled to -0.5..0.5.
     breast-cancer, wine: its 569 tumours of 30 and 178 wines of 13 features, 2 and 3 classes, each
         feature of mean 0 and deviation 1 over the training samples.
-    seed:   which fifth of the samples is held out for testing; must be equal on all ranks.
-    Raises FileNotFoundError or ValueError with the way out, ImportError without scikit-learn.
+    seed:   chooses the fifth of the samples held out for testing; must be equal on all ranks.
+    Raises FileNotFoundError or ValueError with advice, ImportError without scikit-learn.
     """
     x, y = _bundled(dataset) if dataset in BUNDLED else _npz(Path(dataset))
     order = np.random.default_rng(seed).permutation(len(x))
@@ -104,9 +104,9 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of numbers, once it is clear that the file has the bytes that it announces.
+    """Return an array of numbers, after checking that the file has the bytes that it announces.
 
-    A few bytes could have room made for any number of elements otherwise.
+    Otherwise a few bytes could reserve memory for any number of elements.
     """
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)

@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits as images: as they are, or enlarged to CIFAR's shape.
+"""scikit-learn's handwritten digits as images, in their own size or enlarged to CIFAR's shape.
 
-Real images of the shape that convolutional networks take, where no file is at hand.
+They are real images for convolutional networks that need no download.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .classification import Classification, load
 def load_digit_images(size: int = 8, channels: int = 1, seed: int = 0) -> Classification:
     """Return the digits as float32 [n, channels, size, size], split as `load("digits", seed)` does.
 
-    size: other than 8 is interpolated from it, bilinearly; channels: all alike.
+    size: other than 8, images are interpolated bilinearly; channels: equal copies.
     """
     data = load("digits", seed)
 

@@ -1,7 +1,7 @@
 """Real text without a download: the docstrings of Python's standard library, byte by byte.
 
-They are those of this very interpreter, and differ between versions of Python: the origin names the
-version, and figures of different versions are not to be compared.
+They are those of this interpreter, and differ between versions of Python: the origin names the
+version, and figures of different versions must not be compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from .lanes import Text
 from .malformed import MalformedFile
 
-TEST_EVERY: Final = 10  # docstrings, one is held out for testing
+TEST_EVERY: Final = 10  # docstrings: one of them is held out for testing
 VOCABULARY: Final = 256
 _DOCSTRING: Final = re.compile(r'^[ \t]*[rR]?"""(.+?)"""', re.MULTILINE | re.DOTALL)
 
 
 def load_docstrings(library: Path | None = None) -> Text:
-    """Return what the modules of the library say of themselves, in the order of their names.
+    """Return the docstrings of the library's modules, in the order of the modules' names.
 
     library: the folder of the standard library; None: this interpreter's.
     Raises FileNotFoundError where the interpreter came without its sources, MalformedFile for a

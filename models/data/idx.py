@@ -1,4 +1,4 @@
-"""IDX files, as MNIST has them: a few sizes, and as many bytes; plain or gzip.
+"""IDX files, MNIST's format: a few sizes, then that many bytes; plain or gzip.
 
 00 00 08 03        a zero, a zero, bytes (08), 3 dimensions
 00 00 EA 60        60,000: the first size, its highest byte first
@@ -23,7 +23,7 @@ _BYTES: Final = 0x08
 
 
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
-    """Return uint8 [...] of so many dimensions.
+    """Return uint8 [...] with this number of dimensions.
 
     Raises MalformedFile, a ValueError that names file, byte and reason; OSError.
     """

@@ -2,8 +2,8 @@
 
     bytes [n, channels, rows, columns] --take--> --pad 4, crop, mirror--> --normalise--> float32
 
-What is drawn for a batch depends on its visits' numbers alone (`visits`): the same on every start,
-and with any number of workers.
+Random draws for a batch depend on its visits' numbers alone (`visits`): they are the same in every
+run, and with any number of workers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ImageArrays:
 
 
 def shaken(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return images each moved by up to PADDING pixels either way, every other one mirrored."""
+    """Return images each moved by up to PADDING pixels either way, half of them mirrored."""
     count, _, rows, columns = images.shape
     border = (PADDING, PADDING)
     padded = np.pad(images, ((0, 0), (0, 0), border, border))

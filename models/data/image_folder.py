@@ -4,7 +4,7 @@
     folder/val/n01440764/ILSVRC2012_val_00000293.JPEG  names, and train and val have the same
 
 Images are decoded when their batch is made: cut at random for training (Szegedy et al. 2015), from
-the middle for testing. Pillow does it, and is needed here only: pip install pillow.
+the middle for testing. Only this module needs Pillow: pip install pillow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVIATION: Final = np.array((0.229, 0.224, 0.225), np.float32)
 ENDINGS: Final = (".jpeg", ".jpg", ".png")
 FORMATS: Final = ("JPEG", "PNG")
 MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of 8 bits at most
-MOST_PIXELS: Final = 64 << 20  # of an image, before it is cut
+MOST_PIXELS: Final = 64 << 20  # in an image, before it is cut
 _TESTED_SHARE: Final = 224 / 256  # of the shorter side
 _AREAS: Final = (0.08, 1.0)  # that a cut may have of its image
 _RATIOS: Final = (3 / 4, 4 / 3)  # of its width to its height
@@ -45,7 +45,7 @@ Cut = Callable[[int, int], Box]
 
 
 class FolderImages:
-    """One of the two parts; see the module. size: pixels of a side, of what it gives."""
+    """The images of training or of validation. size: pixels of a side of the images in batches."""
 
     def __init__(
         self, folder: Path, classes: Sequence[str], size: int, *, augmented: bool, seed: int = 0
@@ -66,7 +66,7 @@ class FolderImages:
         return self.__getitems__([visit])
 
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
-        """Return a batch; raise MalformedFile, with its name, for a file that is no image."""
+        """Return a batch; raise MalformedFile, with the name, for a file that is not an image."""
         numbers = [visit % len(self) for visit in visits]
         images = np.stack([self._image(visit) for visit in visits])
         inputs = (images.astype(np.float32) / 255 - MEAN) / DEVIATION
@@ -87,7 +87,7 @@ class FolderImages:
 def read_image_folder(
     folder: str | Path, *, size: int = 224, seed: int = 0, name: str = "ImageNet"
 ) -> LabelledData:
-    """Return what is in folder/train and folder/val, float32 [n, 3, size, size] in batches.
+    """Return the images in folder/train and folder/val, float32 [n, 3, size, size] in batches.
 
     Raises FileNotFoundError for a folder that is missing or empty, ValueError where training and
     validation have different classes, ImportError without Pillow.
@@ -113,14 +113,14 @@ def read_image_folder(
 
 
 def middle(width: int, height: int) -> Box:
-    """Return the square in the middle that leaves an eighth of the shorter side out."""
+    """Return the square in the middle that leaves out an eighth of the shorter side."""
     side = min(width, height) * _TESTED_SHARE
     left, upper = (width - side) / 2, (height - side) / 2
     return Box(left, upper, left + side, upper + side)
 
 
 def anywhere(width: int, height: int, random: np.random.Generator) -> Box:
-    """Return a part of random place, area and shape; where none fits, as large a one as may be."""
+    """Return a part of random place, area and shape; if none fits, the largest one allowed."""
     low, high = _RATIOS
     for _ in range(_TRIES):
         area = width * height * random.uniform(*_AREAS)
@@ -138,9 +138,9 @@ def anywhere(width: int, height: int, random: np.random.Generator) -> Box:
 def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
     """Return a part of an image, uint8 [size, size, 3].
 
-    cut: says which, of its width and height.
-    Raises MalformedFile for what is no JPEG or PNG, is damaged, larger than MOST_PIXELS, or of
-    another mode than MODES.
+    cut: chooses the part from width and height.
+    Raises MalformedFile for a file that is not JPEG or PNG, is damaged, larger than MOST_PIXELS, or
+    of another mode than MODES.
     """
     from PIL import Image
 
@@ -163,7 +163,7 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
 
 
 def _classes_in(folder: Path) -> list[str]:
-    """Return the folders' names; an image beside them, whose class nobody told, is refused."""
+    """Return the folders' names; an image beside them, which has no class, is refused."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     names = [path.name for path in paths if path.is_dir()]
     if not names:
@@ -175,7 +175,7 @@ def _classes_in(folder: Path) -> list[str]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    """Return the images of a class; whatever else lies there is refused."""
+    """Return the images of a class; other files there are refused."""
     paths = sorted(folder.iterdir())
     for path in paths:
         if path.suffix.lower() not in ENDINGS:

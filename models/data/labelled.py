@@ -1,4 +1,4 @@
-"""Labelled samples in batches, by the numbers of visits: what classification is trained with."""
+"""Labelled samples for classification, in batches by the numbers of visits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSet(Protocol):
-    """What gives batches by their visits' numbers (`visits`)."""
+    """A data set that gives batches by their visits' numbers (`visits`)."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +30,7 @@ class LabelledSet(Protocol):
 
 
 class LabelledData(NamedTuple):
-    """origin: what it is, in words that belong beside every figure."""
+    """Training and test data. origin: its source, as a text that belongs beside every figure."""
 
     train: LabelledSet
     test: LabelledSet

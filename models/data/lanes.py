@@ -1,12 +1,12 @@
-"""Text cut into lanes that are read side by side, window after window, as a recurrent net reads.
+"""Text cut into lanes, which a recurrent network reads side by side, window after window.
 
     tokens  a b c d e f g h i j k l m      three lanes, windows of two:
 
     lane 0  a b|c d      inputs a b, targets b c;   then inputs c d, targets d e
     lane 1  e f|g h
-    lane 2  i j|k l      m is left over: nothing follows it
+    lane 2  i j|k l      m is left out: it has no target
 
-A rank reads lanes of its own: what it remembers at the end of a window is where its next begins.
+A rank reads its own lanes: its state at the end of a window is where the next one begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class Text(NamedTuple):
-    """train, test: int64 [n], tokens below `vocabulary`; origin: what it is, for every figure."""
+    """train, test: int64 [n], tokens below `vocabulary`; origin: its source, for every figure."""
 
     train: torch.Tensor
     test: torch.Tensor
@@ -40,22 +40,22 @@ class Lanes(NamedTuple):
     targets: torch.Tensor
 
     def windows(self, steps: int, first: int = 0) -> Iterator[Window]:
-        """Yield windows of so many steps, from the first-th on; what fills none is left out."""
+        """Yield windows of `steps`, from number `first` on; a partial one is left out."""
         for begin in range(first * steps, self.inputs.shape[1] - steps + 1, steps):
             part = slice(begin, begin + steps)
             yield Window(self.inputs[:, part], self.targets[:, part])
 
     def of_rank(self, rank: int, size: int) -> Lanes:
-        """Return a rank's share, as many lanes for each."""
+        """Return a rank's lanes; every rank gets equally many."""
         share = len(self.inputs) // size
         own = slice(rank * share, (rank + 1) * share)
         return Lanes(self.inputs[own], self.targets[own])
 
 
 def cut(tokens: torch.Tensor, lanes: int) -> Lanes:
-    """Cut a text into so many lanes of equal length; what is left over at its end is left out.
+    """Cut a text into lanes of equal length; the rest at its end is left out.
 
-    Raises ValueError for a text too short.
+    Raises ValueError for a text that is too short.
     """
     steps = (len(tokens) - 1) // lanes
     if steps < 1:

@@ -1,4 +1,4 @@
-"""LIBSVM's files: no header, so that counts and what numbers count from are the reader's to say.
+"""LIBSVM's files; they have no header, so the caller gives the counts and the first numbers.
 
 -1 3:1 11:1             one of some classes; indices are 1-based in LIBSVM's own files
 3,17 1:0.25 10:1.5      labels, comma-separated; a row without any begins with a space
@@ -26,8 +26,8 @@ def read_classes(
 ) -> LabelledRows:
     """Return a binary or multiclass file: each row has one label, its class from 0; as `read_xml`.
 
-    features: how many there are: a file's largest index may be smaller.
-    feature_base: what its indices count from, 0 or 1.
+    features: number of features: a file's largest index may be smaller.
+    feature_base: the first feature's index, 0 or 1.
     classes: the numbers that stand for class 0, 1, ...: (-1, 1), say, or (1, 2).
     Raises MalformedFile, OSError; ValueError for arguments out of range.
     """
@@ -46,7 +46,7 @@ def read_multilabel(
     label_base: int,
     cache: bool = True,
 ) -> LabelledRows:
-    """Return a multilabel file, as `read_classes`; label_base: what its labels count from."""
+    """Return a multilabel file, as `read_classes`; label_base: the first label's number."""
     layout = Layout(
         _numbering("feature", feature_base, features), _numbering("label", label_base, labels)
     )

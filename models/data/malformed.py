@@ -1,4 +1,4 @@
-"""The error that a file is which is not what it must be: file, place and reason."""
+"""The error for a malformed file, with file, place and reason."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 class MalformedFile(ValueError):
-    """A file that is not what it must be.
+    """Raised for a file that does not have the expected format.
 
-    line: counted from 1; None where the file as a whole is wrong, or its place is a byte.
-    byte: counted from 0; None where the place is a line, or none.
+    line: counted from 1; None where the whole file is wrong, or the place is a byte.
+    byte: counted from 0; None where the whole file is wrong, or the place is a line.
     """
 
     def __init__(self, path: Path, line: int | None, reason: str, *, byte: int | None = None):

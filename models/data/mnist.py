@@ -20,7 +20,7 @@ _PARTS: Final = ("train", "t10k")
 def read_mnist(folder: str | Path) -> LabelledData:
     """Return MNIST, float32 [n, 1, rows, columns] in batches.
 
-    Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
+    Raises FileNotFoundError that names the missing file, MalformedFile, OSError.
     """
     train_path, test_path = (_found(Path(folder), f"{part}-images-idx3-ubyte") for part in _PARTS)
     train, test = read_idx(train_path, 3), read_idx(test_path, 3)

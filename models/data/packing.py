@@ -1,4 +1,4 @@
-"""Packed files: gzip, bzip2 and xz, told by their first bytes; others are refused by their name."""
+"""Packed files: gzip, bzip2 and xz, known by their first bytes; other packings are refused."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REFUSED: Final[Mapping[bytes, tuple[str, str]]] = {
 }
 _LONGEST: Final = 6
 
-# What reading a packed file raises where it is truncated or damaged; gzip's own is an OSError.
+# Errors raised for a truncated or damaged packed file; gzip's own is an OSError.
 DAMAGED: Final = (EOFError, zlib.error, lzma.LZMAError, OSError)
 
 
 def open_unpacked(path: Path) -> tuple[IO[bytes], str | None]:
-    """Return a file to be read as what it unpacks to, and what packed it; None: nothing did.
+    """Open a file to read its unpacked content; also return its packing, None for a plain file.
 
-    Raises MalformedFile for a packing that is not read, OSError.
+    Raises MalformedFile for an unsupported packing, OSError.
     """
     with path.open("rb") as file:
         first = file.read(_LONGEST)

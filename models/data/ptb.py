@@ -1,9 +1,9 @@
-"""Penn Treebank as language models read it: three texts, a sentence a line, words between spaces.
+"""Penn Treebank for language models: three texts, a sentence in each line, words between spaces.
 
      pierre <unk> N years old will join the board as a nonexecutive director nov. N \\n
 
-The end of a line is a word, too: <eos>. The words are those of the training text, the most frequent
-first; a word that is in another text only is refused.
+The end of a line is a word, too: <eos>. The vocabulary is that of the training text, the most
+frequent word first; other words in the test text are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .malformed import MalformedFile
 
 END: Final = "<eos>"
 MOST_BYTES: Final = 1 << 30  # of a text
-_WORD: Final = re.compile(r"[^ \t]+")  # str.split would split at spaces that do not break, too
+_WORD: Final = re.compile(r"[^ \t]+")  # str.split would split at non-breaking spaces, too
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -57,7 +57,7 @@ def _numbered(path: Path, numbers: dict[str, int]) -> torch.Tensor:
 
 
 def _sentences(path: Path) -> Iterator[list[str]]:
-    """Yield the words of each line, its end among them."""
+    """Yield the words of each line, with <eos> at its end."""
     if (size := path.stat().st_size) > MOST_BYTES:
         raise MalformedFile(path, None, f"has {size} bytes; at most {MOST_BYTES} are read")
     content = path.read_bytes()

@@ -1,13 +1,13 @@
-"""A parsed file, kept beside it as arrays that are read once, for their checksum, then mapped.
+"""A cache beside a parsed file: arrays that are read once, for their checksum, then mapped.
 
     magic    checksum    length of the record    record    array    array ...
     8 bytes  8 bytes     8 bytes                 JSON      each begins at a multiple of 64
 
-The checksum is zlib's crc32 of all that follows it.
+The checksum is zlib's crc32 of everything after it.
 
-A cache that is of another file, of another time, read in another way, damaged or of another version
-of this format is passed over. Where it cannot be written (a folder that is read-only, a full disk)
-there is none.
+A cache is ignored if it belongs to another file, another time or another way of reading, is damaged
+or has another version of this format. Where it cannot be written (a read-only folder, a full disk)
+none is made.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ SUFFIX: Final = ".rows"
 _MAGIC: Final = b"csr-rows"
 _VERSION: Final = 2  # 1 had no checksum, and may lack rows of a damaged bzip2 file
 _ALIGNMENT: Final = 64
-_CHECKED: Final = 16  # bytes before those that the checksum is of
+_CHECKED: Final = 16  # bytes before the checked ones
 _RECORD: Final = 24  # bytes before the record
 _DTYPES: Final = ("<i8", "<i4", "<f4", "<i8", "<i4")  # as `_arrays` has them
 
 
 def cached(sources: Sequence[Path], way: str, parse: Callable[[], LabelledRows]) -> LabelledRows:
-    """Return what `parse` returns, from the cache where there is one of these sources as they are.
+    """Return the result of `parse`, from the cache if it belongs to these unchanged sources.
 
-    way: how they are read; another way is another cache.
+    way: the way of reading; each way has its own cache.
     """
     path = sources[0].with_name(sources[0].name + SUFFIX)
     identity = _identity(sources, way)
     if (rows := _load(path, identity)) is not None:
         return rows
     rows = parse()
-    if _identity(sources, way) == identity:  # nobody has written to them meanwhile
+    if _identity(sources, way) == identity:  # the sources have not changed meanwhile
         with suppress(OSError):
             _save(path, identity, rows)
     return rows
@@ -64,7 +64,7 @@ def _arrays(rows: LabelledRows) -> list[np.ndarray]:
 
 
 def _save(path: Path, identity: dict[str, Any], rows: LabelledRows) -> None:
-    """Write it beside, and put it in place at once, when the disk has it."""
+    """Write a temporary file, and rename it to the cache once it is on disk."""
     arrays = [array.astype(dtype) for array, dtype in zip(_arrays(rows), _DTYPES, strict=True)]
     record = {
         **identity,
@@ -83,7 +83,7 @@ def _save(path: Path, identity: dict[str, Any], rows: LabelledRows) -> None:
             file.write(_MAGIC + checksum.to_bytes(8, "little"))
             file.writelines(parts)
             file.flush()
-            os.fsync(file.fileno())  # or a power loss could leave its name, and zeros
+            os.fsync(file.fileno())  # otherwise a power loss could leave a file of zeros
         written.replace(path)
     except BaseException:
         written.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def _save(path: Path, identity: dict[str, Any], rows: LabelledRows) -> None:
 
 
 def _parts(record: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Yield what follows the checksum."""
+    """Yield the bytes after the checksum."""
     yield len(record).to_bytes(8, "little")
     yield record
     place = _RECORD + len(record)
@@ -102,7 +102,7 @@ def _parts(record: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memo
 
 
 def _load(path: Path, identity: dict[str, Any]) -> LabelledRows | None:
-    """Return the rows; None where the file is not there, or not what it must be."""
+    """Return the rows; None where the file is missing or not valid."""
     try:
         whole = np.memmap(path, np.uint8, "r")
         if whole[:8].tobytes() != _MAGIC:
@@ -131,7 +131,7 @@ def _load(path: Path, identity: dict[str, Any]) -> LabelledRows | None:
 
 
 def _is_sound(rows: SparseRows | LabelLists) -> bool:
-    """Tell whether nothing points out of the arrays."""
+    """Tell whether all offsets and indices are within the arrays."""
     offsets, indices = rows.offsets, rows.indices
     return bool(
         len(offsets)

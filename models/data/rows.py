@@ -1,4 +1,4 @@
-"""Sparse rows in memory: what files are read into, and batches are taken from."""
+"""Sparse rows in memory, into which files are read and from which batches are taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
-    """Rows of numbers of which most are 0: row i has values[j] in column indices[j], for every j of
+    """Rows of numbers, most of them 0: row i has values[j] in column indices[j], for every j in
     offsets[i] .. offsets[i + 1] - 1.
 
     offsets: int64 [rows + 1], from 0, never falling.
@@ -38,7 +38,7 @@ class SparseRows:
         return dense
 
     def row_of_entry(self) -> np.ndarray:
-        """Return which row each entry is of, int64 [entries]."""
+        """Return the row of each entry, int64 [entries]."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def lengths(self) -> np.ndarray:
@@ -49,7 +49,7 @@ class SparseRows:
 
 @dataclass(frozen=True, eq=False)
 class LabelLists:
-    """Which labels each row has: those of row i are indices[offsets[i]:offsets[i + 1]].
+    """The labels of each row: those of row i are indices[offsets[i]:offsets[i + 1]].
 
     offsets: int64 [rows + 1], from 0, never falling.
     indices: int32 [entries], no two alike within a row, from 0, below `width`.
@@ -68,15 +68,15 @@ class LabelLists:
         return LabelLists(offsets, self.indices[places], self.width)
 
     def row_of_entry(self) -> np.ndarray:
-        """Return which row each label is of, int64 [entries]."""
+        """Return the row of each label, int64 [entries]."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """A data set, or a batch of it: as many lists of labels as rows of features.
+    """A data set, or a batch of it: rows of features, with a list of labels for each.
 
-    origin: where it is from, in words that belong beside every figure made of it.
+    origin: its source, as a text that belongs beside every figure made from it.
     """
 
     features: SparseRows
@@ -92,7 +92,7 @@ class LabelledRows:
 
 
 def concatenated(parts: Sequence[LabelledRows], origin: str) -> LabelledRows:
-    """Return the rows of all parts, of which there is at least one, all of the same widths."""
+    """Return the rows of all parts: at least one, all of the same widths."""
     features, labels = [part.features for part in parts], [part.labels for part in parts]
     return LabelledRows(
         SparseRows(
@@ -117,7 +117,7 @@ def _chained(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets of the rows taken, and where their entries lie."""
+    """Return the offsets of the rows taken, and the indices of their entries."""
     begins = offsets[rows]
     counts = offsets[np.asarray(rows) + 1] - begins
     taken = np.concatenate([[0], np.cumsum(counts)])

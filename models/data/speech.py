@@ -15,7 +15,7 @@ RATE: Final = 16_000  # samples a second
 WINDOW: Final = RATE * 20 // 1000
 STRIDE: Final = RATE * 10 // 1000
 BANDS: Final = WINDOW // 2 + 1
-BLANK: Final = "_"  # no letter, between two that are equal, and where nothing is said
+BLANK: Final = "_"  # stands between two equal letters, and where nothing is spoken
 LETTERS: Final = BLANK + "'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
 NUMBERS: Final = {letter: number for number, letter in enumerate(LETTERS)}
 
@@ -49,7 +49,7 @@ class Utterances(Protocol):
 
 
 class SpeechData(NamedTuple):
-    """origin: what it is, in words that belong beside every figure."""
+    """Training and test data. origin: its source, as a text that belongs beside every figure."""
 
     train: Utterances
     test: Utterances
@@ -57,7 +57,7 @@ class SpeechData(NamedTuple):
 
 
 class Buckets:
-    """Neighbours in a corpus, by visits (`visits`) to a whole bucket of so many of them."""
+    """Batches of neighbours in a corpus: each visit (`visits`) is to a whole bucket of them."""
 
     def __init__(self, utterances: Utterances, bucket_size: int) -> None:
         self.utterances, self.bucket_size = utterances, bucket_size
@@ -78,7 +78,7 @@ class Buckets:
 def spectrogram(samples: torch.Tensor) -> torch.Tensor:
     """Return float32 [bands, frames] of samples, float32 [n]: a frame for each 10 ms begun.
 
-    Samples shorter than half a window are padded to that.
+    Samples shorter than half a window are padded to half a window.
     """
     short = WINDOW // 2 + 1 - len(samples)
     samples = torch.nn.functional.pad(samples, (0, max(0, short)))
@@ -104,7 +104,7 @@ def gathered(utterances: Sequence[Utterance]) -> SpeechBatch:
 
 
 def numbered(text: str) -> torch.Tensor:
-    """Return the numbers of a text's letters; raise ValueError for one that is none of LETTERS."""
+    """Return the numbers of a text's letters; raise ValueError for one that is not in LETTERS."""
     for place, letter in enumerate(text):
         if letter not in NUMBERS or letter == BLANK:
             raise ValueError(
@@ -115,6 +115,6 @@ def numbered(text: str) -> torch.Tensor:
 
 
 def spoken(numbers: torch.Tensor) -> str:
-    """Return what letters say: those that follow an equal one are dropped, then the blanks."""
+    """Return the text of letters: those that follow an equal one are dropped, then the blanks."""
     kept = torch.unique_consecutive(numbers).tolist()
     return "".join(LETTERS[number] for number in kept if number != NUMBERS[BLANK])

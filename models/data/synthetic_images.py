@@ -1,7 +1,7 @@
-"""Synthetic images of CIFAR-10's and ImageNet's shapes: of nothing, but with something to learn.
+"""Synthetic images of CIFAR-10's and ImageNet's shapes, with patterns to learn.
 
 Each class is a coarse pattern of colours; an image is its class's pattern, enlarged, under noise.
-Every image is drawn when its batch is made, from its own number: the set takes no room.
+Every image is drawn from its number when its batch is made, so that the set takes no memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from .labelled import LabelledBatch, LabelledData
 
-CELLS: Final = 8  # of a pattern's side
-NOISE: Final = 2.0  # its deviation, over the patterns'
+CELLS: Final = 8  # on a pattern's side
+NOISE: Final = 2.0  # the noise's deviation, over the patterns'
 
 
 class ImageShape(NamedTuple):
-    """How large a published set is; size: pixels of a side."""
+    """The shape of a published set; size: pixels of a side."""
 
     name: str
     size: int
@@ -34,7 +34,7 @@ IMAGENET: Final = ImageShape("ImageNet", 224, 1000, 1_281_167, 50_000)
 
 
 class SyntheticImages:
-    """count: of images; first: the number of the first, so that sets may differ."""
+    """count: number of images; first: the number of the first, so that sets may differ."""
 
     def __init__(self, shape: ImageShape, count: int, *, first: int = 0, seed: int = 0) -> None:
         self.shape, self.count, self.first, self.seed = shape, count, first, seed
@@ -61,7 +61,7 @@ class SyntheticImages:
 
 
 def synthesise_images(shape: ImageShape, samples: int | None = None, seed: int = 0) -> LabelledData:
-    """Return a set like a published one; samples: of training, and a fifth as many of testing."""
+    """Return a set like a published one; samples: for training; a fifth as many are for testing."""
     train, test = (shape.train, shape.test) if samples is None else (samples, -(-samples // 5))
     return LabelledData(
         SyntheticImages(shape, train, seed=seed),

@@ -1,4 +1,4 @@
-"""Synthetic speech of AN4's shape: letters are tones under noise, and utterances mean nothing."""
+"""Synthetic speech of AN4's shape: letters are tones under noise, utterances random letters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .speech import LETTERS, RATE, SpeechData, Utterance, spectrogram
 
 TRAIN, TEST = 948, 130  # recordings, as in AN4
-FEWEST, MOST = 3, 40  # letters of an utterance
+FEWEST, MOST = 3, 40  # letters in an utterance
 LETTER_SAMPLES: Final = RATE * 80 // 1000
 SOUNDING_SAMPLES: Final = LETTER_SAMPLES * 3 // 4  # the rest is silence between two letters
 _LOWEST_HZ, _STEP_HZ = 300, 200
@@ -18,7 +18,7 @@ _NOISE: Final = 0.05
 
 
 class SyntheticSpeech:
-    """count: of utterances, longer and longer; first: the number of the first of them."""
+    """count: number of utterances, of growing length; first: the number of the first one."""
 
     def __init__(self, count: int, *, first: int = 0, seed: int = 0) -> None:
         self.count, self.first, self.seed = count, first, seed
@@ -38,7 +38,7 @@ class SyntheticSpeech:
 
 
 def synthesise_speech(samples: int | None = None, seed: int = 0) -> SpeechData:
-    """Return both parts; samples: utterances of training, and a fifth as many of testing."""
+    """Return both parts; samples: utterances for training; a fifth as many are for testing."""
     train, test = (TRAIN, TEST) if samples is None else (samples, -(-samples // 5))
     return SpeechData(
         SyntheticSpeech(train, seed=seed),

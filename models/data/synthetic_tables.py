@@ -1,8 +1,8 @@
-"""Synthetic tables of covtype's, w8a's and real-sim's dimensions: of nobody's measurements.
+"""Synthetic tables of covtype's, w8a's and real-sim's dimensions.
 
-Rows are as sparse as the set's, their classes as unlike in number. Which class a row is of is said
-by a random network of 8 tanh units that is the same for training and test, but for 2 % that are of
-the other one: a network can learn it, a line only in part.
+Rows are as sparse as the set's, and classes as unequal in number. A random network of 8 tanh units,
+the same for training and test, decides a row's class; 2 % of the rows get the other class. A
+network can learn it, a linear model only in part.
 
 Delicious is multilabel: `synthetic_xml.synthesise` makes that.
 """
@@ -20,7 +20,7 @@ from .synthetic_xml import draw_lengths, draw_rows
 
 UNITS: Final = 8
 WRONG_SHARE: Final = 0.02
-_REFERENCE_ROWS: Final = 4096  # that tell where the second class begins
+_REFERENCE_ROWS: Final = 4096  # rows from which the threshold of the second class is found
 
 
 def synthesise_table(shape: Shape, rows: int, seed: int = 0, *, stream: int = 0) -> LabelledRows:
@@ -66,19 +66,19 @@ def _measured(shape: Shape, rows: int, random: np.random.Generator) -> SparseRow
 
 
 def _words(shape: Shape, rows: int, random: np.random.Generator) -> SparseRows:
-    """Return rows of some columns out of many, of length 1."""
+    """Return rows with values in a few of many columns, of length 1."""
     lengths = draw_lengths(shape, rows, random)
     none = np.zeros(lengths.sum(), bool)
     return draw_rows(shape, lengths, none, none, random)
 
 
 def _marks(shape: Shape, rows: int, random: np.random.Generator) -> SparseRows:
-    """Return rows of ones."""
+    """Return rows with ones in a few columns."""
     words = _words(shape, rows, random)
     return SparseRows(words.offsets, words.indices, np.ones_like(words.values), words.width)
 
 
-# How rows are drawn, and how many are of the second class: about as in the set itself.
+# How rows are drawn, and the share of the second class: about as in the set itself.
 _KINDS: Final[dict[str, tuple[Callable[[Shape, int, np.random.Generator], SparseRows], float]]] = {
     "covtype": (_measured, 0.49),
     "w8a": (_marks, 0.03),

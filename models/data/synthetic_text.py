@@ -1,8 +1,8 @@
 """Synthetic text of Penn Treebank's size: words without meaning, each likely after some others.
 
-After a word come eight others, whose frequencies fall as 1, 1/2, ... 1/8; any word, with Zipf's
-frequencies, comes one time in four. A network that knows the table reaches a perplexity far under
-that of the words' frequencies alone.
+A word is followed by one of eight others, with frequencies of 1, 1/2, ... 1/8; or, one time in
+four, by any word, with Zipf's frequencies. A network that learns the table reaches a perplexity far
+below that of the words' frequencies alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ VOCABULARY: Final = 10_000
 TRAIN, TEST = 929_589, 73_760  # words, ends of lines among them, as in Penn Treebank
 FOLLOWERS: Final = 8
 _ANY_SHARE: Final = 0.25
-_LANES: Final = 512  # written side by side
+_LANES: Final = 512  # parts of the text that are generated together
 
 
 def synthesise_text(samples: int | None = None, seed: int = 0) -> Text:
-    """Return a text; samples: words of training, and a tenth as many of testing."""
+    """Return a text; samples: words for training; a tenth as many are for testing."""
     train, test = (TRAIN, TEST) if samples is None else (samples, -(-samples // 10))
     return Text(
         _written(train, seed, stream=1),

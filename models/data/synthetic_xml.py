@@ -3,13 +3,13 @@
 labels     Zipf: the r-th most frequent one is drawn with probability in proportion to 1 / r
 rows       log-normally long, with the set's mean; 1 + Poisson labels, with the set's mean, before
            those drawn twice fall together
-features   half of a row's entries are drawn from what its labels stand for, 16 features of each,
-           half at random with a power law: what there is to learn, and what hides it
+features   half of a row's entries are drawn from its labels' features, 16 of each label: these can
+           be learned; the other half is noise, drawn at random with a power law
 values     log-normal, then each row is brought to length 1
 
     python -m models.data.synthetic_xml amazon-670k --train 20000 --test 5000 --folder data
 
-writes files of the old format, whose names say that they are synthetic.
+writes files of the old format, whose names tell that they are synthetic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .rows import LabelledRows, LabelLists, SparseRows, concatenated
 FEATURES_OF_A_LABEL: Final = 16
 LENGTH_SPREAD: Final = 0.6  # of the logarithm of rows' lengths
 VALUE_SPREAD: Final = 0.5
-SKEW: Final = 3.0  # of the features at random: larger => fewer make up most
+SKEW: Final = 3.0  # of the random features: larger => fewer features make up most entries
 _ROWS_AT_ONCE: Final = 20_000
 
 
@@ -49,7 +49,7 @@ def synthesise(shape: Shape, rows: int, seed: int = 0, *, stream: int = 0) -> La
 
 
 def resized(shape: Shape, features: int, labels: int) -> Shape:
-    """Return a smaller shape, to look at: rows are no longer than there is room for."""
+    """Return a smaller shape, for trials: its rows have no more entries than features."""
     return replace(
         shape,
         name=f"{shape.name} but of {features} features and {labels} labels",
@@ -84,13 +84,13 @@ def _labels(
     row = np.repeat(np.arange(rows), counts)
     drawn = random.random(len(row)) * frequencies[-1]
     label = of_rank[np.searchsorted(frequencies, drawn)]
-    keys = np.unique(row * shape.labels + label)  # drawn twice is there once
+    keys = np.unique(row * shape.labels + label)  # labels drawn twice count once
     offsets = np.searchsorted(keys, np.arange(rows + 1) * shape.labels)
     return LabelLists(offsets, (keys % shape.labels).astype(np.int32), shape.labels)
 
 
 def draw_lengths(shape: Shape, rows: int, random: np.random.Generator) -> np.ndarray:
-    """Return how many entries each row has."""
+    """Return the number of entries in each row."""
     centre = np.log(shape.entries_per_row) - LENGTH_SPREAD**2 / 2
     lengths = np.rint(random.lognormal(centre, LENGTH_SPREAD, rows)).astype(np.int64)
     return lengths.clip(1, max(1, shape.features // 2))
@@ -103,7 +103,7 @@ def draw_rows(
     meant: np.ndarray,
     random: np.random.Generator,
 ) -> SparseRows:
-    """Return rows of length 1, of these features where they are meant, of any otherwise."""
+    """Return rows of length 1, with the given features where there are any, others at random."""
     row = np.repeat(np.arange(len(lengths)), lengths)
     chance = (shape.features * random.random(len(row)) ** SKEW).astype(np.int64)
     keys = row * shape.features + np.where(is_meant, meant, chance)
@@ -143,7 +143,7 @@ def _feature_of(label: np.ndarray, number: np.ndarray, seed: int, shape: Shape) 
 def _made_distinct(
     keys: np.ndarray, row: np.ndarray, features: int, random: np.random.Generator
 ) -> np.ndarray:
-    """Return the keys, sorted, each that came twice in a row drawn anew at random."""
+    """Return the sorted keys, with duplicates within a row drawn again at random."""
     while True:
         keys.sort()
         twice = np.flatnonzero(keys[1:] == keys[:-1]) + 1

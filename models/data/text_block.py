@@ -1,16 +1,15 @@
-"""Many lines of a file of sparse rows at once, in NumPy: what `text_line` says of each.
+"""Parses many lines of a file of sparse rows at once, in NumPy, with `text_line`'s results.
 
-The bytes that part numbers from each other are found first; what stands between two of them is
-known from these two alone:
+The bytes that separate numbers are found first; the kind of the number between two of them is known
+from these two alone:
 
     bytes   \n 3 , 1 7   0 : 0 . 2 5   9 : 1 \n
     parted  |    |     |   |   |     |   |   |
     role      L    L     I   W   F     I   W        Label, Index, Whole part, Fraction
 
-Digits are then turned into numbers eight at a time, in the bytes of one 64-bit word. What that does
-not give exactly (1e-30, 19 digits) goes through Python's float, and a line in which anything is
-wrong to `parse_line`, for the reason. Values are those of Python's float, rounded to float32, to
-the bit.
+Digits are then turned into numbers eight at a time, in the bytes of one 64-bit word. Values that
+this does not give exactly (1e-30, 19 digits) go through Python's float. A malformed line goes to
+`parse_line`, which finds the reason. Values are Python's float rounded to float32, to the bit.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ for _bytes, _kind in ((b"\n", _NEWLINE), (b" \t", _SPACE), (b",", _COMMA), (b":"
     _KIND_OF[list(_bytes)] = _kind
 _KIND_OF[ord(".")] = _DOT
 
-_IS_LETTER: Final = np.zeros(256, bool)  # of a number; 0 fills what is shorter than others
+_IS_LETTER: Final = np.zeros(256, bool)  # of a number; 0 fills up short ones
 _IS_LETTER[list(b"\x000123456789+-.eE")] = True
 _MOST_LETTERS: Final = 64
-_MOST_IN_A_WORD: Final = 19  # digits, whatever they are
+_MOST_IN_A_WORD: Final = 19  # any digits
 _POWERS: Final = 10 ** np.arange(_MOST_IN_A_WORD + 1, dtype=np.uint64)
 _EXACT_POWERS: Final = 10.0 ** np.arange(23)
-_FAR: Final = np.uint64(1000)  # a power of ten beyond all that numbers here have
+_FAR: Final = np.uint64(1000)  # a power of ten beyond those of all numbers here
 _FINITE: Final = 1e38  # and below it, in float32, too
 _WORD: Final = 8  # digits
 _LEAD: Final = MOST_DIGITS  # bytes before the block: words end where a number ends
 
 
 class BadLine(ValueError):
-    """What is wrong with which line of a block, counted from 0."""
+    """Raised with the reason for a malformed line of a block, and its number from 0."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(reason)
@@ -54,9 +53,9 @@ class BadLine(ValueError):
 
 
 def parse_block(block: bytes, layout: Layout) -> LabelledRows:
-    """Return what lines say, each of which ends in a newline.
+    """Return the rows in a block of lines, each of which ends in a newline.
 
-    Raises BadLine for the first that is malformed.
+    Raises BadLine for the first malformed line.
     """
     text = np.frombuffer(b"\n" * _LEAD + block, np.uint8)
     numbers = _Numbers(text)
@@ -103,7 +102,7 @@ def parse_block(block: bytes, layout: Layout) -> LabelledRows:
 
 
 def _parts(text: np.ndarray) -> np.ndarray:
-    """Return where a number may end, bool [bytes]."""
+    """Return the places at which a number may end, bool [bytes]."""
     parts: np.ndarray = text <= ord(" ")
     for byte in b",.:":
         parts |= text == byte
@@ -112,7 +111,7 @@ def _parts(text: np.ndarray) -> np.ndarray:
 
 @cache
 def _roles(has_labels: bool, has_classes: bool) -> np.ndarray:
-    """Return what stands between two kinds of bytes, [before, after, whether anything does]."""
+    """Return the role of text between two kinds of bytes, [before, after, whether not empty]."""
     roles = np.full((_KINDS, _KINDS, 2), _BAD, np.uint8)
     for before, after, something, role in (
         (_SPACE, _SPACE, 0, _NOTHING),
@@ -139,7 +138,7 @@ def _roles(has_labels: bool, has_classes: bool) -> np.ndarray:
 
 
 class _Numbers:
-    """The numbers in a text, told by where they start and end."""
+    """The numbers in a text, by the places where they start and end."""
 
     def __init__(self, text: np.ndarray) -> None:
         self._text = text
@@ -150,17 +149,17 @@ class _Numbers:
     def numbered(
         self, starts: np.ndarray, ends: np.ndarray, numbering: Numbering
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 numbers from 0, and which of them are numbers in range."""
+        """Return int32 numbers from 0, and which of them are valid and in range."""
         numbers, sure = self._whole(starts, ends)
-        numbers -= np.uint64(numbering.base)  # what is below it becomes very large
+        numbers -= np.uint64(numbering.base)  # smaller numbers become very large
         return numbers.astype(np.int32), sure & (numbers < numbering.number)
 
     def real(
         self, starts: np.ndarray, points: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 values, and which of them are numbers, finite in float32.
+        """Return float64 values, and which of them are valid and finite in float32.
 
-        points: where the part before the decimal point ends: at `ends` where there is none.
+        points: where the part before the decimal point ends; equal to `ends` without a point.
         """
         first = self._text[starts]
         negative = first == ord("-")
@@ -198,7 +197,7 @@ class _Numbers:
     def _powers(
         self, starts: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the powers of ten in numbers, which are sure, and where what is before ends.
+        """Return the powers of ten of numbers, which are certain, and where the mantissas end.
 
         - 1 . 2 5 e - 0 7         power -7
                   ^ here
@@ -221,7 +220,7 @@ class _Numbers:
         return powers, sure, stops
 
     def _any_form(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return as `real` what Python's float says of each."""
+        """Return the results of `real`, by Python's float."""
         lengths = ends - starts
         letters = np.arange(min(int(lengths.max()), _MOST_LETTERS))
         there = letters < lengths[:, None]
@@ -238,7 +237,7 @@ class _Numbers:
         return np.array([value or 0.0 for value in found]), finite
 
     def _whole(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return uint64 numbers, 0 for an empty text; and which are digits, and below 1e19."""
+        """Return uint64 numbers, 0 for an empty text; and which are all digits and below 1e19."""
         lengths = ends - starts
         numbers, sure = _eight_digits(self._words[ends - _WORD], np.minimum(lengths, _WORD))
         for read in range(_WORD, MOST_DIGITS, _WORD):
@@ -253,7 +252,7 @@ class _Numbers:
 
 
 def _eight_digits(words: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers that the last `counts` bytes of words spell, and which do.
+    """Return the numbers in the last `counts` bytes of words, and which are all digits.
 
     bytes   a b c d e f g h      the first is the lowest of a little-endian word
     pairs   ab  cd  ef  gh       x * 10 + the next one, in all bytes at once
@@ -285,7 +284,7 @@ def _may_round_twice(mantissas: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _ascends(indices: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return of each entry but the first whether it is above the one before, or begins a row."""
+    """Return for each entry but the first whether it is above the one before, or begins a row."""
     ascends: np.ndarray = indices[1:] > indices[:-1]
     begins = offsets[1:-1]
     ascends[begins[(begins > 0) & (begins < len(indices))] - 1] = True
@@ -293,7 +292,7 @@ def _ascends(indices: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def _has_twice(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return which rows have a label twice, bool [rows]."""
+    """Return for each row whether it has a label twice, bool [rows]."""
     twice = np.zeros(len(offsets) - 1, bool)
     if _ascends(labels, offsets).all():
         return twice
@@ -313,7 +312,7 @@ def _class_numbers(values: np.ndarray, classes: tuple[float, ...]) -> tuple[np.n
 
 
 def _explained(block: bytes, place: int, layout: Layout) -> BadLine:
-    """Return what is wrong with the line that a place is in, or ends at."""
+    """Return the error for the line that contains a place, or ends at it."""
     line = block.count(b"\n", 0, place)
     begin = block.rfind(b"\n", 0, place) + 1
     try:

@@ -1,4 +1,4 @@
-"""Files of sparse rows, plain or packed, in blocks of whole lines; errors name the line."""
+"""Reads files of sparse rows, plain or packed, in blocks of whole lines; errors name the line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .rows import LabelledRows, concatenated
 from .text_block import BadLine, parse_block
 from .text_line import Layout
 
-BLOCK_BYTES: Final = 1 << 20  # larger => leaves the cache; smaller => NumPy's calls show
+BLOCK_BYTES: Final = 1 << 20  # larger => beyond the CPU's cache; smaller => more calls
 MOST_LINE_BYTES: Final = 1 << 26
 EMPTY: Final = "is empty"
 
 
 class TextFile:
-    """A file, line by line at first, then all that is left of it."""
+    """A file: read its first lines one by one, then all rows that are left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._blocks = _blocks(path)
         self._kept = b""
-        self._lines = 0  # that were given
+        self._lines = 0  # lines returned so far
 
     def first_line(self) -> bytes:
-        """Return a line of its own, without its end; MalformedFile for an empty file."""
+        """Return the next line without its end; raise MalformedFile for an empty file."""
         self._kept = self._kept or next(self._blocks, b"")
         if not self._kept and not self._lines:
             raise MalformedFile(self.path, None, EMPTY)
@@ -36,18 +36,18 @@ class TextFile:
         return line
 
     def refuse(self, reason: str) -> MalformedFile:
-        """Return the error that the line given last is."""
+        """Return the error, with this reason, for the line returned last."""
         return MalformedFile(self.path, self._lines, reason)
 
     def rows(self, layout: Layout, count: int | None = None) -> LabelledRows:
-        """Return what is left, which must be `count` rows where that is known."""
+        """Return the rows that are left, which must be `count` if it is given."""
         blocks = [parse_block(b"", layout)]
         begin = self._lines
         for text in self._rest():
             try:
                 blocks.append(parse_block(text, layout))
             except BadLine as error:
-                # A line too many is that before it is malformed.
+                # An extra line is reported as such, even if it is malformed.
                 if count is None or self._lines + error.line < begin + count:
                     line = self._lines + error.line + 1
                     raise MalformedFile(self.path, line, str(error)) from error
@@ -76,7 +76,7 @@ class TextFile:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield whole lines, each ending in a newline, whatever ends them in the file."""
+    """Yield blocks of whole lines, each ending in a newline, whichever line ends the file has."""
     opened, packed_by = open_unpacked(path)
     lines = 0
     with opened as file:

@@ -1,11 +1,11 @@
-"""One line of a file of sparse rows: what it may be, and what is wrong with it otherwise.
+"""Parses one line of a file of sparse rows; finds the reason where it is malformed.
 
     3,17 0:0.25 9:1.5       labels 3 and 17; 0.25 in column 0, 1.5 in column 9
      0:0.25                 no labels: the line begins with a space
     -1 1:0.25               a class
     0:0.25                  neither, where another file holds the labels
 
-This is the truth for `text_block`, which reads the same a thousand lines at once.
+This is the reference for `text_block`, which parses a thousand lines at once.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MOST_SHOWN: Final = 40
 
 
 class Numbering(NamedTuple):
-    """Things are numbered base .. base + number - 1 in the file, and from 0 in memory."""
+    """The numbering of features or labels: base .. base + number - 1 in the file, memory from 0."""
 
     base: int
     number: int
 
 
 class Layout(NamedTuple):
-    """How lines begin: with a list of labels, one of some classes, or the first entry.
+    """The layout of lines, which begin with a list of labels, a class, or the first entry.
 
     classes: the numbers that stand for class 0, 1, ...
     """
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row: numbers from 0, whatever the file counts from."""
+    """A row, with features and labels numbered from 0."""
 
     labels: list[int]
     indices: list[int]
@@ -51,9 +51,9 @@ class Line(NamedTuple):
 
 
 def parse_line(line: bytes, layout: Layout) -> Line:
-    """Return what a line says; `line` without its end.
+    """Return the row in a line, which is given without its end.
 
-    Raises ValueError with the reason for a line that is malformed.
+    Raises ValueError with the reason for a malformed line.
     """
     if control := _CONTROL.search(line):
         raise ValueError(f"byte 0x{control.group()[0]:02x} is part of no number")
@@ -80,7 +80,7 @@ def parse_line(line: bytes, layout: Layout) -> Line:
 
 
 def parse_value(text: bytes) -> float | None:
-    """Return a number as float64, None where the text is none, or too large for float32."""
+    """Return a number as float64; None where the text is not one, or too large for float32."""
     if not NUMBER.fullmatch(text):
         return None
     value = float(text)

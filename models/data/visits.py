@@ -1,9 +1,9 @@
-"""The order in which ranks visit samples: a function of seed, epoch and rank, and of nothing else.
+"""The order in which ranks visit samples; it depends on seed, epoch and rank alone.
 
-    visit = epoch * samples + sample       which sample, and for the how many-th time
+    visit = epoch * samples + sample       the number of a visit
 
-A data set that draws at random, to augment, draws from the visit's number: training goes on to the
-bit wherever it was stopped, and it is all the same how many workers load.
+A data set that augments samples seeds its random numbers by the visit's number. So training resumes
+to the bit wherever it was stopped, and with any number of workers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils.data import Sampler
 class Visits(Sampler[list[int]]):
     """Batches of one rank, of visits' numbers; a batch sampler for DataLoader.
 
-    An epoch is a permutation of all samples, dealt out to the ranks, as many to each: where they do
-    not come out even, some samples are visited twice. What fills no batch is left out.
+    An epoch is a permutation of all samples, dealt out to the ranks, equally many to each: where
+    the number does not divide, some samples are visited twice. A partial batch is left out.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Visits(Sampler[list[int]]):
 
     @property
     def per_rank(self) -> int:
-        """How many samples a rank is dealt in an epoch."""
+        """Return the number of samples that a rank is dealt in an epoch."""
         return -(-self.samples // self.size)
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """Choose the epoch of the next iteration, and which of its batches comes first."""
+        """Set the epoch of the next iteration, and the number of its first batch."""
         self.epoch, self.first = epoch, first
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -45,5 +45,5 @@ class Visits(Sampler[list[int]]):
             yield visits[batch * self.batch_size : (batch + 1) * self.batch_size].tolist()
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return self.per_rank // self.batch_size

@@ -1,4 +1,4 @@
-"""WAV files as speech corpora have them: one channel of 16-bit samples, not compressed."""
+"""Reads WAV files of speech corpora: one channel of 16-bit samples, not compressed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .malformed import MalformedFile
 
 MOST_SECONDS: Final = 600
 _MOST_HEADER_BYTES: Final = 1 << 20
-_EXTENSIBLE: Final = 0xFFFE  # WAVE_FORMAT_EXTENSIBLE, which says in a GUID what the samples are
+_EXTENSIBLE: Final = 0xFFFE  # WAVE_FORMAT_EXTENSIBLE, whose GUID tells the samples' format
 _PCM_GUID: Final = bytes.fromhex("0100000000001000800000aa00389b71")
 
 
@@ -50,11 +50,11 @@ def read_wav(path: str | Path, rate: int) -> np.ndarray:
 
 
 def _as_plain_pcm(content: bytes) -> io.BytesIO:
-    """Return a file whose "fmt " chunk says PCM where it said so in the extensible way.
+    """Return a file whose extensible "fmt " chunk for PCM is changed to a plain one.
 
-    Before 3.12 Python's wave reads no other.
+    Before 3.12 Python's wave reads only the plain one.
     """
-    place = 12  # behind RIFF, the length and WAVE
+    place = 12  # after RIFF, the length and WAVE
     while place + 8 <= len(content):
         name, length = struct.unpack_from("<4sI", content, place)
         body = place + 8

@@ -1,4 +1,4 @@
-"""Extreme multi-label classification: the files of the Extreme Classification Repository.
+"""Reads the files of the Extreme Classification Repository, for multi-label classification.
 
 The old format, which SLIDE's copies have too, is one file, 0-based, with a header:
 
@@ -12,7 +12,7 @@ The new one is two, each with a header of its own:
     0:0.25 9:1.5         3:1 17:1
     0:0.25
 
-A copy without its header is read by `libsvm.read_multilabel`, which must be told what it said.
+A copy without its header is read by `libsvm.read_multilabel`, which takes its counts as arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTS: Final = re.compile(rb"\s*[0-9]{1,18}(?:[ \t]+[0-9]{1,18})*\s*")
 def read_xml(path: str | Path, *, cache: bool = True) -> LabelledRows:
     """Return a file of the old format; plain, gzip or bzip2.
 
-    cache: keep what was read beside the file (see `row_cache`), and take it from there.
+    cache: keep the rows in a cache beside the file (see `row_cache`), and read them from there.
     Raises MalformedFile, a ValueError that names file, line and reason; OSError.
     """
     path = Path(path)
@@ -51,11 +51,11 @@ def read_xml_pair(features: str | Path, labels: str | Path, *, cache: bool = Tru
 
 
 def read_split(path: str | Path, rows: int, column: int = 0) -> np.ndarray:
-    """Return which rows, from 0, a split file lists: `LabelledRows.take` them.
+    """Return the numbers of the rows, from 0, in a split file: `LabelledRows.take` them.
 
     The repository's small sets are one file, beside files for training and test in which each
     column is a split: on every line a row's number, from 1, for each split.
-    Raises MalformedFile, OSError; ValueError for a column that is not there.
+    Raises MalformedFile, OSError; ValueError for a missing column.
     """
     path = Path(path)
     numbers, columns = [], None
@@ -113,7 +113,7 @@ def _read_matrix(path: Path, columns: str) -> SparseRows:
 def _header(file: TextFile, names: Sequence[str]) -> list[int]:
     """Return the counts on the first line.
 
-    Raises MalformedFile for anything else: without a header nobody knows what indices count from.
+    Raises MalformedFile for anything else: without a header the first index is unknown.
     """
     line = file.first_line()
     counts = [int(count) for count in line.split()] if _COUNTS.fullmatch(line) else []

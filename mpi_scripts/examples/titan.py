@@ -39,14 +39,14 @@ class Trainer(trainer.Trainer):
         parallelize = config.model_spec.parallelize_fn
 
         def shard(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
-            """Let FSDP know of one replica only: the exchange between them is gtopk's."""
+            """Shard for FSDP as if there were one replica: gtopk exchanges between them."""
             whole = how["parallel_dims"]
             how["parallel_dims"] = copy.copy(whole)
             how["parallel_dims"].dp_replicate = 1
             model = parallelize(model, **how)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    # torchtitan's loss wants the sum over replicas, of which gtopk has the mean.
+                    # torchtitan's loss expects the sum over replicas, and gtopk gives the mean.
                     module.set_gradient_divide_factor(1 / whole.dp_replicate)
             return model
 
@@ -71,7 +71,7 @@ class Trainer(trainer.Trainer):
         self._passes = 0
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """Let FSDP add up the passes of a step, and the last one exchange the sum."""
+        """Let FSDP add up a step's backward passes, and exchange the sum in the last one."""
         self._passes = (self._passes + 1) % self.gradient_accumulation_steps
         self.model_parts[0].set_requires_all_reduce(self._passes == 0)
         return super().forward_backward_step(**batch)

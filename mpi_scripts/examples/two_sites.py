@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     if not options.every_step:
-        optimizer.outer_step()  # what is left of a round: all ranks end with one model
+        optimizer.outer_step()  # the rest of a round: all ranks end with one model
     seconds = time.perf_counter() - began
 
     x, y = data.test.tensors

@@ -1,11 +1,11 @@
 """Replays a trace on a platform, both JSON on stdin: run by the Python that has SimGrid.
 
-Every rank is an actor that does what the trace says. What a rank sends leaves it in order, the
-bytes of one message after those of the other, whether its receiver asks for it yet or not; a
-receive waits for them, and then for the latency, for which no sender waits. Links are shared fairly
-among the ranks' messages on them, in each direction by itself.
-Prints the simulated seconds until the last rank is done; fails where one waits for a message that
-nobody sends. It needs nothing of gtopk, whose Python may be another.
+Every rank is an actor that follows the trace. Its messages leave in order, one after the other,
+whether the receiver asks for them yet or not. A receive waits for the bytes, and then for the
+latency, for which no sender waits. The messages on a link share it fairly, each direction by
+itself.
+Prints the simulated seconds until the last rank is done; fails where a rank waits for a message
+that nobody sends. It imports nothing of gtopk, which may run on another Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from simgrid import Actor, Engine, LinkInRoute, Mailbox, NetZone, this_actor
 
-# Plain max-min sharing: what latency and bandwidth say, without the factors of a TCP.
+# Plain max-min sharing by latency and bandwidth, without the factors of a TCP model.
 SETTINGS = (
     "network/model:CM02",
     "network/TCP-gamma:0",
@@ -29,9 +29,9 @@ _QUIET = "--log=root.thresh:error"
 
 
 def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) -> None:
-    """Join a host, or a zone by its gateway, to the switch that its parent zone is.
+    """Join a host, or a zone by its gateway, to its parent zone, which is a switch.
 
-    The link is without latency: SimGrid's would hold its sender up. (See `replay`.)
+    The link has no latency: SimGrid's would delay the sender. (See `replay`.)
     """
     link = parent.create_split_duplex_link(name, hop[0]).seal()
     route = [LinkInRoute(link, LinkInRoute.UP)]
@@ -39,7 +39,7 @@ def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) 
 
 
 def way_out(zone: Any, name: str) -> Any:
-    """Return the gateway of a zone of zones: in one of its own, since SimGrid wants it as deep."""
+    """Return a zone's gateway: in a zone of its own, since SimGrid needs all at the same depth."""
     edge = NetZone.create_star_zone(f"edge-{name}").set_parent(zone)
     gateway = edge.create_router(f"gateway-{name}")
     edge.seal()
@@ -81,7 +81,7 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
 
 
 def latencies(platform: dict[str, Any]) -> Callable[[int, int], float]:
-    """Return what tells the seconds between two ranks: of the hops from where their ways part."""
+    """Return a function for the latency between two ranks: the hops below their common zone."""
     sites = platform["sites"]
     ways = {
         rank: (s, w, n, rank)
@@ -108,7 +108,7 @@ def replay(
     computing: list[float] | None,
     waiting: set[int],
 ) -> None:
-    """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth.
+    """Replay one rank; bytes within its token bucket, full at first, take no bandwidth.
 
     computing: its seconds before each event, and after the last.
     waiting: the ranks that are not done yet.
@@ -127,8 +127,8 @@ def replay(
         held = min(most, held + rate * (Engine.clock - gone))
         slow = max(0.0, size - held)
         held = max(0.0, held - size)
-        gone = Engine.clock + (slow / rate if rate else 0.0)  # it fills while bytes travel on
-        left = []  # the second at which its last byte has
+        gone = Engine.clock + (slow / rate if rate else 0.0)  # the bucket fills meanwhile
+        left = []  # the second at which the message's last byte has left
         Mailbox.by_name(f"{rank}>{peer}").put(left, int(slow))
         left.append(Engine.clock)
     if computing is not None:
@@ -150,7 +150,7 @@ def main() -> None:
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
     engine.run()
-    if waiting:  # SimGrid ends as if all were well
+    if waiting:  # SimGrid itself ends without an error
         sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that nobody sends or takes")
     print(json.dumps({"seconds": Engine.clock}))
 

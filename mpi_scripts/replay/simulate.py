@@ -1,6 +1,6 @@
-"""Simulate: a reduction's trace on a platform, by the Python on this machine that has SimGrid.
+"""Simulates a reduction's trace on a platform, by a Python on this machine that has SimGrid.
 
-Platform: a tree of hosts, switches and sites, as SimGrid is told to make it.
+Platform: a tree of hosts, switches and sites, from which SimGrid's zones are made.
 
 site 0                            site 1        far       between sites
 switch          switch            ...           uplink    of a switch, to all others of a site
@@ -28,14 +28,14 @@ from .traces import Profile, Trace
 
 NODES_PER_SWITCH = 32
 MOST_NODES_PER_SWITCH = 1 << 20
-_AT_ONCE = 1e15  # bytes a second of a link on which bytes take no time
+_AT_ONCE = 1e15  # bytes a second: a link on which bytes take no time
 
 
 class Platform(NamedTuple):
     """A network's ranks on a tree.
 
-    oversubscription: of a switch's uplink: its nodes' links over it; 1: nothing is lost there.
-    sites: over which the switches are dealt; far: the link of each, to the others.
+    oversubscription: the sum of a switch's nodes' bandwidths over its uplink's; 1: none.
+    sites: number of sites, over which switches are dealt; far: the link of each to the others.
     """
 
     network: Network
@@ -45,7 +45,7 @@ class Platform(NamedTuple):
     far: Link | None = None
 
     def check(self) -> None:
-        """Raise ValueError for a tree that cannot be."""
+        """Raise ValueError for an impossible tree."""
         if self.nodes_per_switch < 1 or self.oversubscription < 1.0:
             raise ValueError("a switch needs a node, and an uplink no wider than its nodes' links")
         if self.nodes_per_switch > MOST_NODES_PER_SWITCH:
@@ -65,7 +65,7 @@ class Platform(NamedTuple):
         return [nodes[first : first + step] for first in range(0, len(nodes), step)]
 
     def record(self) -> dict[str, Any]:
-        """Return what the simulator is told; bandwidths in bytes, latencies in seconds of a hop."""
+        """Return the simulator's input; bandwidths in bytes, latencies in seconds, by hop."""
         switches = self.switches()
         dealt = [len(switches) * site // self.sites for site in range(self.sites + 1)]
         link = _hop(self.network.between)
@@ -80,7 +80,7 @@ class Platform(NamedTuple):
         }
 
     def _burst(self) -> list[float]:
-        """Return bytes that pass at once after a pause, and bytes a second that fill it again."""
+        """Return a token bucket: the bytes that pass at once, and the bytes a second to fill it."""
         link = self.network.between
         if not (link.burst_bytes and link.seconds_per_byte):
             return [0.0, 0.0]
@@ -99,7 +99,7 @@ _PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
 
 
 class SimulationError(RuntimeError):
-    """SimGrid is not here, or a replay has failed."""
+    """Raised where SimGrid is missing, or a replay has failed."""
 
 
 def find_python(environ: Mapping[str, str] = os.environ) -> str:
@@ -114,7 +114,7 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
             found = subprocess.run(
                 [python, "-c", "from simgrid import Engine"], capture_output=True, check=False
             )
-        except OSError:  # none is there, or none that may be run
+        except OSError:  # missing, or not executable
             continue
         if found.returncode == 0:
             return python
@@ -130,8 +130,8 @@ def simulate(
 ) -> float:
     """Return the simulated seconds until the last rank is done with its messages.
 
-    computing: what ranks do between them; what lets a burst pass recovers meanwhile. None: nothing.
-    Raises ValueError where it is of another trace, or the trace of another number of ranks.
+    computing: the ranks' seconds between messages, in which token buckets fill; None: no computing.
+    Raises ValueError where it belongs to another trace, or the trace has another number of ranks.
     Raises SimulationError where the replay fails.
     """
     platform.check()

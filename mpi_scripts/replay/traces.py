@@ -1,11 +1,12 @@
-"""Traces: what every rank of a reduction sends and receives, in order, recorded from its real code.
+"""Traces: every rank's sends and receives in a reduction, in order, recorded from its real code.
 
     rank 0    to 1: 820 bytes | from 1 | to 2: 820 bytes | from 2
     rank 1    to 0: 820 bytes | from 0 | to 3: 820 bytes | from 3
 
-The ranks are threads. Where their vectors together would not fit, two smaller reductions of the
-same density are recorded: their messages are the same ones, and a message's bytes are a + b k. Of
-topk-allgather it is two allgathers, of shorter messages: its lists travel as they are.
+The ranks are threads. Where their vectors together would not fit into memory, two smaller
+reductions of the same density are recorded: they have the same messages, and a message's bytes are
+a + b k. For topk-allgather these are two allgathers of shorter messages, as its lists travel
+unchanged.
 Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
 """
 
@@ -31,26 +32,26 @@ from collectives.transports.reductions import CHECKED_BYTES, PIECE_BYTES
 from collectives.wire import EXACT, Format, encode
 from gtopk.cli.bench.collectives.cases import picks
 
-# A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
+# A rank's peer in a message, and the bytes it sent; RECEIVED for a message that it got.
 Trace = list[list[Event]]
-# Of each rank the seconds that it computes before each of its events, and after the last.
+# For each rank, the seconds that it computes before each of its events, and after the last.
 Profile = list[list[float]]
 
 MOST_MESSAGES: Final = 1 << 19
-_MOST_ENTRIES: Final = 1 << 25  # that all ranks hold together, of what they gather at the most
+_MOST_ENTRIES: Final = 1 << 25  # that all ranks may hold together after gathering
 _FLOAT_BYTES: Final = 4
-_WIDE: Final = 1 << 31  # elements, from which on a position takes 8 bytes, and no longer 4
+_WIDE: Final = 1 << 31  # elements from which on a position takes 8 bytes instead of 4
 _TIMEOUT_SECONDS: Final = 600.0
-_STACK_BYTES: Final = 1 << 18  # of a rank: thousands of the usual 8 MB are more than there is
-# So often a waiting thread asks for Python's lock; thousands that ask 200 times a second do nothing
-# else.
+_STACK_BYTES: Final = 1 << 18  # for each rank: thousands of the usual 8 MB do not fit
+# The interval at which a waiting thread asks for Python's lock; thousands of threads that ask 200
+# times a second do nothing else.
 _TURN_SECONDS: Final = 0.5
 
 
 class Reduction(NamedTuple):
     """The reduction to record: `selected` of `length` values on each rank; dense: all of them.
 
-    growth: of gtopk, also between nodes.
+    growth: the growth of gtopk, also between nodes.
     """
 
     algorithm: str
@@ -63,7 +64,7 @@ class Reduction(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """Return about how many there are, but for the words that dense ones are answered with."""
+        """Return the approximate number of messages, without the words that answer dense ones."""
         order = Order(self.length, self.selected, self.ranks, self.ranks_per_node)
         return sum(
             each.senders * each.times
@@ -73,18 +74,18 @@ class Reduction(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Return how many all ranks hold together at the end."""
+        """Return the number of entries that all ranks hold together at the end."""
         if self.algorithm == "dense":
             return self.ranks * self.length
         gathered = self.ranks if self.algorithm == "topk-allgather" else self.growth
         return round(self.ranks * gathered * self.selected)
 
     def smaller(self) -> tuple[Reduction, Reduction]:
-        """Return one whose entries fit, and one of half as many, at the same density.
+        """Return two reductions at the same density: one whose entries fit, and one of half of it.
 
         Long vectors stay longer than 2^31 where raw positions in them take 8 bytes.
-        Dense ones have equal parts for all ranks, which a remainder would weigh on too much, none
-        of them as short as a word, and messages that travel in one piece.
+        Dense ones have equal parts for all ranks, as a remainder would weigh too much; no part is
+        as short as a word, and messages travel in one piece.
         """
         if self.algorithm == "dense":
             most = min(_MOST_ENTRIES // self.ranks, PIECE_BYTES // _FLOAT_BYTES)
@@ -127,18 +128,18 @@ def trace_of(reduction: Reduction) -> Trace:
 
 
 def _drawn(ranks: int) -> int:
-    """Return how many quantile boundaries all ranks of Ok-Topk hold: of each rank, on each rank."""
+    """Return how many quantile boundaries all ranks of Ok-Topk hold: each rank those of all."""
     return ranks * ranks * QUANTILES_PER_RANK * ranks
 
 
 def _record(reduction: Reduction) -> Trace:
-    """Run a reduction on threads, and return what they sent."""
+    """Run a reduction on threads, and return its trace."""
 
     def program(transport: Recorder) -> None:
         if reduction.algorithm == "dense":
             transport.allreduce(np.zeros(reduction.length, np.float32))
             return
-        # Of Ok-Topk that of most steps: those whose boundaries stand.
+        # For Ok-Topk the trace of most steps, in which boundaries are kept.
         _reduce(reduction, transport, goes=2 if reduction.algorithm == "oktopk" else 1)
 
     trace = _run(reduction.ranks, program)
@@ -146,7 +147,7 @@ def _record(reduction: Reduction) -> Trace:
 
 
 def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
-    """Do a sparse reduction a few times, of which the last is noted."""
+    """Run a sparse reduction several times, and record the last one."""
     ranks = range(reduction.ranks)
     options: dict[str, Any] = {}
     if reduction.algorithm == "hierarchical":
@@ -164,10 +165,10 @@ def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
 
 
 def profile_of(reduction: Reduction) -> Profile:
-    """Return how long the ranks of a sparse reduction compute between their messages here.
+    """Return the seconds that ranks of a sparse reduction compute between messages, measured here.
 
-    Of a second go, in seconds of a thread: how a reduction's time is spread, not how long it takes
-    elsewhere.
+    They are CPU seconds of threads in a second run: they tell how a reduction's time is
+    distributed, not how long it takes on another machine.
     """
 
     def program(transport: LocalTransport) -> list[float]:
@@ -179,7 +180,7 @@ def profile_of(reduction: Reduction) -> Profile:
 
 
 def _allgather(reduction: Reduction) -> Trace:
-    """Return the trace of an allgather of messages that are as long as rank 0's list."""
+    """Return the trace of an allgather with messages as long as rank 0's list."""
 
     def recorded(size: int) -> Trace:
         message = np.zeros(size, np.uint8)
@@ -189,7 +190,7 @@ def _allgather(reduction: Reduction) -> Trace:
 
 
 def _list_bytes(reduction: Reduction) -> int:
-    """Return the bytes of rank 0's list: of two shorter ones where it would not fit by itself."""
+    """Return the bytes of rank 0's list, from two shorter ones where it would not fit itself."""
     if reduction.selected <= _MOST_ENTRIES // 4:
         mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
         return encode(mine, reduction.selected, reduction.format).message.size
@@ -200,7 +201,7 @@ def _list_bytes(reduction: Reduction) -> int:
 
 
 def _run(ranks: int, program: Callable[[Recorder], object]) -> Trace:
-    """Run a program on ranks that are threads, and return what they sent."""
+    """Run a program on ranks that are threads, and return their trace."""
 
     def recorded(transport: LocalTransport) -> list[Event]:
         assert isinstance(transport, Recorder)
@@ -221,17 +222,17 @@ def _recorders(ranks: int) -> list[LocalTransport]:
 
 
 def _without_words(trace: Trace) -> Trace:
-    """Return the trace without checksums, and without the words that a long message has come.
+    """Return the trace without checksums, and without words that acknowledge long messages.
 
-    Words keep a host's messages in order, as those of the simulation are in any case; and whether a
-    message has either hangs on the size of the vector. The latency that they take goes with them.
-    A checksum follows a message that has one: others of its length are as long as blocks are.
+    Words keep a host's messages in order, which the simulation does anyway. Whether a message has
+    either depends on the size of the vector. Their latency is left out, too. A message of a
+    checksum's length is one if the message before it, to the same peer, is long enough to have one.
     """
-    words: dict[tuple[int, int], deque[bool]] = defaultdict(deque)  # of each message, in order
+    words: dict[tuple[int, int], deque[bool]] = defaultdict(deque)  # for each message, in order
     kept: list[list[Event]] = []
     for rank, events in enumerate(trace):
         kept.append([])
-        last: dict[int, int] = defaultdict(int)  # bytes of the message before, to each peer
+        last: dict[int, int] = defaultdict(int)  # bytes of the previous message to each peer
         for peer, size in events:
             if size == RECEIVED:
                 kept[rank].append((peer, size))
@@ -248,7 +249,7 @@ def _without_words(trace: Trace) -> Trace:
 
 
 def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: int) -> Trace:
-    """Return the trace at the wanted size, of those at two smaller ones."""
+    """Return the trace at the wanted size, extrapolated from those at two smaller sizes."""
     if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
         raise ValueError(
             f"the messages on {len(first):,} ranks hang on the size of the vector: ask for fewer "

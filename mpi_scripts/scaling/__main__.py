@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be measured."""
+    """Raise ValueError for options that cannot be measured."""
     known = PUBLISHED if options.compute == "paper" else NETWORKS
     if options.model not in known:
         raise ValueError(
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
 
 
 def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
-    """Return its link, as measured, and where gloo's ranks are to meet."""
+    """Return the network's measured link, and the address at which gloo's ranks meet."""
     network, _ = measure_network(transport)
     link = network.link(1)
     hosts = count_hosts(transport)

@@ -1,10 +1,10 @@
-"""Contenders: the ways to train that are compared, from one computed backward pass to the update.
+"""Contenders: the compared ways to train, from a computed backward pass to the update.
 
-alone           no exchange: what the others' efficiency is told against
+alone           no exchange: the baseline of the others' efficiency
 ssgd            MPI's own allreduce (gloo's, under torchrun) of the whole gradient, after backward
 dense           gtopk's DistributedOptimizer without compression: overlaps
-ddp             DistributedDataParallel over gloo: overlaps; its buckets are as many as those of the
-                model that this one stands for
+ddp             DistributedDataParallel over gloo: overlaps; it has as many buckets as for the model
+                that this one stands for
 ddp-fp16        the same with PyTorch's hook that sends halves
 ddp-powersgd    the same with PyTorch's PowerSGD hook, rank 2, in one bucket: with several, the hook
                 calls gloo in orders that differ from rank to rank, which ends the job
@@ -34,13 +34,16 @@ _BUCKET_MB: Final = 25  # PyTorch's default, but for a smaller first one
 
 @dataclass(frozen=True)
 class Tree(SparseCompression):
-    """The published schedule, by our merge and messages: up a binary tree, and down."""
+    """The published schedule, up a binary tree and down, with gtopk's merge and messages."""
 
     algorithm: ClassVar[str] = "gtopk-tree"
 
 
 class Setting(NamedTuple):
-    """Of every contender. library: of the dense allreduce; group: gloo's, of all ranks."""
+    """The inputs of every contender.
+
+    library: reduces dense gradients for `ssgd`; group: gloo's process group of all ranks.
+    """
 
     compute: Compute
     density: float
@@ -109,7 +112,7 @@ def ddp(
 ) -> Step:
     """Return a step of DistributedDataParallel.
 
-    hook: registers one; it gets model and group. bucket_mb: None: PyTorch's default, to scale.
+    hook: registers a hook, given model and group. bucket_mb: None: PyTorch's default, scaled.
     """
     scale = setting.compute.scale
     if bucket_mb is None and scale != 1.0:
@@ -127,7 +130,7 @@ def _halves(model: Any, group: Any) -> None:
 
 
 class Contender(NamedTuple):
-    """A way to train. ours: gtopk's; warm_up: steps before it is as it stays."""
+    """A way to train. ours: whether it is gtopk's; warm_up: steps until its speed is steady."""
 
     name: str
     ours: bool
@@ -153,8 +156,8 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
             "ddp-powersgd", False, partial(ddp, hook=register_power, bucket_mb=WHOLE_MODEL_MB), 4
         ),
         *(Contender(name, True, partial(ours, compression=c), 4) for name, c in _SPARSE.items()),
-        # Five dense steps, to measure what has to be beaten, come first where they may be as good;
-        # where they are a hundredth of what has passed, they come later, and are timed with it.
+        # Five dense steps, as a measure to beat, come first where dense may be as fast. Otherwise
+        # they come once they take a hundredth of the time passed, and are timed with the rest.
         Contender(
             "auto", True, partial(ours, compression=lambda d: Compression.auto(density=d)), 9
         ),

@@ -1,10 +1,10 @@
-"""Measure the contenders one after the other; a step's time is that of the slowest rank.
+"""Measures the contenders one after the other; a step's time is that of the slowest rank.
 
     alone | ssgd | ddp | ... | auto | alone      opened, warmed up, timed, closed: one in memory
 
-All ranks begin a step behind the messages that told the last one's times, so that they also agree
-when a contender has used up its seconds. Alone is measured first and last: it is what the others'
-efficiency is told against, and the machine may have changed.
+All ranks begin a step after the messages with the last one's times, so that they also agree when a
+contender has used up its seconds. "alone" is measured first and last: it is the baseline of the
+others' efficiency, and the machine's speed may have changed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SCHEMA: Final = 1
 
 
 class Record(TypedDict):
-    """One contender.
+    """One contender's results.
 
-    seconds:         of a step on the slowest rank, over the rounds.
+    seconds:         of a step on the slowest rank, for each round.
     efficiency:      the seconds of a step alone over the median: the share of the ranks' speed.
-    cpu_share:       of the cores that all ranks have: what their processes took, in CPU seconds.
-    interface_bytes: that a rank's network interface sent in a step; None where none was named.
+    cpu_share:       the share of all ranks' cores that their processes used, by CPU seconds.
+    interface_bytes: bytes that a rank's network interface sent in a step; None: none was named.
     published:       the paper's efficiency of this method on as many workers; None: not published.
     """
 
@@ -52,13 +52,13 @@ class Record(TypedDict):
 
 
 class Results(TypedDict):
-    """The whole file, and what was run.
+    """The content of a result file: the options of the run, and the records.
 
-    emulated_compute: steps compute nothing: they take the published seconds asleep.
-    scale:  of model and link: both are as many times smaller as those they stand for.
+    emulated_compute: steps compute nothing: they sleep for the published seconds.
+    scale:  factor by which model and link are smaller than those they stand for.
     bits_per_second, latency_seconds: of the link, measured before the steps.
-    given_bits_per_second: what the link was set to; None: nobody said.
-    cores:  that all ranks share; None: each host has its own.
+    given_bits_per_second: the bandwidth that the link was set to; None: not given.
+    cores:  number of cores that all ranks share; None: each host has its own.
     """
 
     schema: int
@@ -84,7 +84,7 @@ class Results(TypedDict):
 
 
 def read(path: Path) -> list[Results]:
-    """Return what files of one or several runs hold; ValueError for what is not this program's."""
+    """Return the results in a file of one or several runs; raise ValueError for another file."""
     content: Any = json.loads(path.read_text(encoding="utf-8"))
     runs = content if isinstance(content, list) else [content]
     for run in runs:
@@ -97,7 +97,7 @@ def read(path: Path) -> list[Results]:
 
 @dataclass
 class Timed:
-    """Steps of one contender: lists by step, the bytes by rank."""
+    """The measurements of one contender's steps: lists by step, the bytes by rank."""
 
     contender: Contender
     seconds: list[float] = field(default_factory=list)
@@ -106,9 +106,9 @@ class Timed:
 
 
 class Clock:
-    """Times steps on all ranks; the engine carries what it tells.
+    """Times steps on all ranks; the times are exchanged by the engine.
 
-    interface: whose sent bytes are noted; None: nobody's.
+    interface: the network interface whose sent bytes are recorded; None: none.
     """
 
     def __init__(self, engine: Engine, interface: str | None) -> None:
@@ -138,9 +138,9 @@ def measure(
     budget_seconds: float,
     progress: Callable[[str], None],
 ) -> list[Timed]:
-    """Return what the steps of every contender took; equal on all ranks.
+    """Return the measurements of every contender's steps; equal on all ranks.
 
-    rounds: steps that are timed, or fewer: none begins once budget_seconds are used up.
+    rounds: number of timed steps; fewer, as none begins once budget_seconds are used up.
     """
     alone = Timed(CONTENDERS[ALONE])
     others = [Timed(CONTENDERS[name]) for name in names]
@@ -165,7 +165,7 @@ def measure(
 def records(
     found: Sequence[Timed], setting: Setting, cores: int, with_interface: bool
 ) -> list[Record]:
-    """Return what is to be told of them. cores: that all ranks have together."""
+    """Return the records of the measurements. cores: number of cores of all ranks together."""
     single = statistics.median(found[0].seconds)
     ranks, compute = setting.ranks, setting.compute
     published = PUBLISHED.get(compute.name) if compute.emulated else None

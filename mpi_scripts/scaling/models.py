@@ -1,4 +1,4 @@
-"""The published networks: what the paper's authors measured on 1 and on 4 to 32 workers.
+"""The published networks, with their authors' measurements on 1 and on 4 to 32 workers.
 
 Shi et al. 2019 (ICDCS, arXiv 1901.04359): 32 nodes with one Nvidia P102-100 each, 1 Gbit/s
 Ethernet, density 0.001. The figures are those of the authors' plotting script,
@@ -19,9 +19,9 @@ WORKERS: Final = (4, 8, 16, 32)
 
 
 class Published(NamedTuple):
-    """One model. batch: samples of a worker and step; alone: samples a second of one worker.
+    """One model. batch: samples of a worker in a step; alone: samples a second of one worker.
 
-    by_method: samples a second of each worker, with as many as WORKERS says.
+    by_method: samples a second of each worker, for the numbers of workers in WORKERS.
     """
 
     batch: int
@@ -30,11 +30,11 @@ class Published(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Return what a step of one worker took, all of it computing."""
+        """Return the seconds of a step of one worker, all of them computing."""
         return self.batch / self.alone
 
     def efficiency(self, method: str, ranks: int) -> float | None:
-        """Return the share of the workers' speed that was left of it; None: not published."""
+        """Return the workers' speed as a share of their speed alone; None: not published."""
         if method not in self.by_method or ranks not in WORKERS:
             return None
         return self.by_method[method][WORKERS.index(ranks)] / self.alone
@@ -91,12 +91,12 @@ PUBLISHED: Final[Mapping[str, Published]] = {
 }
 
 
-# Dimensions up to this are colours, kernels and classes: in thinner networks, too.
+# Dimensions up to this are colours, kernels and classes, which thinner networks keep.
 _FIXED: Final = 12
 
 
 def thinner(layers: list[Layer], scale: float) -> list[Layer]:
-    """Return the layers of a network of about 1/scale of the parameters: narrower, not shorter."""
+    """Return the layers of a network with about 1/scale of the parameters: narrower, as deep."""
 
     def narrow(width: int) -> int:
         return width if width <= _FIXED else max(1, round(width / math.sqrt(scale)))
@@ -138,7 +138,7 @@ LAYERS: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
 
 
 def emulated(model: str, scale: float, rank: int) -> Compute:
-    """Return a published model, of about 1/scale of its parameters, at its workers' speed."""
+    """Return a published model with about 1/scale of its parameters, at its workers' speed."""
     published = PUBLISHED[model]
     layers = thinner(list(LAYERS[model]()), scale)
     return asleep(model, layers, published.step_seconds, rank, scale, published.batch)

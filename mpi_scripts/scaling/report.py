@@ -1,4 +1,4 @@
-"""Report step times and efficiencies: a table, Markdown for the docs, or an SVG picture.
+"""Reports step times and efficiencies as a table, as Markdown for the docs, or as an SVG picture.
 
 vgg16, 4 ranks
 ssgd            ====<>                  12.1 %   1.0 s
@@ -25,7 +25,7 @@ BASELINE = "ssgd"
 
 
 def facts(results: Results) -> list[str]:
-    """Return what was run, and where, in lines."""
+    """Return lines that describe the run and the machines."""
     machine = results["machine"]
     compute = (
         f"emulated compute: {results['batch']} samples in the seconds that a published worker took"
@@ -72,7 +72,7 @@ def published_over_baseline(results: Results, contender: str) -> float | None:
 
 
 def table(results: Results) -> str:
-    """Return the results as people read them in a terminal."""
+    """Return the results as text for a terminal."""
     records = results["records"]
     lines = [
         *facts(results),
@@ -108,7 +108,7 @@ def _times(ratio: float | None) -> str:
 
 
 def markdown(runs: Sequence[Results]) -> str:
-    """Return several runs as Markdown: a table for each model, ranks beside each other."""
+    """Return several runs as Markdown: a table for each model, with a column for each run."""
     return "\n".join(line for model in by_model(runs).values() for line in _markdown(model))
 
 
@@ -174,7 +174,7 @@ def _published(model: str) -> Iterator[str]:
 
 
 WIDTH: Final = 1000
-LEFT, RIGHT, VALUES = 150, 620, 640  # where efficiencies are drawn, and told
+LEFT, RIGHT, VALUES = 150, 620, 640  # x of the bars' begin and end, and of the numbers
 ROW, HEAD, AXIS, GAP, TOP = 24, 34, 30, 22, 120
 
 _MORE: Final = """

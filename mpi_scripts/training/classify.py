@@ -1,4 +1,4 @@
-"""Classification: images, or rows of a table, each of one class; measured by accuracy."""
+"""Classification of images, or of rows of a table, into one class each; measured by accuracy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATED_AT_ONCE = 256  # samples
 
 
 class Classify(Task[LabelledBatch]):
-    """See the module."""
+    """A task of labelled samples, scored by its accuracy."""
 
     def __init__(self, data: LabelledData, feed: Feed) -> None:
         self.data, self.feed, self.origin = data, feed, data.origin
@@ -36,7 +36,7 @@ class Classify(Task[LabelledBatch]):
         return F.cross_entropy(model(batch.inputs), batch.targets)
 
     def count(self, model: torch.nn.Module, device: torch.device) -> list[float]:
-        """Return how many are right, of how many."""
+        """Return the number of correct samples, and of all samples."""
         own, right = share(len(self.data.test), self.feed), 0
         for numbers in parts(own, EVALUATED_AT_ONCE):
             batch = moved(self.data.test.__getitems__(numbers), device)
@@ -49,7 +49,7 @@ class Classify(Task[LabelledBatch]):
 
 
 def open_table(source: Source, feed: Feed) -> Classify:
-    """Return the digits as rows, or what is in an .npz file."""
+    """Return the digits as rows, or the data in an .npz file."""
     return Classify(labelled(load(source.name, source.seed), source.name), feed)
 
 
@@ -61,14 +61,14 @@ def open_digits(source: Source, feed: Feed) -> Classify:
 
 
 def open_cifar10(source: Source, feed: Feed) -> Classify:
-    """Return CIFAR-10, or its stand-in."""
+    """Return CIFAR-10, or synthetic data in its place."""
     if source.folder is not None:
         return Classify(read_cifar10(source.folder, seed=source.seed), feed)
     return _synthetic(CIFAR10, source, feed)
 
 
 def open_imagenet(source: Source, feed: Feed) -> Classify:
-    """Return a folder of images, or the stand-in of ImageNet."""
+    """Return a folder of images, or synthetic data in place of ImageNet."""
     if source.folder is not None:
         return Classify(read_image_folder(source.folder, seed=source.seed), feed)
     return _synthetic(IMAGENET, source, feed)

@@ -24,16 +24,16 @@ AMP_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The objects that are ready on a rank before the ranks do anything together.
+    """The inputs of a training, prepared on a rank before the ranks communicate.
 
-    passes:     backward passes of a step, whose gradients are averaged.
-    steps:      after which it ends; None: after its epochs.
-    adam_steps: before the exchange, or after it.
+    passes:     backward passes in a step, whose gradients are averaged.
+    steps:      number of steps after which it ends; None: after its epochs.
+    adam_steps: whether Adam's steps are made before the exchange, or after it.
     amp:        "bf16" or "fp16" for autocast; None: float32 throughout.
-    scaler:     of the loss, a GradScaler; None: it is not scaled.
+    scaler:     GradScaler of the loss; None: it is not scaled.
     checkpoint: the folder, saved after each epoch, and after every `checkpoint_every` steps if any.
-    log:        a file, for a line of JSON an epoch.
-    facts:      for the log: what the run is.
+    log:        a file for one line of JSON per epoch.
+    facts:      for the log: a description of the run.
     """
 
     task: Task[Any]
@@ -61,19 +61,19 @@ class Training:
 
 @dataclass
 class Tally:
-    """How far this rank is, and what an epoch has cost and brought; goes into checkpoints."""
+    """This rank's progress, and the costs and losses of the epoch; part of checkpoints."""
 
     epoch: int = 0
     step: int = 0  # of the epoch
     steps_per_epoch: int = 0
-    made: int = 0  # steps of the epoch: where ranks are more or fewer than they were, not `step`
+    made: int = 0  # steps made in the epoch: not `step` if the number of ranks has changed
     loss_sum: float = 0.0  # over the steps made
     sent_bytes: int = 0  # since the begin of the training
-    counted: bool = True  # MPI's own allreduce tells no one
+    counted: bool = True  # False for MPI's own allreduce, whose bytes are unknown
     seconds: float = 0.0  # of the steps made
 
     def go_on(self, steps_per_epoch: int) -> None:
-        """Take the place in an epoch of so many steps that this was in one of others."""
+        """Convert the place in an epoch to an epoch of this many steps."""
         if self.steps_per_epoch and self.steps_per_epoch != steps_per_epoch:
             self.step = self.step * steps_per_epoch // self.steps_per_epoch
         self.steps_per_epoch = steps_per_epoch
@@ -83,7 +83,7 @@ class Tally:
 
 
 def loss_scaler(amp: str | None, device: torch.device) -> Any:
-    """Return the GradScaler that gradients in fp16 need; None: they need none.
+    """Return the GradScaler that gradients in fp16 need; None for others.
 
     Raises ValueError where torch has none for the CPU.
     """
@@ -100,7 +100,7 @@ def loss_scaler(amp: str | None, device: torch.device) -> Any:
 
 
 def train(training: Training) -> None:
-    """Train; rank 0 prints. Every rank calls it with what is equal on all but for its share."""
+    """Train; rank 0 prints. Every rank calls it with equal arguments, except for its data."""
     task, model = training.task, training.model
     base_rates = [group["lr"] for group in training.optimizer.param_groups]
     optimizer = hvd.DistributedOptimizer(
@@ -176,7 +176,7 @@ def _autocast(training: Training) -> AbstractContextManager[Any]:
 
 
 def _begin(training: Training, optimizer: Any) -> Tally:
-    """Return where the run begins, or goes on."""
+    """Return the tally at which the run begins, or resumes from a checkpoint."""
     tally, found = Tally(), None
     if training.checkpoint is not None:
         found = gtopk.load_latest(
@@ -190,7 +190,7 @@ def _begin(training: Training, optimizer: Any) -> Tally:
     if found is not None:
         tally = Tally(**found.values["tally"])
         if found.ranks != hvd.size():
-            training.task.load_state_dict({})  # it is another rank's
+            training.task.load_state_dict({})  # the state belongs to another rank
     tally.go_on(training.steps_per_epoch)
     return tally
 
@@ -210,7 +210,7 @@ def _save(training: Training, optimizer: Any, tally: Tally, done: int) -> None:
 
 @torch.no_grad()
 def _report(training: Training, optimizer: Any, tally: Tally) -> None:
-    """Evaluate on all ranks, and let rank 0 say how it went."""
+    """Evaluate on all ranks, and let rank 0 print the figures."""
     training.model.eval()
     with _autocast(training):
         counts = training.task.count(training.model, training.device)
@@ -245,13 +245,13 @@ def _report(training: Training, optimizer: Any, tally: Tally) -> None:
 
 
 def _or_null(value: float) -> float | None:
-    """Return a number that JSON knows."""
+    """Return the number, or None (null) for one that JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 @torch.no_grad()
 def _average_statistics(model: torch.nn.Module) -> None:
-    """Make running means and variances those of all ranks, whose batches were others."""
+    """Average the running means and variances of batch norm over the ranks."""
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             hvd.allreduce_(buffer, name=f"statistics.{name}")

@@ -1,23 +1,25 @@
-"""The runs by name: the models, data and hyper-parameters of gTop-k's authors, and small ones.
+"""Runs by name: models, data and hyper-parameters of gTop-k's authors, and small ones.
 
-The authors' are those of their configuration files and trainer (Shi et al. 2019, ICDCS; repository
-gtopkssgd): density 0.001, momentum and weight decay after the reduction, and for images a learning
-rate that rises from 1/ranks of it over 10 epochs and does not depend on the number of ranks.
+The authors' presets follow their configuration files and trainer (Shi et al. 2019, ICDCS;
+repository gtopkssgd): density 0.001, momentum and weight decay after the reduction, and for images
+a learning rate that rises from 1/ranks of its value over 10 epochs; the value does not depend on
+the number of ranks.
 
 Where we differ, knowingly:
 
 - `--compression gtopk` swaps lists with every distance in turn, loses nothing, and updates up to 2k
   entries, as everywhere in this repository. `--compression published` is theirs: a tree, k entries,
-  and what merges drop is lost where another rank's pick of that index got through.
-- Densities begin as they end. The paper's fall in the first four epochs, which
+  and a pick that a merge drops is lost where another rank's pick of that index got through.
+- Densities are constant. The paper's fall in the first four epochs, which
   `--density-warmup-epochs 4` does step by step; their code's first epoch has 0.004.
-- Lanes of Penn Treebank go on where the rank's last window ended; theirs are shuffled, so that a
-  window begins with what was remembered of another place.
+- Lanes of Penn Treebank continue where the rank's last window ended; theirs are shuffled, so that a
+  window begins with the state of another place.
 - AN4 is not augmented (theirs: tempo and gain, by sox); WER is of all words, not a mean of
   utterances' rates.
-- What is evaluated is shared by all ranks, with the mean of their running statistics; theirs is
-  rank 0, with its own.
-- ImageNet is read from its folders, and for testing shortened to 256 of which 224 are cut.
+- All ranks share the evaluation, with the mean of their running statistics; in theirs rank 0
+  evaluates alone, with its own.
+- ImageNet is read from its folders; for testing the shorter side is scaled to 256 pixels, of which
+  224 are cut.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ IMAGENET_RATES: Final = stepwise(30, 60, 80, warmup_epochs=10)
 class Preset:
     """The parts of a run.
 
-    batch_size: of a rank and backward pass; density: of the sparse methods.
-    is_adam: AdamW, in place of SGD. momentum_correction: momentum, or AdamW's steps, before the
-        selection, not after.
-    clip_norm: of the agreed update; None: any.
-    is_at_hand: its data are real without --data; has_workers: processes may load its batches.
+    batch_size: of a rank in a backward pass; density: of the sparse methods.
+    is_adam: AdamW in place of SGD. momentum_correction: momentum, or AdamW's steps, before the
+        selection instead of after it.
+    clip_norm: largest norm of the agreed update; None: unlimited.
+    is_at_hand: its data are real even without --data; has_workers: processes may load its batches.
     """
 
     open: Callable[[Source, Feed], Task[Any]]
@@ -137,7 +139,7 @@ PRESETS: Final = {
         epochs=50,
         batch_size=20,
         lr=1.0,
-        # The authors' code has falls at epochs 63 and 80, after the end of the run.
+        # The authors' code lowers the rate at epochs 63 and 80, after the end of the run.
         momentum=0.0,
         clip_norm=0.25,
         has_workers=False,

@@ -1,6 +1,7 @@
-"""A recurrent language model reads on, window after window; measured by perplexity.
+"""Tasks of language models.
 
-A transformer says what comes next in windows of text; measured in bits per byte.
+ReadOn:        a recurrent model reads a text window after window; measured by perplexity
+ContinueText:  a transformer predicts the next bytes in windows; measured in bits per byte
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EVALUATED_AT_ONCE = 64  # windows
 
 
 class ContinueText(Task[Window]):
-    """Windows are visited in any order; text: of bytes."""
+    """Predict the next byte in windows of a text of bytes, visited in any order."""
 
     def __init__(self, text: Text, feed: Feed, context: int = CONTEXT) -> None:
         self.feed, self.origin = feed, text.origin
@@ -64,14 +65,14 @@ def open_docstrings(source: Source, feed: Feed) -> ContinueText:
     return ContinueText(load_docstrings(source.folder), feed)
 
 
-STEPS: Final = 35  # words of a window
-TEST_LANES: Final = 32  # of all ranks: what is measured does not depend on how many there are
+STEPS: Final = 35  # words in a window
+TEST_LANES: Final = 32  # over all ranks: the measure does not depend on their number
 
 
 class ReadOn(Task[Window]):
-    """Each of the batch's lanes is a part of the text, which is read from its begin to its end.
+    """Read each of the batch's lanes, a part of the text, from its begin to its end.
 
-    What the model remembers goes from window to window, and is empty where an epoch begins.
+    The model's state goes from window to window, and is empty where an epoch begins.
     """
 
     def __init__(self, text: Text, feed: Feed, steps: int = STEPS) -> None:
@@ -92,7 +93,7 @@ class ReadOn(Task[Window]):
         return self._lanes.windows(self.steps, first)
 
     def loss(self, model: torch.nn.Module, batch: Window) -> torch.Tensor:
-        # What was loaded is on the CPU.
+        # A loaded state is on the CPU.
         before = None if self._state is None else moved(self._state, batch.inputs.device)
         scores, state = model(batch.inputs, before)
         self._state = state.detach()
@@ -125,11 +126,11 @@ class ReadOn(Task[Window]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = LstmState(**state) if state else None
         if self._state is not None and self._state.hidden.shape[1] != self.feed.batch_size:
-            self._state = None  # with another batch the text is cut into other lanes
+            self._state = None  # another batch size cuts the text into other lanes
 
 
 def open_ptb(source: Source, feed: Feed) -> ReadOn:
-    """Return Penn Treebank, or its stand-in."""
+    """Return Penn Treebank, or synthetic text in its place."""
     if source.folder is not None:
         return ReadOn(read_ptb(source.folder), feed)
     return ReadOn(synthesise_text(source.samples, source.seed), feed)

@@ -1,8 +1,8 @@
-"""Learning rates over a training, as a factor of the one that was chosen.
+"""Schedules: the learning rate over a training, as a factor of the chosen one.
 
-stepwise     /^^^^^^^|            rises from 1/ranks, then falls at epochs that are told
+stepwise     /^^^^^^^|            rises from 1/ranks, then falls at given epochs
             /        |_____|____
-decaying    ^^--..__               the same share less in every epoch
+decaying    ^^--..__               divided by the same number in every epoch
 cosine       /^^^\\_                rises from 0, then falls as half a cosine
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a training is, in epochs, of how many, on how many ranks."""
+    """A training's progress in epochs, its number of epochs, and its number of ranks."""
 
     epoch: float
     epochs: int
@@ -30,7 +30,7 @@ def constant(progress: Progress) -> float:
 
 
 def stepwise(*milestones: int, warmup_epochs: int = 0, fall: float = 0.1) -> Schedule:
-    """Return a schedule that falls at each milestone, an epoch, to so much of what it was."""
+    """Return a schedule that is multiplied by `fall` at each milestone, an epoch."""
 
     def factor(progress: Progress) -> float:
         if progress.epoch < warmup_epochs:
@@ -42,12 +42,12 @@ def stepwise(*milestones: int, warmup_epochs: int = 0, fall: float = 0.1) -> Sch
 
 
 def decaying(share: float) -> Schedule:
-    """Return a schedule that is divided by so much at the end of every epoch."""
+    """Return a schedule that is divided by `share` at the end of every epoch."""
     return lambda progress: share ** -math.floor(progress.epoch)
 
 
 def cosine(warmup_epochs: float) -> Schedule:
-    """Return a schedule that rises in a line and falls as half a cosine, to 0."""
+    """Return a schedule that rises linearly and falls as half a cosine, to 0."""
 
     def factor(progress: Progress) -> float:
         if progress.epoch < warmup_epochs:

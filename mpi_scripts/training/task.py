@@ -1,4 +1,4 @@
-"""A task: what a rank trains with, and how good that is. One for each kind of data."""
+"""Task: a rank's data, loss and scores, with a subclass for each kind of data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SYNTHETIC: Final = "synthetic"
 class Source(NamedTuple):
     """The origin of data.
 
-    name:    of a set that is at hand ("digits"), or the path of an .npz file.
-    folder:  of the published files; None: a synthetic stand-in.
-    samples: of that to train with; None: as many as the published set has.
+    name:    a set that is at hand ("digits"), or the path of an .npz file.
+    folder:  the folder of the published files; None: synthetic data.
+    samples: number of synthetic training samples; None: as many as the published set has.
     """
 
     name: str = "digits"
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """A rank's share: batches of so many samples; workers: processes that load them."""
+    """A rank's share of the data: its batch size; workers: processes that load batches."""
 
     rank: int
     size: int
@@ -43,14 +43,17 @@ class Feed(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """inputs: features, pixels or words that a network sees; outputs: that it tells apart."""
+    """inputs: number of features, pixels or words of a network; outputs: number of its classes."""
 
     inputs: int
     outputs: int
 
 
 class Task(ABC, Generic[B]):
-    """sizes: for the network; batches: of an epoch, on each rank; origin: of the data."""
+    """A kind of data to train on.
+
+    sizes: for the network; batches: number in an epoch, on each rank; origin: of the data.
+    """
 
     sizes: Sizes
     batches_per_epoch: int
@@ -63,7 +66,7 @@ class Task(ABC, Generic[B]):
 
     @abstractmethod
     def batches(self, epoch: int, first: int) -> Iterator[B]:
-        """Yield this rank's batches of an epoch, from the first-th on."""
+        """Yield this rank's batches of an epoch, from number `first` on."""
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: B) -> torch.Tensor:
@@ -75,14 +78,14 @@ class Task(ABC, Generic[B]):
 
     @abstractmethod
     def scores(self, totals: list[float]) -> dict[str, float]:
-        """Return how good it is, by the name of the measure, of the sums over all ranks."""
+        """Return the scores, by the name of the measure, from the sums over all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is carried from batch to batch; {} where there is nothing."""
+        """Return the state that is carried from batch to batch; {} without any."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back; {}: forget it."""
+        """Restore this state; {}: clear it."""
 
 
 class Loading(Generic[B]):
@@ -114,7 +117,7 @@ class Loading(Generic[B]):
             collate_fn=as_batch,
             num_workers=self.feed.workers,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # training's own draws are left alone
+            generator=torch.Generator(),  # leaves the training's random numbers alone
         )
         return iter(loader)
 
@@ -125,11 +128,11 @@ def moved(batch: B, device: torch.device) -> B:
 
 
 def share(samples: int, feed: Feed) -> range:
-    """Return which of the test samples are this rank's to count."""
+    """Return the numbers of the test samples that this rank evaluates."""
     return range(feed.rank, samples, feed.size)
 
 
 def parts(numbers: range, most: int) -> Iterator[range]:
-    """Cut numbers into ranges of at most so many."""
+    """Cut numbers into ranges of at most `most`."""
     for begin in range(0, len(numbers), most):
         yield numbers[begin : begin + most]

@@ -1,7 +1,4 @@
-"""Speech to letters by connectionist temporal classification; measured by words and letters.
-
-How far two texts are apart: insertions, deletions and replacements from one to the other.
-"""
+"""Speech to letters by connectionist temporal classification; measured by words and letters."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from .task import Feed, Loading, Sizes, Source, Task, moved, share
 
 
 def edit_distance(said: Sequence[object], meant: Sequence[object]) -> int:
-    """Return the fewest that turn one into the other (Levenshtein 1966)."""
+    """Return the fewest insertions, deletions and replacements between two (Levenshtein 1966)."""
     distances = list(range(len(meant) + 1))
     for row, one in enumerate(said, start=1):
         before, distances[0] = distances[0], row
@@ -52,11 +49,11 @@ class Transcribe(Task[SpeechBatch]):
         return self._loading.batches(epoch, first)
 
     def loss(self, model: torch.nn.Module, batch: SpeechBatch) -> torch.Tensor:
-        """Return the mean over utterances of -log of what their letters are likely."""
+        """Return the mean over utterances of -log of the likelihood of their letters."""
         scores, steps = model(batch.spectrograms, batch.lengths)
         likely = scores.float().log_softmax(2).transpose(0, 1)
         counts = batch.letter_counts
-        # An utterance with more letters than steps is impossible, and counts for nothing.
+        # An utterance with more letters than steps is impossible, and its loss counts as 0.
         loss = F.ctc_loss(
             *(likely, batch.letters, steps, counts),
             blank=NUMBERS[BLANK],
@@ -66,7 +63,7 @@ class Transcribe(Task[SpeechBatch]):
         return loss / len(counts)
 
     def count(self, model: torch.nn.Module, device: torch.device) -> list[float]:
-        """Return errors in words, words, errors in letters, letters."""
+        """Return the numbers of wrong words, words, wrong letters and letters."""
         totals = [0.0] * 4
         for number in share(len(self._test), self.feed):
             batch = moved(self._test[number], device)
@@ -88,7 +85,7 @@ class Transcribe(Task[SpeechBatch]):
 
 
 def open_an4(source: Source, feed: Feed) -> Transcribe:
-    """Return AN4, or its stand-in."""
+    """Return AN4, or synthetic speech in its place."""
     if source.folder is not None:
         return Transcribe(read_an4(source.folder), feed)
     return Transcribe(synthesise_speech(source.samples, source.seed), feed)

@@ -1,5 +1,5 @@
 """Mode "abs": delayed synchronous rounds of micro-batches (ABS-SGD).
 
 delayed.py            the loader, and the optimizer whose steps are rounds
-rounds.py             rounds last until the reduction before is through; their settings and messages
+rounds.py             the rounds, each as long as the reduction before; their settings and messages
 """

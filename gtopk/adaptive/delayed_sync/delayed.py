@@ -4,14 +4,8 @@
       o--------[== rounds ==]o-------[== rounds ==]o-----------x
     meet                    meet                  meet                     drain, or go on: alike
 
-Where ranks meet, everything computed is applied, and all know what is left of the epoch. A pass
-ends when a rank has computed all that was dealt to it, or when one drains.
-
-Scaled gradients: what GradScaler leaves to an optimizer that unscales its gradients itself.
-
-Of fused optimizers it unscales nothing: it hangs `grad_scale` and `found_inf` on them for the time
-of `step`. A round adds up micro-batches of different scales, and steps later: both are taken down
-meanwhile.
+At every `meet` everything computed is applied, and all ranks know what is left of the epoch. A pass
+ends when a rank has computed all micro-batches that were dealt to it, or when one drains.
 """
 
 from __future__ import annotations
@@ -40,7 +34,12 @@ _HUNG: Final = ("grad_scale", "found_inf")
 
 @contextmanager
 def taken_down(optimizer: Any) -> Iterator[tuple[float, bool]]:
-    """Return what the gradients were multiplied with, and whether they have overflowed."""
+    """Remove a GradScaler's attributes; yield the loss scale, and whether gradients overflowed.
+
+    For a fused optimizer GradScaler unscales nothing: it sets `grad_scale` and `found_inf` on it
+    during `step`. A round adds up micro-batches of different scales and steps later, so both
+    attributes are removed meanwhile.
+    """
     hung = {name: vars(optimizer).pop(name) for name in _HUNG if name in vars(optimizer)}
     scale, overflow = (hung.get(name) for name in _HUNG)
     try:
@@ -54,16 +53,16 @@ SAFE_MOMENTUM: Final = 0.5
 
 
 class DelayedLoader(LoaderBase):
-    """An iterable of this rank's micro-batches, as many a round as it has time for.
+    """An iterable of this rank's micro-batches, as many in a round as it has time for.
 
-    The script stays as it is, a `step` for every batch; most steps only add up. What the last
-    rounds of an iteration computed is applied before the iteration ends.
+    The script calls `step` for every batch, as before; most steps only add up gradients. The
+    updates of an iteration's last rounds are applied before the iteration ends.
 
-    A round is a step of the run's record, when its update has arrived: with the micro-batches that
-    it is of, the time they took, and all that this rank then waited, for others to be ready or for
-    the update. A round in which no rank had samples is none; its time is the next one's.
+    The run's record has a step for each round whose update has arrived: its micro-batches, their
+    time, and all the time that this rank waited, for others to be ready or for the update. A round
+    in which no rank had samples is not recorded; its time counts for the next one.
 
-    left_out: micro-batches that no step was taken with: a GradScaler's after an overflow.
+    left_out: micro-batches without a step, as GradScaler takes none after an overflow.
     """
 
     def __init__(self, job: Job[RoundOptions]) -> None:
@@ -114,24 +113,25 @@ class DelayedLoader(LoaderBase):
             self._skip,
         )
         self.rounds = self._open_rounds()
-        self._abandoned: Rounds | None = None  # under way as a state was loaded
+        self._abandoned: Rounds | None = None  # under way when a state was loaded
         self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
         self._length, self._order_said = 0, ""  # of the epoch's order
         self._has_batch = False
         self.left_out = 0
         self._wrapped_step = take_over(optimizer, "abs", self._step)
-        # Scripts call it to clip or unscale: here these do so to what is added to the round.
+        # Scripts call it before they clip or unscale: here that concerns the micro-batch's
+        # gradients, which `step` adds to the round.
         optimizer.synchronize = lambda: None
         optimizer.set_num_samples = refuse_tokens
 
     @property
     def round(self) -> int:
-        """Return the number of the round that is open; every rank sees it grow between steps."""
+        """Return the number of the open round; it grows on every rank between steps."""
         return self.rounds.number
 
     def _apply(self, samples: int) -> None:
-        """Step with the update that is in the gradients."""
+        """Step with the update that the parameters' gradients hold."""
         self._report(skipped=False)
         self._rate.scale(samples, None)
         policy = self._optimizer.step_policy
@@ -157,9 +157,9 @@ class DelayedLoader(LoaderBase):
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the micro-batch's gradients into the round; steps where a round has ended.
+        """Add the micro-batch's gradients to the round; apply an update where a round has ended.
 
-        Raises RuntimeError where no micro-batch is in hand.
+        Raises RuntimeError without a current micro-batch.
         """
         loss = None
         if closure is not None:
@@ -184,7 +184,7 @@ class DelayedLoader(LoaderBase):
         return loss
 
     def _leave_out(self) -> None:
-        """Be done with the micro-batch in hand, whose gradients are no good."""
+        """Finish the current micro-batch without its gradients."""
         self._has_batch = False
         self._optimizer.zero_grad()
         if not self.num_samples:
@@ -201,7 +201,7 @@ class DelayedLoader(LoaderBase):
         self.rounds.poll()
 
     def __len__(self) -> int:
-        """Return the micro-batches of an epoch, of all ranks."""
+        """Return the number of micro-batches in an epoch, over all ranks."""
         return -(-len(self._order(0)) // self._options.micro_batch)
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -226,7 +226,7 @@ class DelayedLoader(LoaderBase):
         self._in_epoch = False
 
     def _pass(self, order: Sequence[int]) -> Iterator[Any]:
-        """Yield what is dealt to this rank, until one rank has none left, or drains."""
+        """Yield the micro-batches dealt to this rank, until one rank has none left or drains."""
         mine = self._passes.deal(self._world.rank)
         self._mine[:] = [[order[place] for place in places] for places in mine]
         self._numbers.begin(self._epochs.epoch, self._passes.number)
@@ -247,7 +247,7 @@ class DelayedLoader(LoaderBase):
             self._leave_out()
 
     def _close_pass(self) -> None:
-        """End the pass on all ranks, apply what they have computed, and know what is left."""
+        """End the pass on all ranks, apply what they computed, and note what is left."""
         if not self._in_pass:
             return
         self.rounds.finish()
@@ -256,25 +256,25 @@ class DelayedLoader(LoaderBase):
         self._epochs.reach(self._length - sum(map(len, self._passes.left)))
 
     def _end_abandoned(self) -> None:
-        """End, with all ranks, what was under way as a state was loaded; take its residual."""
+        """End, with all ranks, the rounds under way when a state was loaded; load its residual."""
         if self._abandoned is None:
             return
         self._require_its_world()
         self._abandoned.abandon()
         self._abandoned.finish()
-        self.exchange.take_ran()  # of no step
+        self.exchange.take_ran()  # this exchange belongs to no reported step
         self.exchange.load_state_dict(self._loaded)
         self._abandoned, self._loaded = None, {}
 
     def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
-        """Go on when all ranks do; where some drain, hand out a batch for the script to do so."""
+        """Return when all ranks go on; where some drain, hand out a batch so that scripts drain."""
         while not self._agree(drains=False):
             self._mine[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
                 yield from self._hand_over(batch, 0)
 
     def _agree(self, drains: bool) -> bool:
-        """Return whether all ranks drain, or all go on; if not, they are asked once more.
+        """Return whether all ranks drain or all go on; else ask those that go on to drain.
 
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
@@ -284,11 +284,11 @@ class DelayedLoader(LoaderBase):
         return self._settle_drains(said, "loader.round", self.round)
 
     def drain(self) -> None:
-        """Apply all that was computed: before an evaluation, or a checkpoint, within an epoch.
+        """Apply all computed gradients; for an evaluation or a checkpoint within an epoch.
 
         Every rank must call it after the step that finds `round` at the same number: it is the same
-        on all ranks then, and stays so until they go on. A rank that has nothing more to compute is
-        handed a batch of no weight to come there. Between epochs there is nothing to drain.
+        on all ranks then, and stays so until they go on. A rank with nothing more to compute gets
+        a batch without weight so that it can call it. Between epochs there is nothing to drain.
         Raises RuntimeError, on every rank, where some did not call it.
         """
         self._end_abandoned()
@@ -302,10 +302,10 @@ class DelayedLoader(LoaderBase):
             pass
 
     def _state(self) -> dict[str, Any]:
-        """Return what is left of the epoch, and what later rounds depend on.
+        """Return what is left of the epoch, and the state that later rounds depend on.
 
-        Equal on all ranks but for this rank's residual. Raises RuntimeError within an epoch
-        before `drain`.
+        It is equal on all ranks, except for this rank's residual. Raises RuntimeError within an
+        epoch before `drain`.
         """
         if self._in_pass or not self.rounds.is_drained:
             raise RuntimeError(
@@ -321,15 +321,15 @@ class DelayedLoader(LoaderBase):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Go on where another loader stopped.
+        """Resume where another loader stopped.
 
-        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. The
-        residual is this rank's; on another number of ranks its share of their sum. Of an
-        iteration that was broken off nothing more is applied; every rank must load a state then.
+        With another number of ranks their speeds start equal. The residual is this rank's own; with
+        another number of ranks it is a share of the sum of all. Gradients of an iteration that
+        was broken off are not applied any more; then every rank must load a state.
         """
         self._epochs.close()
         if self._in_pass:
-            # Other ranks may have sent more or less of it, and come later, or never: elastic
+            # Other ranks may have sent more or less of the round, and join late or never: elastic
             # restores states when ranks have failed.
             self._abandoned, self.rounds = self.rounds, self._open_rounds()
         self._in_epoch = self._in_pass = self._has_batch = False
@@ -346,7 +346,7 @@ class DelayedLoader(LoaderBase):
 
 
 def refuse_tokens(*said: Any) -> None:
-    """Raise ValueError: what a rank would say of its micro-batches is not in a round's weights."""
+    """Raise ValueError: a round's weights know nothing but the samples of micro-batches."""
     raise ValueError(
         "mode 'abs' weighs micro-batches by their samples and takes no set_num_samples: for a loss "
         "per token use loss_reduction='sum', and divide by the mean number of tokens in a sample"
@@ -354,7 +354,7 @@ def refuse_tokens(*said: Any) -> None:
 
 
 def check(job: Job[RoundOptions]) -> None:
-    """Raise ValueError for what rounds cannot do; warn of a momentum that is unstable with them."""
+    """Raise ValueError for options that rounds do not support; warn of an unstable momentum."""
     if job.optimizer.backward_passes_per_step != 1:
         raise ValueError(
             "mode 'abs' adds up micro-batches itself, as many as there is time for; choose their "

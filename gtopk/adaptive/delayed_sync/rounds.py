@@ -9,7 +9,7 @@ AgreedSettings: all ranks apply a round with the same learning rates and other s
 So the ranks that have seen the newest round set them: all numbers of the optimizer's groups, since
 schedules move momentum and betas, too. These ranks must agree.
 
-Rounds: delayed synchronous steps, whose batches last until the reduction before is through.
+Rounds: delayed synchronous steps; a round's batch grows until the reduction before is finished.
 
 ABS-SGD (Zhou, Chen and Wu 2023, arXiv 2308.15164), as its abstract determines it; x_t are the
 parameters in round t, S_t the update that its gradients reduce to:
@@ -19,12 +19,13 @@ parameters in round t, S_t the update that its gradients reduce to:
     apply                       x_1 = x_0            x_2 = x_1 - S_0          x_3 = x_2 - S_1
 
 In a round a rank adds up the gradients of micro-batches, all at the same parameters. When the next
-one will complete its share of the least batch, it says "ready" and goes on computing; when all
-ranks have said so, and the reduction before is through, it ends the round after the micro-batch in
-hand. So the delay is one round exactly, every replica makes the same steps, and nobody waits.
+one will complete its share of the least batch, it announces that it is ready, and goes on
+computing. When all ranks are ready, and the reduction before is finished, it ends the round after
+the current micro-batch. So the delay is exactly one round, every replica makes the same steps, and
+nobody waits.
 
 With one step of delay, gradient descent on a curvature of lambda is stable for lr * lambda below
-1 - momentum, where without it would be below 2 (1 + momentum).
+1 - momentum; without delay, below 2 (1 + momentum).
 
 RoundWire: the operations of the engine that all ranks take part in.
 """
@@ -50,9 +51,9 @@ from ..local_training.replica import RoundExchange
 
 
 class AgreedSettings:
-    """One rank's settings, and those of the round that was reduced last.
+    """One rank's settings, and the agreed ones of the round that was reduced last.
 
-    seen: the newest round that this rank's script can have changed its settings for.
+    seen: the newest round for which this rank's script can have changed its settings.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,11 +62,14 @@ class AgreedSettings:
         self.seen = 0
 
     def said(self) -> list[str]:
-        """Return what this rank has to say of a round that it ends now."""
+        """Return the newest round that this rank has seen, and its settings, as texts."""
         return [str(self.seen), *map(json.dumps, self._own())]
 
     def agree(self, transport: Transport, said: list[str]) -> None:
-        """Know the settings from what all ranks say; MismatchError, on all, where they differ."""
+        """Adopt the settings of the ranks that have seen the newest round.
+
+        Raises MismatchError, on all ranks, where these ranks' settings differ.
+        """
         told = transport.gather_object(said)
         newest = max(int(seen) for seen, *_ in told)
         by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
@@ -84,7 +88,7 @@ class AgreedSettings:
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Let the optimizer's settings be the agreed ones meanwhile."""
+        """Set the agreed settings in the optimizer meanwhile."""
         before = []
         for number, name, value in self._agreed:
             group = self._optimizer.param_groups[number]
@@ -96,7 +100,7 @@ class AgreedSettings:
             yield
         finally:
             for group, name, own, agreed in before:
-                if group[name] is agreed:  # some optimizers count on in their groups
+                if group[name] is agreed:  # some optimizers advance counters in their groups
                     group[name] = own
 
     def _own(self) -> list[tuple[int, str, Any]]:
@@ -134,7 +138,7 @@ def _like(own: Any, value: Any) -> Any:
 
 
 class Pending(Protocol):
-    """Something all ranks do together, under way."""
+    """A pending operation of all ranks."""
 
     @property
     def done(self) -> bool:
@@ -145,7 +149,7 @@ class Pending(Protocol):
 
 
 class Ready(NamedTuple):
-    """The outcome of a meeting, known to all ranks once each of them was ready."""
+    """The outcome that all ranks learn once each of them was ready."""
 
     samples: int
     is_last: bool  # a rank has nothing left to compute
@@ -170,21 +174,21 @@ class Wire(Protocol):
     """The operations of all ranks; neither call waits."""
 
     def ready(self, samples: int, is_last: bool) -> Pending:
-        """Say that this rank may end the round; the result is Ready."""
+        """Announce that this rank may end the round; the result is Ready."""
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
         """Reduce sums over samples to their mean over all ranks' samples; the result is Reduced."""
 
 
 class Rounds:
-    """One rank's rounds.
+    """One rank's rounds: call `add` and `poll` for each micro-batch, and `finish` at the end.
 
-    least_samples: of all ranks in a round; a rank's share is what it had of the last round known.
-    number: of the round that is open; the last round's until `begin`, when it has `ended`.
-    ended:  whether a rank had nothing left, and the round is the last until `begin`.
+    least_samples: of all ranks in a round; each rank's share is as in the last known round.
+    number: of the open round; after the last round (`ended`) its number, until `begin`.
+    ended:  whether a rank had nothing left, so that the round is the last until `begin`.
     batches: how many micro-batches each rank has computed since `begin`, as far as is known.
-    samples: of each rank in the last round that is known, and was not cut short.
-    skipped: rounds that were not applied, for a gradient that was not finite.
+    samples: of each rank in the last known round that was not cut short.
+    skipped: rounds that were not applied, because a gradient was not finite.
     """
 
     def __init__(
@@ -197,8 +201,8 @@ class Rounds:
         apply: Callable[[int], None],
         skip: Callable[[Sequence[int]], None] = lambda culprits: None,
     ) -> None:
-        """apply: steps with what is in the gradients, over so many samples; skip: of a round that
-        is not applied, hears whose gradients were not finite.
+        """apply: takes a step with the parameters' gradients, given their number of samples; skip:
+        is called for a round that is not applied, with the ranks whose gradients were not finite.
         """
         self._parameters = list(parameters)
         self._wire = wire
@@ -219,23 +223,23 @@ class Rounds:
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether nothing was computed that is not in the parameters."""
+        """Tell whether everything computed was applied to the parameters."""
         return self._reducing is None and not self._samples
 
     @property
     def waits_for(self) -> Pending | None:
-        """Return what a rank with nothing to compute has to wait for."""
+        """Return the operation for which a rank with nothing to compute must wait, if any."""
         under_way = (self._reducing, self._ready)
         return next((each for each in under_way if each is not None and not each.done), None)
 
     def load(self, number: int, samples: Sequence[int]) -> None:
-        """Go on from a round, with what each of as many ranks had in the last one."""
+        """Resume at a round, with each rank's samples in the last one if the ranks are as many."""
         self.number, self.ended = number, False
         if len(samples) == len(self.samples):
             self.samples = list(samples)
 
     def begin(self) -> None:
-        """Open rounds anew after the last one."""
+        """Open the next round after the last one has ended."""
         self.number += self.ended
         self.ended = False
         self.batches = [0] * len(self.batches)
@@ -243,8 +247,8 @@ class Rounds:
     def add(self, samples: int, summed: bool, loss_scale: float = 1.0) -> None:
         """Add a micro-batch's gradients, of a mean or a sum over samples; they become None.
 
-        Those of 16 bits are added up in float32: sums over samples outgrow their dtype.
-        loss_scale: what they were multiplied with.
+        Gradients in 16 bits are added up in float32: sums over samples outgrow their dtype.
+        loss_scale: the factor of the loss, which is divided out.
         """
         scale = (1 if summed else samples) / loss_scale
         for place, parameter in enumerate(self._parameters):
@@ -264,18 +268,18 @@ class Rounds:
         self._batches += 1
 
     def leave_out(self) -> None:
-        """Be done with a micro-batch without its gradients, and without its samples."""
+        """Count a micro-batch without its gradients and samples."""
         self._batches += 1
 
     def abandon(self) -> None:
-        """Apply nothing more of what was computed; all ranks do so, and then `finish`."""
+        """Discard everything computed and not applied; all ranks call it, and then `finish`."""
         self._is_abandoned = True
-        # As sums that are not finite: ranks that have sent theirs need exchange nothing.
+        # A sum that is not finite makes all ranks skip the round, also those that sent theirs.
         self._sums = [None] * len(self._parameters)
         self._sums[0] = torch.full_like(self._parameters[0], math.nan)
 
     def finish(self) -> None:
-        """Have nothing left to compute: end the last round with all ranks, and apply its update."""
+        """End the last round with all ranks, as nothing is left to compute; apply its update."""
         while not self.ended:
             self.poll(is_last=True)
             if not self.ended and self.waits_for is not None:
@@ -283,7 +287,7 @@ class Rounds:
         self.drain()
 
     def poll(self, is_last: bool = False) -> None:
-        """Go on as far as nothing has to be waited for; between two micro-batches.
+        """Advance the round as far as that needs no waiting; called between micro-batches.
 
         is_last: this rank has nothing left to compute.
         """
@@ -291,7 +295,7 @@ class Rounds:
             return
         waits = self.waits_for is not None
         if self._reducing is not None and self._reducing.done:
-            self._reducing.wait()  # if it has failed, every rank says so, and not who left after it
+            self._reducing.wait()  # raises its own error, before one of a rank that left later
         if self._ready is None:
             # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
             promised = self._samples + (0 if is_last else self._next)
@@ -344,21 +348,21 @@ class Rounds:
         self._finish_reduction()
 
 
-_FINITE: Final = 1  # this rank's sums
+_FINITE: Final = 1  # this rank's sums are finite
 _MISSES: Final = 2  # some of its parameters have no gradient
-_LOOKS: Final = 4  # at its replica: not so where it has loaded a state in this round
+_LOOKS: Final = 4  # it checks its replica: not where it has loaded a state in this round
 _FLAGS: Final = 3  # bits
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
 
 
 class RoundWire:
-    """One rank's end of the wire.
+    """One rank's side of the operations between ranks.
 
-    steps: what the rounds cost is counted to.
-    settings: which all ranks agree on with every round.
-    replicas: looked at with a round, where it is time: no rank waits for that alone.
-    local_clip_norm: what each rank's part of a round's update is shortened to its share of.
+    steps: counts the costs of the rounds.
+    settings: all ranks agree on them with every round.
+    replicas: checked together with a round when due, so that no rank waits for the check alone.
+    local_clip_norm: each rank's part of an update is shortened to its share of this norm.
     """
 
     def __init__(
@@ -381,10 +385,10 @@ class RoundWire:
         self._local_clip_norm = local_clip_norm
         self._steps = steps
         self.samples = 0  # of this rank, in the round that is reduced
-        self.parted: list[Parted] | None = None  # as it began; None: nobody looked
+        self.parted: list[Parted] | None = None  # found when it began; None: not checked
 
     def ready(self, samples: int, is_last: bool) -> Waited:
-        """Say that this rank may end the round."""
+        """Announce that this rank may end the round."""
 
         def work(transport: Transport, all_flags: list[int]) -> Ready:
             return Ready(
@@ -413,7 +417,7 @@ class RoundWire:
                     nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
-                if update is not None and nowhere:  # the optimizer passes over what is None
+                if update is not None and nowhere:  # the optimizer skips gradients of None
                     update = [
                         None if str(place) in nowhere and not bool(each.any()) else each
                         for place, each in enumerate(update)
@@ -434,7 +438,7 @@ class RoundWire:
         )
 
     def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
-        """Return, of every rank, whether it drains; waits for all of them."""
+        """Return for every rank whether it drains; waits for all of them."""
 
         def work(transport: Transport, all_flags: list[int]) -> list[int]:
             return list(all_flags)

@@ -1,24 +1,24 @@
-"""Ledger: who has which of an epoch's samples in hand, so that nobody takes them to the grave.
+"""Ledger: notes which worker holds which of an epoch's samples, so that none is lost with it.
 
 A worker claims the next places of the epoch's order, and the ledger notes its number at each; what
 it has computed and applied is noted as done. When nothing is left to claim, the workers look for
-places of workers that live no more, and share them out anew:
+places of workers that have died, and share them out again:
 
     order    | done done done | of 2 | done | of 1, dead | done | of 0 | not claimed yet ...
                                              `--> of 0                  ^ next
 
-What a worker says of itself when nothing is left in its hands, it says under the lock, and others
-look under it: so they see what it has written before, on processors of every kind.
+A worker that holds nothing any more says so under the lock, and others read it under the lock: so
+they see its earlier writes, on processors of every kind.
 
-A round is an epoch, or an evaluation; the first is what comes before them. The notes of two rounds
-take turns in memory: while a worker looks how the last one ends, another may have begun the next.
+A round is an epoch or an evaluation; round 1 is the time before them. The notes of two rounds take
+turns in memory: while a worker waits for one round's end, another may have begun the next.
 
 Board: a row for each worker of a node, in shared memory, with its counts and its device class.
 
 A worker's device class decides how it updates the model, and its batch sizes.
 
-Only its worker writes a row, eight bytes at a time; everybody reads all of them at any time. The
-worker that prepares the round of an evaluation clears its sums in all rows.
+Only its worker writes a row, eight bytes at a time; everybody reads all rows at any time. But the
+worker that prepares a round clears the sums of an evaluation in all rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from collectives.transports.node_memory import NodeMemory
 class DeviceClass(NamedTuple):
     """A kind of worker.
 
-    is_fast: it computes on a copy of the parameters, in large batches, and evaluates losses; else
-        on the shared model itself, in small ones.
+    is_fast: it computes on a copy of the parameters, in large batches, and evaluates losses. A
+        slow one computes on the shared model itself, in small batches.
     """
 
     name: str
@@ -51,11 +51,11 @@ class DeviceClass(NamedTuple):
 CLASSES: Final[Mapping[str, DeviceClass]] = {
     "cpu": DeviceClass("cpu", is_fast=False),
     "gpu": DeviceClass("gpu", is_fast=True),
-    # Ranks on CPUs that stand for the two, to try the modes without a GPU.
+    # For ranks on CPUs that act as the two above, to try the modes without a GPU.
     "slow": DeviceClass("slow", is_fast=False),
     "fast": DeviceClass("fast", is_fast=True),
 }
-NAMES: Final = tuple(CLASSES)  # the number of a class in shared memory is its place here
+NAMES: Final = tuple(CLASSES)  # shared memory holds a class as its index here
 
 
 def class_named(name: str) -> DeviceClass:
@@ -101,7 +101,7 @@ HEAD: Final = np.dtype(
             "amiss",
             "is_amiss",
         ],
-        # smallest: a batch, by device class; what a round is; what keeps all from going on
+        # smallest: batch size by device class; what: the round's name; amiss: why all must stop
         "formats": [
             *["i8"] * 6,
             f"({len(CLASSES)},)i8",
@@ -114,13 +114,13 @@ HEAD: Final = np.dtype(
 )
 _WORDS: Final = (
     "kind",  # the device class
-    "idle",  # the last round in which nothing was left in its hands
+    "idle",  # the last round in which it had no samples left
     "over",  # the last round it has ended
     "updates",
     "samples",
-    "unused",  # batches that the script took no step for
+    "unused",  # batches for which the script took no step
     "skipped",  # updates that were not finite
-    "taken_over",  # samples that others had in hand, who died or broke off
+    "taken_over",  # samples of workers that died or broke off
     "overlapped",  # updates during which another worker wrote, too
     "writes_begun",  # to the model
     "writes_ended",
@@ -143,7 +143,7 @@ ROW: Final = np.dtype(
 
 
 class Board:
-    """The rows, and what is common to all.
+    """The workers' rows, and the head that they share.
 
     rows: ROW [workers]; head: HEAD [1]; me: this worker's place.
     """
@@ -173,7 +173,7 @@ class Board:
         self.rows[word][self.me] += amount
 
     def total(self, word: str) -> int:
-        """Return a word's sum over all workers: the model's version, of "updates"."""
+        """Return a word's sum over all workers; the sum of "updates" is the model's version."""
         return int(self.rows[word].sum())
 
     def others(self) -> list[int]:
@@ -183,10 +183,10 @@ class Board:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Write to the model; where another worker does at the same time, that is counted.
+        """Write to the model meanwhile; count the update if another worker writes at that time.
 
-        Of elements that both write in the same nanoseconds one addition is lost: the only one that
-        ever is. So it is at most the updates counted here that lose anything, and each a part.
+        Where two workers write an element in the same nanoseconds, one addition is lost. Nothing
+        else is ever lost, so only updates counted here can lose a part of themselves.
         """
         others = self.others()
         begun = self._sum("writes_begun", others)
@@ -204,7 +204,7 @@ class Board:
 
 
 def now_nanoseconds() -> int:
-    """Return the clock that busy times are taken from."""
+    """Return the time by the clock that measures busy times."""
     return time.perf_counter_ns()
 
 
@@ -214,13 +214,13 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 
 
 class Ledger:
-    """One worker's view.
+    """One worker's view of the ledger.
 
-    notes: int16 [2, length]: 0, one more than a worker's place, or -1: done, -2: given back.
-    counter: of several nodes, from which each takes stretches of this length; None: of one node.
-    why_gone: from a worker's place to what is known of its end; "": nothing. One that is frozen
-              or cannot be reached lives, and is given up all the same.
-    on_death: is told the place of a worker that has died within a round, once.
+    notes: int16 [2, length]; 0: not claimed, -1: done, -2: given back, else a worker's place + 1.
+    counter: shared by several nodes, each of which takes stretches from it; None: one node.
+    why_gone: maps a worker's place to the known reason of its end; "": none is known. A worker
+              that is frozen or cannot be reached is given up, although its process lives.
+    on_death: called once with the place of a worker that has died within a round.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Ledger:
         self._dead: set[int] = set()
         self._head = board.head
         self._number = board.me + 1
-        self.round = 1  # which a worker ends when it is ready to begin
+        self.round = 1  # round 1 ends when the worker is ready to begin
 
     @property
     def _notes(self) -> np.ndarray[Any, Any]:
@@ -254,10 +254,10 @@ class Ledger:
         return notes
 
     def begin(self, length: int, what: str = "", *, between_nodes: bool = True) -> None:
-        """Begin the next round, of so many places, once all others have ended the last one.
+        """Begin the next round, of `length` places, once all others have ended the last one.
 
-        what: it is, the same on all workers. Raises MismatchError, on all of them from then on,
-              where one begins another.
+        what: names the round, equal on all workers. Raises MismatchError, on all of them from then
+              on, where one begins another.
         """
         self._await(lambda: self._all_have("over", self.round), "end the last round")
         self.round += 1
@@ -269,7 +269,7 @@ class Ledger:
                 self._notes[:length] = 0
                 self._head["next"][0] = self._head["turn"][0] = 0
                 self._head["end"][0] = 0 if self._between_nodes else length
-                # Of the dead, too: an evaluation adds up what all rows have.
+                # In the rows of the dead, too: an evaluation adds up all rows.
                 self._board.rows["losses"][:, self.round % 2] = 0
                 self._board.rows["evaluated"][:, self.round % 2] = 0
                 self._head["what"][0] = words
@@ -279,19 +279,19 @@ class Ledger:
         self.require_sound()
 
     def fail(self, why: str) -> None:
-        """Have no worker of this node go on: each raises PeerError that says why."""
+        """Stop all workers of this node: each raises PeerError with this reason."""
         with self._memory.lock():
             self._note_amiss(_FAILED, why)
 
     def _note_amiss(self, kind: int, words: str) -> None:
-        """Note what came first; under the lock."""
+        """Note why all must stop, unless an earlier reason is noted; call it under the lock."""
         if self.is_sound:
             self._head["amiss"][0] = words.encode("ascii", "replace")[:AMISS_BYTES]
             self._head["is_amiss"][0] = kind
 
     @property
     def is_sound(self) -> bool:
-        """Tell whether nothing keeps the workers of this node from going on."""
+        """Tell whether the workers of this node can go on."""
         return not self._head["is_amiss"][0]
 
     def require_sound(self) -> None:
@@ -310,20 +310,20 @@ class Ledger:
         )
 
     def claim(self, count: int) -> range:
-        """Return the next places, at most so many; none: all are claimed."""
+        """Claim and return the next places, at most `count`; empty when all are claimed."""
         self.require_sound()
         with self._memory.lock():
             first = int(self._head["next"][0])
             if first == int(self._head["end"][0]) and self._between_nodes:
                 first = self._take_a_stretch()
             last = min(first + count, int(self._head["end"][0]))
-            # First noted, then passed: who dies in between leaves notes that are written over.
+            # First note, then advance: notes of a worker that dies in between are overwritten.
             self._notes[first:last] = self._number
             self._head["next"][0] = last
         return range(first, last)
 
     def _take_a_stretch(self) -> int:
-        """Take the next places from all nodes' counter."""
+        """Take the next stretch of places from the counter of all nodes; return its first place."""
         assert self._counter is not None
         first = self._counter.add(self._stretch) - int(self._head["base"][0])
         first = min(first, self._length)
@@ -335,9 +335,9 @@ class Ledger:
         self._notes[list(places)] = _DONE
 
     def reclaim(self, count: int) -> list[int]:
-        """Return places, at most so many, of workers that died; wait while others still compute.
+        """Claim places that dead workers had, or living ones gave back; return at most `count`.
 
-        No places: everything is done that was claimed.
+        Waits while others still compute. Empty when everything claimed is done.
         """
         board = self._board
         self._say("idle")
@@ -360,9 +360,9 @@ class Ledger:
         return found
 
     def await_claims(self, of: Callable[[], Sequence[int]]) -> None:
-        """Return once others have claimed everything, or none is left of them; wait while they do.
+        """Wait until everything is claimed, or none of the given workers is left.
 
-        of: returns their places.
+        of: returns the places of these workers.
         """
 
         def look(claimed: int) -> bool:
@@ -372,12 +372,12 @@ class Ledger:
             self._await(partial(look, int(self._head["next"][0])), "evaluate", of)
 
     def await_others(self) -> None:
-        """Return when nobody of this node has anything in hand; takes none of it."""
+        """Wait until no worker of this node has samples left; takes none of them over."""
         self._say("idle")
         self._await(lambda: self._all_have("idle", self.round), "finish their batches")
 
     def _lost(self, living: set[int]) -> list[int]:
-        """Return the places that the dead have claimed and not done, or the living given back."""
+        """Return places that dead workers claimed and did not finish, or that were given back."""
         numbers = [place + 1 for place in range(self._memory.places) if place not in living]
         notes = self._notes[: self._length]
         lost: list[int] = np.flatnonzero(np.isin(notes, [*numbers, _GIVEN_BACK])).tolist()
@@ -388,23 +388,23 @@ class Ledger:
         return bool(self._head["next"][0] < self._head["end"][0])
 
     def give_back(self, places: Sequence[int]) -> None:
-        """Let those who still compute have what this worker has claimed."""
+        """Give these places, which this worker has claimed, to workers that still compute."""
         if places:
             with self._memory.lock():
                 self._notes[list(places)] = _GIVEN_BACK
 
     def end(self) -> None:
-        """Say that this worker has ended the round."""
+        """Announce that this worker has ended the round."""
         self._say("idle", "over")
 
     def _say(self, *words: str) -> None:
-        """Have words of this worker's row be the round."""
+        """Set words of this worker's row to the number of the round, under the lock."""
         with self._memory.lock():
             for word in words:
                 self._board[word] = self.round
 
     def take_turn(self) -> None:
-        """Return when it is this worker's turn: in lock-step they come one after the other."""
+        """Wait for this worker's turn, in lock-step: workers compute one after the other."""
 
         def look() -> bool:
             head, board = self._head, self._board
@@ -419,7 +419,7 @@ class Ledger:
         self._await(look, "take their turns")
 
     def pass_turn(self) -> None:
-        """Let the next worker have its turn, where it is this one's."""
+        """Pass the turn to the next worker, if it is this worker's turn."""
         if self._head["turn"][0] == self._board.me:
             self._head["turn"][0] = (self._board.me + 1) % self._memory.places
 
@@ -434,10 +434,10 @@ class Ledger:
         what: str,
         of: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Return once `look` says so.
+        """Poll `look` until it returns true.
 
-        of: returns the places of those who are waited for; None: of all who still compute.
-        Raises PeerError when a worker has left that may not, PeerTimeoutError when nothing happens.
+        of: returns the places of the workers waited for; None: those that still compute.
+        Raises PeerError where a worker has left that may not, PeerTimeoutError after the timeout.
         """
         begun = time.monotonic()
         while True:
@@ -456,12 +456,12 @@ class Ledger:
             time.sleep(pause_seconds(waited_seconds))
 
     def _at_work(self) -> list[int]:
-        """Return the places of the others who may have something in hand."""
+        """Return the places of the other workers that may have samples left."""
         idle = self._board.rows["idle"]
         return [place for place in self._board.others() if idle[place] < self.round]
 
     def _look_for_the_dead(self) -> None:
-        """Tell of those who died since the last look; raise PeerError where none may."""
+        """Report workers that have died since the last call; raise PeerError where none may."""
         for place in range(self._memory.places):
             is_over = self._board.rows["over"][place] >= self.round
             if is_over or place in self._dead or place == self._board.me:
@@ -480,5 +480,5 @@ class Ledger:
 
 
 def pause_seconds(waited_seconds: float) -> float:
-    """Return when to look again, after so long a wait: a look at every worker is a call of each."""
+    """Return the pause before the next poll, longer after a long wait: each poll costs calls."""
     return max(_SHORTEST_PAUSE_SECONDS, min(waited_seconds / 16, _LONGEST_PAUSE_SECONDS))

@@ -1,12 +1,12 @@
-"""HogbatchLoader: a worker's epochs, in each of which every sample is in a batch of some worker.
+"""HogbatchLoader: a worker's epochs; in each, every sample is in a batch of some worker.
 
     begin      once all workers have ended the last one
-    batches    claimed as they come, each in hand for one step; then those that others left undone
-    end        of several nodes: their models are merged with all that was done
+    batches    claimed one by one, each for one step; then those that others left undone
+    end        with several nodes: their models are merged with all updates
 
-No worker waits for another until an epoch is over; what needs all of them is between epochs.
+No worker waits for another until an epoch is over; operations that need all are between epochs.
 
-Periods: what a worker does in a quarter of a second, as a step of the run's record.
+Periods: a worker's work in a quarter of a second, reported as a step of the run's record.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class Counts(NamedTuple):
 
 
 class Periods:
-    """Reports what a worker has done since its last report; one update at least, but at the end."""
+    """Reports a worker's work since its last report: at least one update, except at the end."""
 
     def __init__(self, steps: OwnSteps, board: Board, world: World) -> None:
         self._steps, self._board, self._world = steps, board, world
         self._reported, self._since = Counts(), 0
 
     def begin(self) -> None:
-        """Begin one with an epoch."""
+        """Begin a period at the start of an epoch."""
         self._since = now_nanoseconds()
 
     def poll(self) -> None:
-        """End one, and begin another, where it has lasted long enough."""
+        """End the period, and begin another, where it has lasted long enough."""
         is_due = now_nanoseconds() - self._since >= PERIOD_NANOSECONDS
         if is_due and self._board["updates"] > self._reported.updates:
             self.end()
 
     def end(self) -> None:
-        """Report what was done since the last report, and begin another period."""
+        """Report the work since the last report, and begin another period."""
         board, before = self._board, self._reported
         now = Counts(board["updates"], board["samples"], board["skipped"])
         self._reported, self._since = now, now_nanoseconds()
@@ -77,9 +77,9 @@ class Periods:
 class HogbatchLoader(LoaderBase):
     """An iterable of this worker's batches, with one step for each.
 
-    A period is a step of the run's record: the batches that this worker has begun in a quarter of a
-    second, one at least, or until its epoch ends, whose end it waits for. Nothing is exchanged in
-    it, and no byte sent, but by the first worker of each of several nodes, which merges them.
+    The run's record has a step for each period: the batches that this worker begins in a quarter of
+    a second, at least one, or until the epoch ends, including the wait for its end. Only the first
+    worker of each of several nodes sends anything: it merges the nodes' models.
     """
 
     def __init__(self, job: Job[HogbatchOptions], adapts: bool = False) -> None:
@@ -125,7 +125,7 @@ class HogbatchLoader(LoaderBase):
         self._ledger.end()
 
     def __len__(self) -> int:
-        """Return about how many batches of this worker's present size an epoch has."""
+        """Return the number of batches in an epoch if all had this worker's current size."""
         return -(-len(self._order(0)) // self._sizer.size)
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -157,7 +157,7 @@ class HogbatchLoader(LoaderBase):
             self._in_epoch = False
 
     def sit_out(self) -> None:
-        """Take no part in an epoch; it begins and ends for this worker, too."""
+        """Begin and end an epoch with the others, without taking batches."""
         epoch, _ = self._epochs.begin()
         self._begin(epoch, self._order(epoch))
         with self._steps.spent.waiting():
@@ -181,7 +181,7 @@ class HogbatchLoader(LoaderBase):
         self._periods.begin()
 
     def _hand_out(self) -> Iterator[Any]:
-        """Yield what was claimed, a batch at a time, each to be stepped with."""
+        """Yield the claimed batches, each of them for one step."""
         for batch in self._loader:
             self._periods.poll()
             places = self._claims.hand_out()
@@ -191,14 +191,15 @@ class HogbatchLoader(LoaderBase):
             self._batch.leave()
 
     def _give_back(self) -> None:
-        """Let others have what this worker has claimed and not stepped with."""
+        """Give samples that this worker claimed and took no step for to the others."""
         self._batch.give_back()
         self._claims.give_back()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
         """Compute a batch's loss and gradients, in parts where the memory is too small.
 
-        In place of `loss_of(batch).backward()`. This worker's sizes are bounded then.
+        Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this
+        worker's sizes from then on.
         """
         return self._batch.backward(loss_of, batch, max(self.num_samples, 1))
 
@@ -208,12 +209,10 @@ class HogbatchLoader(LoaderBase):
     ) -> float:
         """Return the mean loss of all samples at the shared model; all workers call it together.
 
-        With as large a data set, and the same `batch`, on all workers of a host: MismatchError on
-        all of them where they differ.
-
-        The fast classes compute it, in large batches; where there are none, all do.
-        loss_of: from a batch to the mean loss of its samples.
-        Raises RuntimeError within an epoch, at once, and where the loader's world is over.
+        The fast classes compute it, in large batches; where there are none, all workers do.
+        loss_of: maps a batch to the mean loss of its samples.
+        Raises MismatchError, on all workers of a host, where the length of the data set or `batch`
+        differ; RuntimeError at once within an epoch, and where the loader's world is over.
         """
         self._require_between_epochs("evaluate")
         self._require_its_world("go on in another job, by a checkpoint")
@@ -224,11 +223,11 @@ class HogbatchLoader(LoaderBase):
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 
     def report(self) -> Report:
-        """Return what the workers of this node have done so far."""
+        """Return a report of the workers of this node, since the loader was made."""
         return report_of(self._board, self._node.ranks)
 
     def audited(self) -> float:
-        """Return the share of all steps, in L1, that the race has lost; all workers call it.
+        """Return the share of all steps, in L1, that was lost to races; all workers call it.
 
         Needs audit=True, and no step under way: between epochs.
         """
@@ -240,10 +239,10 @@ class HogbatchLoader(LoaderBase):
         return self._writer.last_staleness
 
     def drain(self) -> None:
-        """Have this rank's parameters be the shared model's, and that the same on all nodes.
+        """Merge the nodes' models into one, and copy it into this rank's parameters.
 
-        All ranks call it together, between epochs. Raises RuntimeError within one, at once. Where
-        the loader's world is over, each node's model stays what it was then.
+        All ranks call it together, between epochs. Raises RuntimeError at once within an epoch.
+        Where the loader's world is over, nothing is merged: each node's model stays as it is.
         """
         self._require_between_epochs("drain")
         if is_over(self._world):
@@ -264,7 +263,7 @@ class HogbatchLoader(LoaderBase):
             )
 
     def _state(self) -> dict[str, Any]:
-        """Return what the next epoch depends on."""
+        """Return the state that the next epoch depends on."""
         return {
             "class": self._class.name,
             "epochs": self._epochs.state_dict(),
@@ -273,9 +272,9 @@ class HogbatchLoader(LoaderBase):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Go on with the epoch after the one another loader finished.
+        """Resume with the epoch after the one that another loader finished.
 
-        Sizes that its worker found are those of a worker of this class, where none are said.
+        Sizes that its worker found apply here if this worker has its class, and none are given.
         """
         self._epochs.close()
         self._epochs.load_state_dict(state["epochs"])

@@ -10,10 +10,10 @@ Merging: the models of several nodes, merged at intervals while their workers go
                             /                                      \
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node does it, in the offset form of `local_training.replica`: what top-k
-does not send stays in the node's model. All weigh the same, w_i = 1 / nodes: a node that has
-computed more has moved further already. What a merge changed is added to what the model is by then;
-so no update is lost, and none waits.
+The first worker of each node merges, in the offset form of `local_training.replica`: what top-k
+does not send stays in the node's model. All nodes weigh the same, w_i = 1 / nodes, as a node that
+has computed more has already moved further. The change by a merge is added to the model as it is by
+then, so no update is lost, and none waits.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from .ledger import CLASSES, NAMES, Board, DeviceClass, Ledger
 from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel
 
-MERGES: Final = 10  # of an epoch, by default
+MERGES: Final = 10  # in an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
-_WORD_SECONDS: Final = 2.0  # who fails leaves, and says why right after that
+_WORD_SECONDS: Final = 2.0  # to wait for the reason of a failed worker, which comes after its end
 
 
 class Workers(Protocol):
@@ -66,9 +66,9 @@ class Workers(Protocol):
 
 
 class Merging:
-    """One worker's part in the merges; only the first of each node has one to play.
+    """One worker's part in the merges, which only the first worker of each node carries out.
 
-    merges: so far, on the first worker of a node.
+    merges: number of merges so far, on the first worker of a node.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Merging:
         self._leads = node.memory.place == 0
         self._every = merge_every or -(-length // MERGES)
         self._length = length
-        self._due = self._begun = 0  # merges of this epoch
+        self._due = self._begun = 0  # merges in this epoch
         self._pending: Operation | None = None
         self._engine: Engine | None = None
         self.merges = 0
 
     def open(self, world: World, compression: Any, steps: OwnSteps, advises: bool) -> None:
-        """Begin, with all nodes' models alike; all ranks call it together.
+        """Set up the merges, while all nodes' models are alike; all ranks call it together.
 
-        steps: where the merges of this worker are counted, when they are through.
-        advises: have rank 0 say what compression saves of a merge.
+        steps: counts the finished merges of this worker.
+        advises: rank 0 logs how much compression saves in a merge.
         """
         self._world, self._steps = world, steps
         if len(self._leaders) == 1:
@@ -116,9 +116,9 @@ class Merging:
             expected.measure([reduction], peers)
 
     def begin(self, what: str) -> None:
-        """Begin an epoch, which is the same on all nodes; the first workers of all meet for that.
+        """Begin an epoch; the first workers of all nodes compare its name, `what`.
 
-        Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
+        Raises HorovodInternalError, on each of these workers, where nodes begin unlike epochs.
         """
         if self._engine is not None:
             met = self._engine.submit(
@@ -129,7 +129,7 @@ class Merging:
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
-        """Take in a merge that is through, and begin one that is due."""
+        """Apply a merge that has finished, and begin one that is due."""
         if self._engine is None:
             return
         if self._pending is not None and self._pending.done:
@@ -140,12 +140,12 @@ class Merging:
                 self._merge(is_last=False)
 
     def end(self, broken_off: Ledger | None = None) -> None:
-        """End an epoch: all its merges, the last of them of all that its workers have done.
+        """End an epoch with all merges that are due; the last one includes all updates.
 
-        broken_off: by this worker's script, while others may still compute.
+        broken_off: the ledger, if this worker's script left the epoch while others may compute.
         """
         if broken_off is not None and not broken_off.is_sound:
-            return  # nobody goes on, and this iteration ends where no error is heard
+            return  # nobody goes on; an error raised while a generator closes would be lost
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
         if self._engine is not None:
@@ -159,7 +159,7 @@ class Merging:
             self._await_the_first()
 
     def _wait(self, operation: Operation) -> Any:
-        """Wait for an operation of the first workers; where it fails, none of the node goes on."""
+        """Wait for an operation of the first workers; if it fails, stop all workers of the node."""
         try:
             return operation.wait()
         except BaseException as error:
@@ -168,7 +168,7 @@ class Merging:
             raise
 
     def _merge(self, is_last: bool) -> None:
-        """Begin a merge of what the node's model is now."""
+        """Begin a merge of the node's current model."""
         assert self._engine is not None
         self._begun += 1
         with torch.no_grad():
@@ -189,7 +189,7 @@ class Merging:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Add what a merge has changed to the node's model."""
+        """Wait for the merge under way, and add its change to the node's model."""
         assert self._pending is not None
         weight, update, count = self._wait(self._pending)
         self._steps.submitted(self._pending)
@@ -199,7 +199,7 @@ class Merging:
         self._add_changes()
         self.merges += 1
         if self._is_last:
-            # Nobody claims: all nodes' counts are the same, and the next epoch begins there.
+            # Nobody claims now, so all nodes read the same count: the next epoch begins there.
             self._node.board.head["base"][0] = count
 
     def _add_changes(self) -> None:
@@ -254,15 +254,15 @@ class Merging:
 
 _ALIGNMENT: Final = 4096
 _NOTE: Final = np.dtype(np.int16)
-_STRETCHES: Final = 64  # of an epoch, where several nodes take from one counter
+_STRETCHES: Final = 64  # in an epoch, where several nodes take from one counter
 
 
 class Node:
     """One worker's view of its node.
 
-    nodes:   how many there are.
-    ranks:   of the world, by place.
-    longest: the most places of a round.
+    nodes:   the number of nodes.
+    ranks:   the rank in the world of each place.
+    longest: the most places that a round may have.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Node:
         self.merging: Merging
 
     def weighted_updates(self, beta: float | str) -> list[float]:
-        """Return every worker's updates; a slow one's count for the share that survives."""
+        """Return every worker's updates; a slow worker's are multiplied by the surviving share."""
         found = []
         for row in self.board.rows:
             updates = float(row["updates"])
@@ -308,7 +308,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def laid_out(cls, workers: int, length: int, layout: Layout) -> Regions:
-        """Return the regions beside a board of so many workers, for so many places."""
+        """Return the regions after a board of these workers, for rounds of `length` places."""
         notes = _up(Board.size_bytes(workers))
         model = notes + _up(2 * length * _NOTE.itemsize)
         return cls(notes, model, model + _up(layout.size_bytes))
@@ -327,11 +327,11 @@ def join_node(
     states: Sequence[dict[str, Any]],
     steps: OwnSteps,
 ) -> Node:
-    """Meet the others, share the memory with those of this node, and begin with rank 0's model.
+    """Share memory with the workers of this node, and start from rank 0's model.
 
-    steps: what merges between nodes cost is counted to.
+    steps: counts the costs of merges between nodes.
     Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
-    where ranks may leave of several nodes, or their steps are to be audited.
+    where there are several nodes and ranks may leave, or steps are to be audited.
     """
     options, world = job.options, job.world
     length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # an evaluation may have some
@@ -375,7 +375,7 @@ def join_node(
             on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
         node.merging = Merging(node, nodes, shared, length, options.merge_every, counter)
-        stream.barrier()  # the model is there
+        stream.barrier()  # the model is in place
         return node
 
     signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
@@ -423,6 +423,6 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
 
 
 def why_gone(transport: Transport, rank: int) -> str:
-    """Return what is known of a rank's end; "" while it goes on, as far as is known."""
+    """Return the known reason of a rank's end; "" while none is known."""
     notice = transport.departures().get(rank)
     return notice.reason if notice else ""

@@ -1,4 +1,4 @@
-"""Options of hogbatch, and the jobs that it refuses or warns of."""
+"""Options of hogbatch, and checks that refuse a job or warn of it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _log = logging.getLogger("gtopk")
 class HogbatchOptions(Options):
     """Options of modes "hogbatch" and "adaptive-hogbatch"; equal on all ranks but for `own`.
 
-    The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
-    has its own batch's share of it, of several nodes its share of its node's part of that batch.
+    The learning rate is meant for a global batch, as in all modes. With lr_scaling="linear" each
+    update gets its batch's share of it; with several nodes, the share in its node's part of that
+    batch.
 
     device_class: of this rank; None: "cpu" or "gpu", by its parameters.
-    sizes: by class, its smallest and largest batch, or one for both. Not said: up to the loader's
-        batch_size, from what a probe finds. Slow classes begin with the smallest, fast ones with
-        the largest; mode "hogbatch" stays there.
-    alpha: what a batch is divided by or multiplied with at once.
-    beta: the share of a slow class's update that counts for the balance; "measured": that of the
-        updates which no other worker can have overwritten a part of.
-    merge_every: samples of all nodes between two merges of their models; None: ten an epoch.
+    sizes: by class, its smallest and largest batch, or one size for both. Default: from the size
+        that a probe finds up to the loader's batch_size. Slow classes begin with the smallest, fast
+        ones with the largest; mode "hogbatch" stays there.
+    alpha: the factor by which a batch shrinks or grows at once.
+    beta: the share of a slow class's update that counts for the balance; "measured": the share of
+        its updates of which no other worker can have overwritten a part.
+    merge_every: samples of all nodes between two merges of their models; None: ten merges an epoch.
     nodes: the ranks of each node; None: by their hosts.
     lock_step: one worker at a time, in turns: exact, and slow; for tests.
     ranks_may_leave: the others go on without a rank that dies, and compute what it had in hand.
-    audit: keep the sum of this rank's steps, to tell at `audited` what was lost, on a single node.
-        It takes the memory of two more models.
+    audit: keep the sum of this rank's steps, so that `audited` can tell what was lost; only on a
+        single node. It takes the memory of two more models.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch", "min_batch", "device_class")
@@ -74,12 +75,12 @@ class HogbatchOptions(Options):
         thresholds_of(self.sizes)
 
     def thresholds(self) -> dict[str, Thresholds]:
-        """Return what is said of the sizes, by class."""
+        """Return the thresholds that `sizes` gives, by class."""
         return thresholds_of(self.sizes)
 
 
 def check(job: Job[HogbatchOptions], mode: str) -> None:
-    """Raise ValueError for what workers without steps in common cannot do."""
+    """Raise ValueError for options that workers without common steps cannot support."""
     optimizer, options = job.optimizer, job.options
     if optimizer.backward_passes_per_step != 1:
         raise ValueError(
@@ -96,7 +97,7 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
 
 
 def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:
-    """Warn where a node's workers on CPUs are more than its cores."""
+    """Warn where a node has more workers on CPUs than cores."""
     if workers > cores:
         _log.warning(
             "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "

@@ -1,4 +1,4 @@
-"""Report of what the workers of a node have done, and the mean loss at the shared model.
+"""Reports of a node's workers, and the mean loss at the shared model.
 
 The fast classes evaluate the loss together, in a round of the ledger whose places are batches:
 others compute the batches of a worker that dies or fails in it.
@@ -27,13 +27,13 @@ def mean_loss(
 ) -> float:
     """Return the mean of all samples' losses; all workers of the node call it together.
 
-    collate: makes a batch of samples; batch: of how many.
+    collate: makes a batch of samples; batch: the number of samples in it.
     refresh: called once no worker updates the model any more.
-    loss_of: from a batch to the mean loss of its samples.
+    loss_of: maps a batch to the mean loss of its samples.
     """
     board, ledger = node.board, node.ledger
     samples = len(dataset)
-    batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
+    batch = max(batch, -(-samples // node.longest))  # the ledger has notes for this many places
     what = f"an evaluation of {samples} samples, {batch} at a time"
     ledger.begin(-(-samples // batch), what, between_nodes=False)
     try:
@@ -58,7 +58,7 @@ def mean_loss(
 
 
 def next_chunks(node: Node) -> Sequence[int]:
-    """Return what this worker is to evaluate next; nothing: everything is evaluated.
+    """Return the batch that this worker evaluates next; empty when everything is evaluated.
 
     A slow worker waits until the fast ones have claimed everything, or have left.
     """
@@ -73,10 +73,7 @@ def next_chunks(node: Node) -> Sequence[int]:
 
 
 def before(node: Node, round: int) -> list[int]:
-    """Return the places of the workers that evaluate before this one may: the fast of the others.
-
-    Nobody evaluates before a fast one.
-    """
+    """Return the places of the fast workers for which a slow one waits; empty for a fast one."""
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
@@ -95,16 +92,16 @@ def fetch(dataset: Any, samples: Sequence[int]) -> Any:
 
 
 class WorkerReport(NamedTuple):
-    """One worker, since the loader was made.
+    """One worker's counts since the loader was made.
 
-    samples:         of its updates.
+    samples:         in its updates.
     staleness:       mean number of others' updates between a batch's hand-over and its update.
     overlapped:      updates during which another worker wrote to the model, too: at most these
                      lost a part of themselves.
-    skipped, unused: batches whose update was not finite; that the script took no step for.
-    taken_over:      samples it computed for workers that had died, or had broken off.
-    busy:            share of its time that it computed and updated, of the time within epochs.
-    size:            of its next batch.
+    skipped, unused: batches whose update was not finite; batches without a step by the script.
+    taken_over:      samples it computed for workers that had died or broken off.
+    busy:            the share of the time within epochs in which it computed and updated.
+    size:            size of its next batch.
     """
 
     rank: int
@@ -123,13 +120,13 @@ class WorkerReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All workers of a node."""
+    """The reports of all workers of a node."""
 
     workers: list[WorkerReport]
 
     @property
     def updates(self) -> int:
-        """Return how many updates the model has had."""
+        """Return the number of updates of the model."""
         return sum(worker.updates for worker in self.workers)
 
     @property
@@ -150,7 +147,7 @@ class Report(NamedTuple):
         return sum(worker.overlapped for worker in self.workers) / max(self.updates, 1)
 
     def busy(self, device_class: str) -> float:
-        """Return the mean busy share of a class; 0 where there is none of it."""
+        """Return the mean busy share of a class; 0 without a worker of it."""
         shares = [w.busy for w in self.workers if w.device_class == device_class]
         return sum(shares) / max(len(shares), 1)
 
@@ -166,7 +163,7 @@ class Report(NamedTuple):
 
 
 def report_of(board: Board, ranks: Sequence[int]) -> Report:
-    """Return what a node's board says."""
+    """Return the report that a node's board holds."""
     present = {board.me, *board.others()}
     workers = []
     for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):

@@ -2,11 +2,11 @@ r"""SharedModel: a model's parameters and its optimizer's state in memory that a
 
 Writer: how a worker's steps reach the shared model.
 
-slow classes    its parameters are the shared ones
-fast classes    they are its own copy, and the shared ones for a step
+slow classes    the worker's parameters are the shared ones
+fast classes    they are its own copy, replaced by the shared ones during a step
 
-So every step is one in place, of the model and the optimizer's state as they are by then, whatever
-the optimizer makes of both; only the gradient is old.
+So every step, of any optimizer, works in place on the current model and optimizer state; only the
+gradient is old.
 
 DeviceCopy: a fast worker's own copy of the shared parameters, on its device.
 
@@ -14,16 +14,16 @@ DeviceCopy: a fast worker's own copy of the shared parameters, on its device.
                   \                                          /
     own copy      x ---- forward, backward ---------------- g
 
-What comes back is the gradient, and the optimizer steps with it in place, on the host, as a slow
-worker's does. To write a stepped copy over the model would undo what all others did meanwhile. Nor
-is what a step of the copy changed to be added: others may have decayed a second moment n times
-since, and (1-b)g^2 - (1-b)v, right for the old v, leaves less than nothing of it where b^n < 1-b.
+Only the gradient comes back; the optimizer steps with it in place, on the host, as a slow worker's
+does. Writing a stepped copy over the model would undo all others' updates meanwhile. Adding the
+copy's change would be wrong, too: others may have decayed a second moment n times since, and
+(1-b)g^2 - (1-b)v, right for the old v, makes it negative where b^n < 1-b.
 
 Audit: how much of the workers' steps never reached the shared model.
 
-    where it began + every worker's steps - where it is = lost
+    the model at first + every worker's steps - the model now = lost
 
-The race: two workers read an element, both add, and the one that writes last wins.
+An addition is lost where two workers read an element, both add, and the last to write wins.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from ...runtime.world.state import World
 from .ledger import Board
 
 _ALIGNMENT: Final = 64
-# What an optimizer's state has before its first step, where a step without a gradient changes it.
+# Values in an optimizer's state before its first step; a step with zero gradients changes them.
 _UNTOUCHED: Final = {"step": 0.0, "mu_product": 1.0}
 
 
 class Place(NamedTuple):
     """A tensor's place in the memory.
 
-    key: of the optimizer's state of this parameter; "" for the parameter itself.
+    key: the key in the optimizer's state of this parameter; "" for the parameter itself.
     """
 
     parameter: int
@@ -94,7 +94,7 @@ def layout_of(parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any
 def require_shareable(names: Mapping[torch.nn.Parameter, str]) -> None:
     """Raise ValueError, with its name, for a trained parameter that cannot be shared.
 
-    names: of the frozen ones, too.
+    names: of all parameters, frozen ones included.
     """
     for parameter, name in names.items():
         if parameter.requires_grad:
@@ -107,9 +107,9 @@ def require_apart(
 ) -> None:
     """Raise ValueError where a trained parameter lies in another one's memory.
 
-    In the shared memory each has a place of its own: what was one would be two.
+    In the shared memory each gets a place of its own, which would separate tied values.
     """
-    ends: dict[torch.device, tuple[int, Any]] = {}  # the furthest so far, and whose it is
+    ends: dict[torch.device, tuple[int, Any]] = {}  # the furthest end so far, and its parameter
     for parameter in sorted(parameters, key=torch.Tensor.data_ptr):
         end, other = ends.get(parameter.device, (0, None))
         if parameter.data_ptr() < end and (parameter.requires_grad or other.requires_grad):
@@ -126,7 +126,7 @@ def require_apart(
 
 
 def check(parameter: torch.Tensor, name: str) -> None:
-    """Raise ValueError for a parameter that no memory can be shared for, with the reason."""
+    """Raise ValueError, with the reason, for a parameter that cannot lie in shared memory."""
     reason = None
     if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         reason = f"it is a {type(parameter).__name__}, whose parts lie elsewhere"
@@ -148,12 +148,12 @@ def check(parameter: torch.Tensor, name: str) -> None:
 def states_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the state that an optimizer has, or will have made in its first step, by parameter.
+    """Return an optimizer's state by parameter: its current one, or that after its first step.
 
     Raises ValueError where such a step fails.
     """
     states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
-    # A parameter that was frozen so far has none beside others that have one.
+    # Parameters that were frozen so far have none, although others have one.
     without = [number for number, state in enumerate(states) if not state]
     first = first_states(optimizer, [parameters[number] for number in without]) if without else []
     for number, state in zip(without, first, strict=True):
@@ -166,10 +166,10 @@ def first_states(
 ) -> list[dict[str, Any]]:
     """Return the state that an optimizer will make for parameters which it has not stepped yet.
 
-    A copy of it steps with parameters and gradients of zero to tell. Raises ValueError where such a
-    step fails.
+    To find out, a copy of the optimizer steps with zero parameters and gradients. Raises ValueError
+    where that step fails.
     """
-    # On the host, where workers of every device step.
+    # On the host, where all workers step, whatever their device.
     stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     groups = [
@@ -207,7 +207,7 @@ def first_states(
 
 
 def copy_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's options, which the probe may change."""
+    """Return a copy of a parameter group whose options the probe may change."""
     return {key: copy.copy(value) if key != "params" else value for key, value in group.items()}
 
 
@@ -237,7 +237,7 @@ def require_in_place(
 
 
 class SharedModel:
-    """The tensors of a layout, in the memory given."""
+    """The tensors of a layout, as views of the given memory."""
 
     def __init__(self, memory: Array, layout: Layout) -> None:
         self.layout = layout
@@ -250,7 +250,7 @@ class SharedModel:
         ]
 
     def fill(self, parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
-        """Make the content that of one worker's parameters and states."""
+        """Copy one worker's parameters and states into the memory."""
         for place, tensor in zip(self.layout.places, self.tensors, strict=True):
             own = states[place.parameter][place.key] if place.key else parameters[place.parameter]
             tensor.copy_(own.detach())
@@ -262,9 +262,9 @@ class SharedModel:
         return [tensor for place, tensor in places if not place.key]
 
     def map_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Let a worker's parameters be this memory; gradients that they have go.
+        """Map a worker's parameters to this memory, and drop their gradients.
 
-        A fused step takes both entry by entry as they lie in memory, and these may lie otherwise.
+        A fused step pairs entries by their order in memory, and old gradients may have another one.
         """
         for parameter, tensor in zip(parameters, self.parameters, strict=True):
             parameter.grad = None
@@ -276,7 +276,7 @@ class SharedModel:
         states: Sequence[dict[str, Any]],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Let a worker's optimizer have its state in this memory."""
+        """Map the state of a worker's optimizer to this memory."""
         for parameter, state in zip(parameters, states, strict=True):
             if state:
                 optimizer.state[parameter] = state
@@ -293,8 +293,8 @@ _FOR_ALL_CONTEXTS: Final = 1  # cudaHostRegisterPortable
 def lock_pages(memory: Array, device: torch.device) -> bool:
     """Register memory with CUDA for as long as the array lives; tell whether that worked.
 
-    Where it did not, copies are as right, and slower: the limit on locked memory (ulimit -l) may
-    be too low.
+    Where it failed, copies are correct but slower: the limit on locked memory (ulimit -l) may be
+    too low.
     """
     if device.type != "cuda" or not memory.size:
         return False
@@ -310,7 +310,7 @@ def lock_pages(memory: Array, device: torch.device) -> bool:
         _take_last_error(device)
         return False
     unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
-    unlock.atexit = False  # CUDA may have ended before
+    unlock.atexit = False  # CUDA may have shut down earlier
     return True
 
 
@@ -321,7 +321,7 @@ def _take_last_error(device: torch.device) -> None:
 
 
 class DeviceCopy:
-    """Parameters beside the shared ones; the optimizer's state is the shared one.
+    """A worker's copy of the shared parameters; the optimizer's state is the shared one.
 
     tensors: the worker's own parameters, and the shared state, in the order of the layout.
     """
@@ -339,17 +339,17 @@ class DeviceCopy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Become what the shared parameters are."""
+        """Copy the shared parameters into the own ones."""
         for own, shared in zip(self._own, self._shared, strict=True):
-            own.copy_(shared, non_blocking=self._locked)  # the gradients' way back waits for it
+            own.copy_(shared, non_blocking=self._locked)  # copying gradients back waits for it
 
     def wait(self) -> None:
-        """Wait until they are that: from then on others may write."""
+        """Wait until `refresh` has copied: from then on others may write."""
         await_copies(self._own)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Have the parameters be the shared ones, and their gradients on the host, for a step."""
+        """Replace the parameters by the shared ones, with gradients on the host, for a step."""
         gradients = [parameter.grad for parameter in self._parameters]
         on_host = list(map(_begin_copy, gradients, self._shared))
         await_copies([gradient for gradient in gradients if gradient is not None])
@@ -363,7 +363,7 @@ class DeviceCopy:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         for parameter, tensor, gradient in zip(self._parameters, tensors, gradients, strict=True):
-            parameter.grad = None  # one on another device than its parameter's is an error
+            parameter.grad = None  # torch refuses a gradient on another device than its parameter
             parameter.data = tensor
             parameter.grad = gradient
 
@@ -371,8 +371,8 @@ class DeviceCopy:
 def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor | None:
     """Return a gradient on the host, in the strides of the shared parameter.
 
-    Fused steps take the two entry by entry as they lie in memory, whatever their strides. What
-    comes from a GPU is there after `await_copies`.
+    Fused steps pair the entries of both by their order in memory, whatever their strides. A copy
+    from a GPU is complete after `await_copies`.
     """
     if gradient is None:
         return None
@@ -387,9 +387,9 @@ def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Te
 
 
 class Audit:
-    """One worker's account, of the parameters.
+    """Sums up one worker's steps of the parameters, to find out how much was lost.
 
-    Rounding is the smaller part of what it finds where parameters are float64.
+    Rounding is a small part of the result only where parameters are float64.
     """
 
     def __init__(self, shared: SharedModel, parameters: Sequence[torch.Tensor]) -> None:
@@ -401,7 +401,7 @@ class Audit:
 
     @torch.no_grad()
     def in_place(self, apply: Callable[[], None]) -> None:
-        """Take in what a step in place changes: computed on a copy, and added at once."""
+        """Compute a step on a copy of the parameters, record it, and add it to them at once."""
         shared = [parameter.data for parameter in self._parameters]
         before = [tensor.clone() for tensor in shared]
         for parameter, content in zip(self._parameters, before, strict=True):
@@ -432,7 +432,7 @@ class Audit:
 
 
 class Writer:
-    """One worker's; its board counts the updates, and how stale they were.
+    """Applies one worker's steps to the shared model; its board counts updates and staleness.
 
     last_staleness: others' updates between the last hand-over and the update that followed.
     """
@@ -448,7 +448,7 @@ class Writer:
         copies: bool,
         audits: bool,
     ) -> None:
-        """Let the optimizer's state be shared, and the parameters, or `copies` of what is."""
+        """Share the optimizer's state, and the parameters; or keep own `copies` of the latter."""
         self._shared, self._board = shared, board
         self._trained, self._optimizer = trained, optimizer
         shared.map_state(trained, states, optimizer)
@@ -456,28 +456,28 @@ class Writer:
         if self._copy is None:
             shared.map_parameters(trained)
         self._audit = Audit(shared, trained) if audits else None
-        self._seen = 0  # updates of the model, at the last hand-over
+        self._seen = 0  # the model's updates at the last hand-over
         self.last_staleness = 0
 
     def check(self) -> None:
-        """Raise RuntimeError where the script has put other tensors into parameters or state."""
+        """Raise RuntimeError where the script has replaced tensors of parameters or state."""
         tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
         require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
 
     def hand_over(self) -> None:
-        """Have the parameters be what the model is now, for the batch that comes."""
+        """Copy the current model into a fast worker's parameters, for the next batch."""
         self.refresh()
         self._seen = self._board.total("updates")
 
     def refresh(self, *, waits: bool = False) -> None:
-        """Have the parameters be what the model is now; waits: also where a GPU has to copy it."""
+        """Copy the current model into a fast worker's parameters; waits: until that is done."""
         if self._copy is not None:
             self._copy.refresh()
             if waits:
                 self._copy.wait()
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Update the model by a step, which `apply` makes of the shared parameters."""
+        """Update the model by a step, which `apply` takes on the shared parameters."""
         board = self._board
         with self._copy.lent() if self._copy is not None else nullcontext(), board.writing():
             if self._audit is not None:
@@ -490,9 +490,9 @@ class Writer:
         board.add("updates", 1)
 
     def audited(self, world: World) -> float:
-        """Return the share of all steps, in L1, that was lost; raise ValueError without an audit.
+        """Return the share of all steps, in L1, that was lost; all workers call it.
 
-        All workers call it.
+        Raises ValueError without an audit.
         """
         if self._audit is None:
             raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")

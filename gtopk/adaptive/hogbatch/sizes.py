@@ -1,8 +1,8 @@
-"""Sizes: how many samples a worker asks for next.
+"""Sizes: how many samples a worker claims next.
 
 Class sizes: the first worker of a device class that has probed sets the class's smallest batch.
-A probe is as noisy as the seconds that it measures; were each worker to keep its own finding,
-workers of one class would stay unlike for the whole run:
+A probe is as noisy as the seconds that it measures. If each worker kept its own result, workers of
+one class would stay unlike for the whole run:
 
     worker   0  probes ... finds 16, says so           16
              1  probes ......... (would find 64)       16, from its next batch on
@@ -10,8 +10,8 @@ workers of one class would stay unlike for the whole run:
 Probe: the smallest batch that a device computes at nearly its full speed.
 
 In the first batches of the first epoch sizes double, three batches of each, until twice the size
-gives less than a quarter more samples a second, in three more, too; other work on the machine makes
-batches slower, and none quicker, so that the quickest of them tell:
+gives less than a quarter more samples a second, in three more batches, too. The quickest batch of a
+size counts, as other work on the machine only makes batches slower:
 
     samples/s                        ___----
                             __---'''
@@ -41,23 +41,23 @@ from .ledger import CLASSES, Board, DeviceClass, class_named
 
 
 class ClassSizes:
-    """One worker's view."""
+    """One worker's view of the smallest batch that each device class has agreed on."""
 
     def __init__(self, memory: NodeMemory, board: Board, device_class: DeviceClass) -> None:
         self._memory = memory
-        self._said: np.ndarray[Any, Any] = board.head["smallest"][0]  # by class; 0: nobody has yet
+        self._said: np.ndarray[Any, Any] = board.head["smallest"][0]  # by class; 0: not found yet
         self._class = device_class
         self._mine = [*CLASSES].index(device_class.name)
 
     @property
     def found(self) -> int | None:
-        """Return the smallest batch of this worker's class; None while nobody has found it."""
+        """Return the smallest batch of this worker's class; None until a worker has found it."""
         return int(self._said[self._mine]) or None
 
     def agree(self, size: int) -> int:
-        """Return the class's smallest batch, which this is unless another worker was first.
+        """Set the class's smallest batch to `size`, unless another worker was first; return it.
 
-        A slow class has none above a fast one's.
+        A slow class's smallest batch is never above a fast one's.
         """
         with self._memory.lock():
             if not self.found:
@@ -77,9 +77,9 @@ MEMORY_SHARE: Final = 0.8
 
 
 class Probe:
-    """Sizes to be tried, until `found`.
+    """Finds a worker's smallest batch: try batches of `size`, and `note` their seconds.
 
-    found: the size that was sought; None while it is.
+    found: the size that was sought; None until it is found.
     """
 
     def __init__(self, smallest: int, largest: int) -> None:
@@ -91,11 +91,11 @@ class Probe:
 
     @property
     def size(self) -> int:
-        """Return the size to be tried next."""
+        """Return the size to try next, or the one found."""
         return self._size if self.found is None else self.found
 
     def note(self, size: int, seconds: float) -> None:
-        """Take in what a batch took; one of another size tells nothing."""
+        """Record the seconds of a batch; one of another size is ignored."""
         if self.found is not None or size != self._size:
             return
         self._seconds.append(seconds)
@@ -120,9 +120,9 @@ class Probe:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return what the last batch took of a GPU's memory at most, and what is free for the next.
+    """Return the peak bytes that the last batch took of a GPU's memory, and the free bytes.
 
-    Bytes; what PyTorch's allocator keeps for tensors to come is free, too.
+    Memory that PyTorch's allocator keeps for later tensors counts as free.
     """
     driver_free, _ = torch.cuda.mem_get_info(device)
     used, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -130,9 +130,9 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def fits(size: int, took_bytes: int, free_bytes: int) -> int:
-    """Return the largest batch that memory has room for, by what one of `size` took of it."""
+    """Return the largest batch that fits into memory, if one of `size` took `took_bytes`."""
     if took_bytes <= 0:
-        return size * 1024  # too little to be seen
+        return size * 1024  # too little to measure
     return max(1, int(MEMORY_SHARE * free_bytes * size / took_bytes))
 
 
@@ -143,16 +143,16 @@ class Thresholds(NamedTuple):
     largest: int
 
     def clip(self, size: float) -> int:
-        """Return the allowed size that is nearest."""
+        """Return the nearest allowed size."""
         return int(max(self.smallest, min(size, self.largest)))
 
 
 def next_size(
     size: int, updates: float, others: Sequence[float], alpha: float, thresholds: Thresholds
 ) -> int:
-    """Return the next batch of a worker with so many updates, by the rule above.
+    """Return the size of a worker's next batch from its updates, by the rule above.
 
-    Ma and Rusu's published code has the counts and not the rule, which is reconstructed.
+    Ma and Rusu's published code has the counts but not the rule, which is reconstructed.
     """
     if others and updates < min(others):
         return thresholds.clip(size / alpha)
@@ -162,10 +162,10 @@ def next_size(
 
 
 def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, Thresholds]:
-    """Return the thresholds that are said, by device class: a pair of sizes, or one for both.
+    """Return the given thresholds, by device class: a pair of sizes, or one size for both.
 
-    Raises ValueError for an unknown class, and for thresholds that are no whole numbers, crossed or
-    out of range.
+    Raises ValueError for an unknown class, and for thresholds that are not whole numbers, crossed
+    or out of range.
     """
     if sizes is not None and not isinstance(sizes, Mapping):
         raise ValueError(
@@ -198,12 +198,12 @@ def checked(thresholds: Thresholds, whose: str) -> Thresholds:
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether a value is a whole number; True is none."""
+    """Tell whether a value is a whole number; bool does not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -> Thresholds:
-    """Return a worker's thresholds where none are said; raise ValueError where they are crossed."""
+    """Return a worker's default thresholds; raise ValueError where they are crossed."""
     largest = min(batch_size, max_batch or batch_size)
     if min_batch > largest:
         bound = f"batch_size={batch_size} of the DataLoader"
@@ -216,10 +216,10 @@ def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -
 
 
 class Sizer:
-    """One worker's sizes; those that are not said are its class's.
+    """One worker's sizes; those that the user does not give are its class's.
 
-    thresholds: None until they are known: where they are not said, a probe finds the smallest.
-    size: of its next batch.
+    thresholds: None until they are known: if they are not given, a probe finds the smallest.
+    size: size of its next batch.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Sizer:
         default: Thresholds,
         class_sizes: ClassSizes | None = None,
     ) -> None:
-        """class_sizes: where there are other workers; it hears of what is said, too."""
+        """class_sizes: shared with other workers, if any; given sizes are noted in it, too."""
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
         self._default, self._class_sizes = default, class_sizes
         self._fitted = 0  # the largest batch that memory had room for
@@ -259,7 +259,7 @@ class Sizer:
         return Thresholds(self._default.clip(smallest), self._default.largest)
 
     def next(self, updates: float, others: Sequence[float]) -> int:
-        """Return the size to ask for, from everybody's updates."""
+        """Return the size to claim, from this worker's updates and the others'."""
         if self.thresholds is None and self._class_sizes is not None and self._class_sizes.found:
             self._settle(self._thresholds_from(self._class_sizes.found))
         if self.thresholds is None:
@@ -270,26 +270,26 @@ class Sizer:
         return self.size
 
     def note(self, size: int, seconds: float) -> None:
-        """Take in what a batch took, while that is of interest."""
+        """Record the seconds of a batch while the probe runs."""
         if self.thresholds is None and self.probe is not None:
             self.probe.note(size, seconds)
             if self.probe.found is not None:
                 self._settle(self._thresholds_from(self._agree(self.probe.found)))
 
     def resume(self, smallest: int, size: int) -> None:
-        """Go on from what the probe of a worker of the same class has found, and from its size.
+        """Resume from the smallest batch and the current size of a worker of the same class.
 
-        Nothing changes where sizes are said, or need no probe.
+        Nothing changes where sizes are given, or need no probe.
         """
         if self.probe is not None:
             self.thresholds = self._thresholds_from(self._agree(smallest))
             self.size = self.thresholds.clip(size)
 
     def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:
-        """Ask for no more than memory has room for, by what a batch took of it.
+        """Limit sizes to what fits into memory, judged by the bytes that a batch took.
 
-        free_bytes: for the next one. A small one, the last of an epoch, tells nothing of large
-        ones; what had room before has it.
+        free_bytes: free for the next batch. A small batch, the last of an epoch, is ignored, and a
+        size that has fitted before stays allowed.
         """
         if size < self.size:
             return
@@ -297,7 +297,7 @@ class Sizer:
         self.limit(max(self._fitted, fits(size, took_bytes, free_bytes)))
 
     def limit(self, largest: int) -> None:
-        """Ask for no more than so many from now on: the memory has no room for more."""
+        """Limit sizes to `largest` from now on, as memory has no room for more."""
         low, high = self._default
         self._default = Thresholds(min(low, largest), min(high, largest))
         if self.probe is not None:

@@ -1,17 +1,17 @@
-"""The batches that a worker claims of an epoch, and the step that it takes with each.
+"""The batches that a worker claims in an epoch, and the step that it takes with each.
 
 ClaimedBatches: its DataLoader asks for one batch after another.
 
-at first     the next places of the epoch's order, as many as the worker's size is by then
-all taken    places that workers which died, or were broken off, have left undone
-broken off   what was claimed and not handed out is given back to those who still compute
+at first     the next places of the epoch's order, as many as the worker's current size
+all taken    places left undone by workers that died or whose scripts broke off
+broken off   places claimed and not handed out are given back to workers that still compute
 
 BatchInHand: the batch that a worker computes on, until its one step is taken.
 
-hand-over    fast classes: its own copy becomes what the shared model is
+hand-over    fast classes: the shared model is copied into the worker's own
 script       forward, backward
 step         in place, with the gradients of the shared model (slow) or of the copy (fast)
-let go       the ledger notes it as done, and the sizes what it took
+let go       the ledger notes it as done, and the sizes learn the time that it took
 
 Updates of gradients that are not finite are skipped: they would spoil everybody's model.
 """
@@ -39,7 +39,7 @@ from .sizes import Sizer, memory_of
 
 
 class ClaimedBatches(Sampler[list[int]]):
-    """The indices of one worker's batches; a DataLoader may ask for some ahead of the script."""
+    """The indices of one worker's batches; a DataLoader may draw some ahead of the script."""
 
     def __init__(self, node: Node, sizer: Sizer, options: HogbatchOptions, spent: Spent) -> None:
         self._node, self._board, self._ledger = node, node.board, node.ledger
@@ -49,15 +49,18 @@ class ClaimedBatches(Sampler[list[int]]):
         self._left_over: Sequence[int] = ()  # by others, and the next to be iterated
 
     def begin(self, order: Sequence[int]) -> None:
-        """Begin an epoch, of samples in this order."""
+        """Begin an epoch with this order of samples."""
         self._order, self._left_over = order, ()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of what is to be claimed; after `reclaim`, of that alone."""
+        """Yield the indices of batches as they are claimed; after `reclaim`, only its samples."""
         return self._note(self._left_over) if self._left_over else self._claim_all()
 
     def reclaim(self) -> bool:
-        """Have the next iteration be of what others left, if anything; wait while they compute."""
+        """Claim samples that others left undone for the next iteration; tell whether there are any.
+
+        Waits while others compute.
+        """
         with self._spent.waiting():
             self._left_over = self._ledger.reclaim(self._sizer.size)
         return bool(self._left_over)
@@ -67,13 +70,13 @@ class ClaimedBatches(Sampler[list[int]]):
         return self._claimed.popleft()
 
     def give_back(self) -> None:
-        """Let others have what this worker has claimed and not handed out."""
+        """Give samples that were claimed and not handed out to the other workers."""
         for places in self._claimed:
             self._ledger.give_back(places)
         self._claimed.clear()
 
     def _claim_all(self) -> Iterator[list[int]]:
-        """Yield the indices of one batch after another, as long as there is anything to claim."""
+        """Yield the indices of one batch after another until everything is claimed."""
         while True:
             if self._options.lock_step:
                 with self._spent.waiting():
@@ -104,15 +107,15 @@ _LOST_AFTER: Final = 3  # updates in a row; no later one mends a model that is n
 
 
 class SkippedUpdates(SkipCounter):
-    """Count one worker's skipped updates; raise where too many came in a row."""
+    """Counts one worker's skipped updates; raises where too many came in a row."""
 
     def note(
         self, rank: int, trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]
     ) -> None:
-        """Count one, by the parameters and their gradients.
+        """Count a skipped update.
 
-        Raises FloatingPointError where the model is what is not finite, or where more updates in a
-        row were skipped than may be.
+        Raises FloatingPointError where the model itself is not finite any more, or where more
+        updates in a row were skipped than are allowed.
         """
         self.count += 1
         lost = [names[p] for p in trained if not all_finite([p.detach()])]
@@ -135,7 +138,7 @@ def own(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors hold neither NaN nor infinity; of GPUs', all are looked at at once."""
+    """Tell whether tensors hold neither NaN nor infinity; those on a GPU are read in one go."""
     on_gpu = []
     for each in tensors:
         values = each.coalesce().values() if each.is_sparse else each
@@ -147,9 +150,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class BatchInHand:
-    """One worker's; the optimizer's step is that of the batch in hand from now on.
+    """One worker's current batch; it takes over `optimizer.step`, which steps with this batch.
 
-    places: of the epoch's order, that the batch is of; none: no batch is in hand.
+    places: the batch's places in the epoch's order; empty without a current batch.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class BatchInHand:
         self._skipped = SkippedUpdates(policy.options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
         self._memory = Memory(self._rank)
-        # Merges average the nodes' models: each node's has to come as far as all steps would.
+        # Merges average the nodes' models, so each must move as far as the global batch would.
         reference = job.options.global_batch / node.nodes
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
         self._began = self._counted = 0
@@ -178,16 +181,16 @@ class BatchInHand:
         self._wrapped_step = take_over(job.optimizer, mode, self._step)
 
     def begin(self) -> None:
-        """Begin a round."""
+        """Start counting the time of a round."""
         self._counted = now_nanoseconds()
 
     def count_time(self) -> None:
-        """Note the time within the round so far: with every batch, as what is busy of it is."""
+        """Add the time within the round so far; called with every batch, like the busy time."""
         before, self._counted = self._counted, now_nanoseconds()
         self._board.add("in_rounds", self._counted - before)
 
     def take(self, places: Sequence[int]) -> None:
-        """Have a batch in hand, and the model be what it is now."""
+        """Make a batch the current one, and copy the shared model for a fast worker."""
         self.places = places
         self._writer.hand_over()
         if self._device.type == "cuda":
@@ -195,7 +198,7 @@ class BatchInHand:
         self._began = now_nanoseconds()
 
     def leave(self) -> None:
-        """Be done with the batch, also where the script took no step for it."""
+        """Finish the batch; count it as unused where the script took no step for it."""
         if self.places:
             self._board.add("unused", 1)
             self._let_go()

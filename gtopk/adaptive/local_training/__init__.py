@@ -1,5 +1,5 @@
-"""For modes whose ranks step by themselves between exchanges.
+"""Parts of the modes whose ranks step by themselves between exchanges.
 
 own_steps.py        a mode's own step in place of the distributed optimizer's, and its step reports
-replica.py          a rank's own model, the center of all, and the merge of both; gradients' sums
+replica.py          a rank's own model, the center, and their merge; sums of gradients
 """

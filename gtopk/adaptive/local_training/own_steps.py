@@ -4,9 +4,9 @@ Spent measures where a rank's time goes:
 
 |-- computed --|waits|----- computed -----|waits|-- computed --   all of the wall clock, once
 
-Every second of the wall clock is in one step, computed or waited, and so is every byte of the
-mode's operations. What ranks take samples by (a `Counter`) counts its own bytes, and none of them
-are here.
+Every second of the wall clock is in one step, as computed or waited, and so is every byte of the
+mode's operations. The `Counter` by which ranks take samples counts its own bytes, which are not
+included here.
 
 `take_over` puts a mode's own step in the place of the distributed optimizer's.
 """
@@ -30,28 +30,28 @@ from ...telemetry.step_report import Seen, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
 
-Bounds = tuple[float, float]  # from, to; by time.perf_counter
+Bounds = tuple[float, float]  # begin and end, by time.perf_counter
 
 
 class Spent:
     """Splits the wall clock into waiting for others, and all else, which counts as computing.
 
-    Law: what was taken adds up to the time from `begin` to the last `take_computed`, or wait.
+    Law: all times taken add up to the time from `begin` to the last `take_computed`, or wait.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # what was before is computed, waited or taken
+        self._since: float | None = None  # all time before it is accounted for
         self._computed: list[Bounds] = []
         self._waits: list[Bounds] = []
 
     def begin(self) -> None:
-        """Count from now on; where that was said before, go on."""
+        """Count from now on, unless counting has begun already."""
         if self._since is None:
             self._since = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what is done meanwhile as waiting for others; not within another such time."""
+        """Count the time meanwhile as waiting for others; do not nest it."""
         began = self._pass()
         try:
             yield
@@ -61,13 +61,13 @@ class Spent:
                 self._waits.append((began, self._since))
 
     def take_computed(self) -> list[Bounds]:
-        """Return when was not waited since this was asked last."""
+        """Return the spans without waiting since the last call."""
         self._pass()
         computed, self._computed = self._computed, []
         return computed
 
     def take_waits(self) -> list[Bounds]:
-        """Return when was waited since this was asked last."""
+        """Return the spans of waiting since the last call."""
         waits, self._waits = self._waits, []
         return waits
 
@@ -80,7 +80,7 @@ class Spent:
 
 
 class Waited:
-    """An operation, the waiting for which is counted."""
+    """An operation; the time spent in `wait` is counted as waiting."""
 
     def __init__(self, operation: Operation, spent: Spent) -> None:
         self._operation, self._spent = operation, spent
@@ -97,24 +97,24 @@ class Waited:
 
 
 class OwnSteps:
-    """Reports each step as the optimizer's last one, to the run's record, too.
+    """Reports each step as the optimizer's `last_step`, and to the run's record.
 
-    covers: what a step is; see `StepReport`.
-    spent:  where this rank's time goes.
+    covers: the kind of step; see `StepReport`.
+    spent:  splits this rank's time.
     """
 
     def __init__(self, world: World, optimizer: Any, covers: str) -> None:
         self._world, self._optimizer, self._covers = world, optimizer, covers
         self._seen = Seen()
         self._computed: list[Bounds] = []
-        self._exchanged = 0  # times, with an update
+        self._exchanged = 0  # exchanges that had an update
         self._expected: ExpectedStep | None = None
         self.spent = Spent()
 
     def expect(self, exchange: RoundExchange, name: str) -> None:
-        """Know what this exchange, one of all ranks, is to take; they call it together.
+        """Predict the time of this exchange between all ranks, which call it together.
 
-        name: of what concerns it, equal on all ranks.
+        name: prefix of the operations for it, equal on all ranks.
         """
         policy = self._optimizer.step_policy
         policy.tell_of_compression()
@@ -125,15 +125,15 @@ class OwnSteps:
             self._expected.measure([exchange], peers)
 
     def submitted(self, operation: Operation) -> None:
-        """Count what an operation sends to the step under way."""
+        """Attribute an operation's messages to the current step."""
         self._seen.operations[len(self._seen.operations)] = operation
 
     def computed(self) -> None:
-        """Count what was computed up to now to the step under way, and what follows to the next."""
+        """Attribute computing time up to now to the current step, and later time to the next."""
         self._computed += self.spent.take_computed()
 
     def arrived(self, exchange: RoundExchange) -> None:
-        """Note what an exchange has done whose operation is over, and the residual after it."""
+        """Record an exchange whose operation is over, and the residual after it."""
         seen, ran = self._seen, exchange.take_ran()
         seen.bucket_exchanges.append(exchange)
         if ran is not None:
@@ -145,7 +145,7 @@ class OwnSteps:
                 sample_residual(recorder, [exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
-        """Report the step, of what was computed until `computed`, and begin another."""
+        """Report the step, with the time computed until `computed`, and begin another."""
         seen, self._seen = self._seen, Seen()
         computed, self._computed = self._computed, []
         waits = self.spent.take_waits()
@@ -170,7 +170,7 @@ class OwnSteps:
             timeline.note_step(self._drawn(done, computed, waits))
 
     def _drawn(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
-        """Return the step as the timeline shows it: whole, and what was computed and waited."""
+        """Return the step for the timeline: its whole span, and those computed and waited."""
         said = {"step": done.step, "local steps": done.local_steps, "samples": done.samples}
         spans = [Span(self._covers.upper(), computed[0][0], computed[-1][1], said)]
         spans += [Span("COMPUTE", *bounds) for bounds in computed]
@@ -183,10 +183,10 @@ class OwnSteps:
 def take_over(
     optimizer: Any, mode: str, step: Callable[[Callable[[], Any] | None], Any]
 ) -> Callable[..., Any]:
-    """Let `optimizer.step` be this from now on, and its gradients a mode's; return what it was."""
+    """Replace `optimizer.step` by a mode's, which gets the gradients; return the one before."""
     before: Callable[..., Any] = optimizer.step
 
-    @wraps(before)  # with the mark of a scheduler made before, which would miss it
+    @wraps(before)  # copies the mark by which an earlier scheduler knows its step
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.step_policy.note_step()
         return step(closure)
@@ -209,7 +209,7 @@ def require_not_taken(optimizer: Any) -> None:
 
 
 def require_no_common_step(optimizer: Any, why: str) -> None:
-    """Raise ValueError for options that only a step of all ranks could heed; why: it has none."""
+    """Raise ValueError for options that need a common step of all ranks; why: there is none."""
     asked = optimizer.step_policy.options
     for name, value in (
         ("local_clip_norm", asked.local_clip_norm),

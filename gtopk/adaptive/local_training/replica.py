@@ -7,11 +7,11 @@ Normalized merging, dense (T keeps all) or compressed by top-k:
     s_i = T(w_i o_i)     S, r_i = reduce(s_i)          the weights w_i sum to one
     z' = z + S           o_i' = (w_i o_i - s_i + r_i) / w_i
 
-What is not sent stays in the replica, as its offset: the local gradient sees it, so nothing is
-applied twice. Kept beside the replica and added at the next merge, as gradients' residuals are, it
-diverges at rates where this is stable. Law: z' + sum w_i o_i' = z + sum w_i o_i. Where all is sent,
-every replica becomes the weighted mean. Weights that change between merges change what an old
-offset weighs.
+Entries that are not sent stay in the replica, as its offset: the local gradient sees them, so
+nothing is applied twice. Kept outside the replica and added at the next merge, like residuals of
+gradients, they diverge at rates where this is stable. Law: z' + sum w_i o_i' = z + sum w_i o_i.
+Where all is sent, every replica becomes the weighted mean. Weights that change between merges also
+change the weight of an old offset.
 
 Elastic merging (EASGD, Zhang, Choromanska and LeCun 2015, arXiv 1412.6651; SMA of CROSSBOW,
 Koliousis et al. 2019) pulls replica and center towards each other:
@@ -22,7 +22,7 @@ Koliousis et al. 2019) pulls replica and center towards each other:
 Either may give the center momentum: z' gains m (z - the center before it), and so do the replicas
 that follow it.
 
-RoundExchange: a round's sums of gradients, through the optimizer's method, with a residual.
+RoundExchange: reduces a round's sums by the optimizer's compression, with a residual.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Ran(NamedTuple):
 
 
 class RoundExchange:
-    """One rank's side of a round's exchange: it selects from it, keeps a residual, and gets back.
+    """One rank's side of a round's exchange: call `take`, then `reduce` on the engine's thread.
 
-    bucket:   of the sums; exchange: the way they are reduced.
-    progress: how many reductions had an update.
-    Raises ValueError for adam_correction, as what is reduced here is no single gradient of a
-    rank's, and for shards.
+    bucket:   holds the sums; exchange: reduces them.
+    progress: counts reductions that had an update.
+    Raises ValueError for adam_correction, as sums and offsets are reduced here, not gradients of
+    single steps, and for shards.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
@@ -90,13 +90,13 @@ class RoundExchange:
 
     @property
     def signature(self) -> str:
-        """Return what must be equal on all ranks."""
+        """Return the text that must be equal on all ranks."""
         return self.exchange.signature
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.
+        """Return copies of residual and velocity, [n] on the host, and the exchange's progress.
 
-        residual, velocity: None where all is sent, and without momentum correction.
+        They are None where everything is sent, and without momentum correction.
         """
         residual = self.exchange.residual
         residuals = {} if residual is None else residual.after_last_step()
@@ -111,7 +111,7 @@ class RoundExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold back what another exchange of as many elements did, and go on from its steps.
+        """Load the residual of another exchange of as many elements, and resume from its steps.
 
         All ranks do so before the next reduction. Raises ValueError for a residual where this
         compression keeps none.
@@ -141,21 +141,21 @@ class RoundExchange:
 
     @property
     def unsent(self) -> list[torch.Tensor] | None:
-        """Return the residual's own memory, by parameter; None where nothing is left in it."""
+        """Return the residual by parameter, as views of its memory; None where it is empty."""
         residual = self.exchange.residual
         if residual is None or residual.holds_nothing:
             return None
         return self.bucket.split(view_tensor(residual.values))
 
     def forget(self) -> None:
-        """Keep nothing of what was not sent: it is somebody else's now."""
+        """Clear the residual, which its caller has taken over."""
         if self.exchange.residual is not None:
             self.exchange.residual.clear()
 
     def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
         """Take a rank's sums, one for each parameter; return whether they are finite.
 
-        allowed_norm: their part of the update is shortened to this rank's share of it.
+        allowed_norm: this rank's part of the update is shortened to its share of this norm.
         """
         self._clip = LocalClip(sums, allowed_norm)
         self.bucket.take(1.0, gradients=sums)
@@ -164,9 +164,9 @@ class RoundExchange:
     def reduce(
         self, transport: Transport, weight: float, share: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Return the update: the sum of weight * sums of all ranks; share: of this rank in it.
+        """Return the update, the sum over ranks of weight * sums; None where it overflows.
 
-        None where it overflows: the residual is then as it was before.
+        Then the residual is as it was before. share: this rank's share of the update, for clipping.
         """
         bucket, residual = self.bucket, self.exchange.residual
         bucket.weight = weight * self._clip.factor(weight, share)
@@ -192,7 +192,7 @@ class RoundExchange:
         return bucket.gradients
 
     def take_ran(self) -> Ran | None:
-        """Return what the last reduction did, once; None where nothing was reduced since then."""
+        """Return the last reduction's result, once; None if there was none since the last call."""
         ran, self._ran = self._ran, None
         return ran
 
@@ -203,17 +203,17 @@ class RoundExchange:
 
 
 class Replica:
-    """A rank's parameters between merges.
+    """A rank's parameters between merges: `prepare`, `exchange`, then `merge` or `pull`.
 
     center: z, by parameter; the same bits on every rank.
     was_center: whether it was the center after the last merge; else it keeps an offset.
-    reduction: what offsets become S by.
+    reduction: reduces offsets to S.
     """
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], compression: Any, momentum: float = 0.0
     ) -> None:
-        """momentum: of the center."""
+        """momentum: the center's momentum m."""
         self.parameters = list(parameters)
         self._own: Sequence[torch.Tensor] = self.parameters  # a copy of them, while `at_center`
         self.center = self._copy()
@@ -227,12 +227,12 @@ class Replica:
 
     @property
     def is_at_center(self) -> bool:
-        """Tell whether the parameters are the center's meanwhile."""
+        """Tell whether the parameters show the center at the moment."""
         return self._own is not self.parameters
 
     @property
     def signature(self) -> str:
-        """Return what must be equal on all ranks."""
+        """Return the text that must be equal on all ranks."""
         return self.reduction.signature
 
     def norm(self) -> float:
@@ -241,21 +241,21 @@ class Replica:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Become the center again: what this replica has done is lost."""
+        """Set the replica to the center: its own offset is lost."""
         torch._foreach_copy_(list(self._own), self.center)
         self._show_center()
 
     def _show_center(self) -> None:
-        """Let the parameters be the center as it is by now, while they are to be the center."""
+        """Copy the current center into the parameters, within `at_center`."""
         if self.is_at_center:
             torch._foreach_copy_(list(self.parameters), self.center)
 
     def offsets(self) -> list[torch.Tensor]:
-        """Return how far the replica is from the center."""
+        """Return the replica's offset from the center, by parameter."""
         return list(torch._foreach_sub([tensor.detach() for tensor in self._own], self.center))
 
     def prepare(self) -> bool:
-        """Take the offsets for a merge; return whether they are finite: else become the center."""
+        """Take the offsets for a merge; return whether they are finite, else reset the replica."""
         finite = self.reduction.take(self.offsets())
         if not finite:
             self.reset()
@@ -263,12 +263,12 @@ class Replica:
         return finite
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
-        """Return S, of all ranks' offsets times their weights; None where it is not finite."""
+        """Return S, reduced from all ranks' weighted offsets; None where it is not finite."""
         return self.reduction.reduce(transport, weight)
 
     @torch.no_grad()
     def merge(self, update: list[torch.Tensor] | None, weight: float) -> None:
-        """Move the center by S, and the replica to it and what it has not sent.
+        """Move the center by S, and the replica to the center plus the offset that it did not send.
 
         update: None, on all ranks: every replica becomes the center as it was.
         weight: 0: this replica becomes the center, too.
@@ -284,7 +284,7 @@ class Replica:
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
-        """Move the center by S, and the replica by what it has sent of the force.
+        """Move the center by S, and the replica towards the center by the part that it has sent.
 
         update: None, on all ranks: every replica becomes the center as it was.
         force: 0: this replica becomes the center, too.
@@ -318,7 +318,7 @@ class Replica:
 
     @contextmanager
     def at_center(self) -> Iterator[None]:
-        """Let the parameters be the center's meanwhile; all else goes by the replica's own."""
+        """Show the center in the parameters meanwhile; other methods use the replica's own copy."""
         outer = self._own
         self._own = self._copy()
         with torch.no_grad():
@@ -331,12 +331,12 @@ class Replica:
             self._own = outer
 
     def weighted_offset(self, weight: float) -> NDArray[Any]:
-        """Return a copy on the host of what this replica keeps, times its weight: [n]."""
+        """Return this replica's offset times its weight, as a copy on the host: [n]."""
         return to_array(torch.cat([each.reshape(-1) for each in self.offsets()]) * weight)
 
     @torch.no_grad()
     def collapse(self, offset: NDArray[Any] | None = None) -> None:
-        """Become the center, moved by all ranks' weighted offsets: nothing is left of them."""
+        """Move the center by the sum of all ranks' weighted offsets, and become the center."""
         if offset is not None:
             start = 0
             for center in self.center:
@@ -347,7 +347,10 @@ class Replica:
         self.was_center = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last merge, for a replica that is there or was the center."""
+        """Return the replica's state: the center, the one before, and its own parameters.
+
+        Call it before steps after a merge, unless the replica was the center after it.
+        """
         return {
             "center": [tensor.clone() for tensor in self.center],
             "before": [tensor.clone() for tensor in self._before],
@@ -356,7 +359,7 @@ class Replica:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what another replica was."""
+        """Load another replica's state."""
         torch._foreach_copy_(self.center, list(state["center"]))
         if self._before:
             torch._foreach_copy_(self._before, list(state["before"] or state["center"]))

@@ -1,7 +1,7 @@
 """Mode "adaptive-sgd": every rank trains a replica of its own, and replicas are merged.
 
     rank 0  |= b0 =|= b0 =|= b0 =|= b0 =|     | merge | ...    |= =| a batch and a local step
-    rank 1  |== b1 ==|== b1 ==|== b1 ==|      | merge | ...    every take is by the cursor
+    rank 1  |== b1 ==|== b1 ==|== b1 ==|      | merge | ...    batches come from the cursor
     rank 2  |==== b2 ====|==== b2 ====|= b2 =|| merge | ...
 
 Adaptive SGD (Ma, Rusu, Wu and Sim 2021, arXiv 2110.07029): dynamic scheduling, batches scaled
@@ -47,17 +47,17 @@ class Merge(NamedTuple):
 
 
 class MergingLoader(LoaderBase):
-    """An iterable of this rank's batches, each of which the script makes a local step with.
+    """An iterable of this rank's batches; the script takes a local step with each.
 
-    A mega-batch is a step of the run's record, with its merge: this rank's batches and local steps
-    in it, also where the others went on without its replica, and what it waited: for takes, for
-    the others to be ready, and for the merge.
+    The run's record has a step for each mega-batch with its merge: this rank's batches and local
+    steps, even if the merge dropped its replica, and the time that it waited for batches, for the
+    other ranks, and for the merge.
 
-    merges:      so far; where the number has grown, the replicas have just been merged.
-    last_merge:  what it went by.
-    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for; empty for
-                 those before the state that the run went on from.
-    lost_replicas: how often a rank's own was not finite, and became the others'.
+    merges:      number of merges so far; it grows when the replicas have just been merged.
+    last_merge:  reports, weights and sizes of the last merge.
+    record:      with option `record`, all ranks' takes, mega-batch by mega-batch; empty for those
+                 before the state from which the run resumed.
+    lost_replicas: how often a replica was not finite and was replaced by the others' model.
     """
 
     def __init__(self, job: Job[MergingOptions]) -> None:
@@ -81,13 +81,13 @@ class MergingLoader(LoaderBase):
             self._optimizer, job.options.lr_scaling, self._stretches.first_size
         )
         self._replica: Replica | None = None
-        self._loaded: dict[str, Any] | None = None  # before there was a replica
-        self._is_compared = False  # the replica, with those of all ranks
+        self._loaded: dict[str, Any] | None = None  # a state loaded before there was a replica
+        self._is_compared = False  # whether all ranks' replicas were compared
         self._weights: Sequence[float] | None = None  # of the last merge
         self._finished: list[range] | None = None  # takes since the last merge, while one is due
         self._current_batch: range | None = None
         self._updates = 0
-        self._count = 0  # how far any rank has seen the cursor
+        self._count = 0  # the cursor's largest count on any rank
         self._lost_in_a_row = 0
         self.merges = 0
         self.last_merge: Merge | None = None
@@ -96,7 +96,7 @@ class MergingLoader(LoaderBase):
         self._wrapped_step = take_over(self._optimizer, "adaptive-sgd", self._step)
 
     def _meet(self, length: int) -> tuple[list[int], Counter | None]:
-        """Return every rank's largest size, and what they take batches by."""
+        """Return every rank's largest size, and the counter by which ranks take batches, if any."""
         options = self._options
         first_size = max(1, options.global_batch // self._world.size)
         counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
@@ -116,7 +116,7 @@ class MergingLoader(LoaderBase):
         return list(self._stretches.sizes)
 
     def __len__(self) -> int:
-        """Return the batches of an epoch, of all ranks, if all were of the first size."""
+        """Return the number of batches in an epoch, over all ranks, if all had the first size."""
         return -(-len(self._order(0)) // self._stretches.first_size)
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -141,7 +141,7 @@ class MergingLoader(LoaderBase):
                 yield from self._await_drains()
 
     def _begin(self, epoch: int, order_said: str) -> None:
-        """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
+        """Begin an epoch, the same on all ranks; agree on the cursor's largest count."""
         replica = self._resumed() or self._open_replica()
         if not self._is_compared:
             self._compare(replica)
@@ -158,12 +158,12 @@ class MergingLoader(LoaderBase):
         self._count = self._await(operation)
 
     def _await(self, operation: Operation) -> Any:
-        """Wait for an operation; the time counts as waited in the mega-batch under way."""
+        """Wait for an operation; the time counts as waited in the current mega-batch."""
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent).wait()
 
     def _resumed(self) -> Replica | None:
-        """Return this rank's replica, made of what was loaded if there is none; None: neither."""
+        """Return this rank's replica, or make it from a loaded state; None without either."""
         if self._replica is None and self._loaded is not None:
             self._open_replica().load_state_dict(self._loaded)
             self._loaded = None
@@ -176,7 +176,7 @@ class MergingLoader(LoaderBase):
         return self._replica
 
     def _compare(self, replica: Replica) -> None:
-        """Make sure that all ranks begin as the same model, and know what a merge is to take."""
+        """Make sure that all ranks begin with the same model; predict the time of a merge."""
         names = self._optimizer.step_policy.names
         named = {p: names[p] for p in replica.parameters}
         signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
@@ -192,7 +192,7 @@ class MergingLoader(LoaderBase):
         self._is_compared = True
 
     def _mega_batch(self) -> Iterator[Any]:
-        """Yield what this rank can take of the stretch that is open."""
+        """Yield the batches that this rank takes from the open stretch."""
         self._finished, self._updates = [], 0
         for batch in self._loader:
             take = self._taken.taken.popleft()
@@ -209,13 +209,13 @@ class MergingLoader(LoaderBase):
             self._current_batch = None
 
     def _finish(self, take: range) -> None:
-        """Note a batch as done with, once; a merge in the middle of it is that of its step."""
+        """Note a batch as finished, once."""
         assert self._finished is not None
         if take not in self._finished[-1:]:
             self._finished.append(take)
 
     def _await_drains(self) -> Iterator[Any]:
-        """Where other ranks drain, hand out a batch for the script to do so, too."""
+        """Where other ranks drain, hand out a batch so that the script can drain, too."""
         if not self.drain_wanted:
             return
         self._taken.stands_in = True
@@ -225,7 +225,7 @@ class MergingLoader(LoaderBase):
         finally:
             self._taken.stands_in = False
         if self.drain_wanted:
-            self._tell(drains=False)  # an error on all ranks
+            self._tell(drains=False)  # raises an error on all ranks
 
     def _tell(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
@@ -240,7 +240,7 @@ class MergingLoader(LoaderBase):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients.
 
-        Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
+        Raises RuntimeError without a current batch, and where the parameters show the merged model.
         """
         optimizer = self._optimizer
         if self._current_batch is None:
@@ -273,7 +273,7 @@ class MergingLoader(LoaderBase):
         return loss
 
     def _merge(self, drains: bool = False) -> None:
-        """Merge all ranks' replicas, and go on from there; all know then which of them drain."""
+        """Merge all ranks' replicas, and continue from there; ranks learn which of them drain."""
         replica, batches = self._replica, self._stretches
         assert replica is not None
         assert self._finished is not None
@@ -325,7 +325,7 @@ class MergingLoader(LoaderBase):
         steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:
-        """Count the merge, and the replicas that it went without; say what has changed."""
+        """Count the merge, and the replicas that it dropped; log what has changed."""
         before = self.last_merge.sizes if self.last_merge else None
         self.merges += 1
         self.last_merge = merge._replace(sizes=list(merge.sizes))
@@ -359,23 +359,23 @@ class MergingLoader(LoaderBase):
             )
 
     def merged(self) -> AbstractContextManager[None]:
-        """Let the parameters be those of the merged model meanwhile: to evaluate it, or save it.
+        """Show the merged model in the parameters meanwhile, to evaluate or save it.
 
-        They are, after an epoch, by themselves; but for compressed merges and the strategies with
-        an elastic force, where replicas stay apart. A state taken meanwhile has the replica that
-        comes back; after a drain that is the merged model.
+        After an epoch they show it anyway, except with compressed merges and strategies with an
+        elastic force, where replicas stay apart. A state taken meanwhile holds the replica that
+        comes back, which after a drain is the merged model.
         """
         replica = self._resumed()
         return nullcontext() if replica is None else replica.at_center()
 
     def drain(self) -> None:
-        """Make all replicas the merged model, with all that they have not sent; all ranks call it.
+        """Make all replicas the merged model, unsent offsets included; all ranks call it.
 
-        The end of a training, or a checkpoint. With an elastic force they become the center.
+        For the end of a training, or a checkpoint. With an elastic force they become the center.
         Within an epoch every rank must call it after the first step that finds `merges` at, or
-        above, the same number: the mega-batch ends there, and a batch that was not stepped with is
-        handed out again. A rank that gets no more of it is handed a batch of no weight to come
-        there. Raises RuntimeError, on every rank, where some did not call it.
+        above, the same number: the mega-batch ends there, and a batch without a step is handed out
+        again. A rank that gets no more of the mega-batch gets a batch without weight so that it can
+        call it. Raises RuntimeError, on every rank, where some did not call it.
         """
         self._require_its_world()
         if self._finished is not None:
@@ -400,10 +400,10 @@ class MergingLoader(LoaderBase):
         replica.collapse(offset if moved else None)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state after the last merge: what was computed since is computed again.
+        """Return the state after the last merge; later steps are computed again after loading it.
 
-        It holds the merged model, and is equal on all ranks but for the replicas' own parameters,
-        where they keep some. Raises RuntimeError where they do, and have gone on from the merge.
+        It holds the merged model, and is equal on all ranks, except for replicas' parameters where
+        they differ from it. Raises RuntimeError where they do, and steps have followed the merge.
         """
         replica = self._replica
         going = self._finished is not None and (self._updates or self._finished)
@@ -421,11 +421,11 @@ class MergingLoader(LoaderBase):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Go on from another loader's last merge, with its model.
+        """Resume from another loader's last merge, with its model.
 
-        That is in the parameters from the next iteration, `merged` or `drain` on, if not at once.
-        Raises ValueError for another number of ranks, where replicas have kept something to
-        themselves: drain() before the checkpoint.
+        The parameters hold it from the next iteration, `merged` or `drain` on, if not at once.
+        Raises ValueError for another number of ranks where replicas keep offsets: call drain()
+        before the checkpoint.
         """
         replica = state["replica"]
         if replica and replica["own"] and state["ranks"] != self._world.size:
@@ -449,7 +449,7 @@ class MergingLoader(LoaderBase):
 
 
 def check(job: Job[MergingOptions]) -> None:
-    """Raise ValueError for what replicas cannot do."""
+    """Raise ValueError for options that replicas do not support."""
     optimizer = job.optimizer
     if optimizer.backward_passes_per_step != 1:
         raise ValueError(

@@ -1,11 +1,10 @@
-"""Mega-batches: the stretches of samples between merges; all ranks decide alike on them.
+"""Mega-batches: the stretches of samples between merges; all ranks compute the same ones.
 
     an epoch   |--------- mega-batch ---------|--------- mega-batch ---------|
     rank 0     |== b0 ==|== b0 ==|== b0 ==|.. merge                            sizes, weights: by
     rank 1     |=== b1 ===|=== b1 ===|....... merge                            what ranks report
 
-Samples that nobody reports as finished, as their rank is gone, are handed out again first.
-TakenBatches has the batches that a rank takes of a mega-batch by the cursor.
+Samples that nobody reports as finished, because their rank is gone, are handed out again first.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from .weights import WEIGHTS, Report, equally, perturbed
 
 
 class TakenBatches(Sampler[list[int]]):
-    """The indices of the batches that this rank takes of a stretch; `taken` says which they are.
+    """The indices of the batches that this rank takes from a stretch; `taken` holds its takes.
 
-    stands_in: it yields one batch instead that is none of this rank's.
+    stands_in: yield one batch without weight instead.
     """
 
     def __init__(self, cursor: Cursor, spent: Spent) -> None:
@@ -54,7 +53,7 @@ class TakenBatches(Sampler[list[int]]):
 class MegaBatches:
     """The ranks' sizes, and the places of the epoch that are in no merge yet.
 
-    number: of the stretch that is open, or the next one; they are counted through all epochs.
+    number: number of the open stretch, or of the next one; counted through all epochs.
     """
 
     def __init__(self, options: MergingOptions, most: Sequence[int]) -> None:
@@ -93,7 +92,7 @@ class MegaBatches:
         self._left = Stretch(places)
 
     def open(self) -> Stretch | None:
-        """Return what is to be handed out until the next merge; None at the epoch's end."""
+        """Return the stretch to hand out until the next merge; None at the epoch's end."""
         if not len(self._left):
             return None
         self._open = Stretch(self._left.places(range(self._quota())))
@@ -108,7 +107,7 @@ class MegaBatches:
         return -(-len(self._left) // stretches)
 
     def weigh(self, reports: Sequence[Report]) -> list[float]:
-        """Return what each replica weighs in the merge, or its force; 0 where it is not finite."""
+        """Return each replica's weight in the merge, or its force; 0 where it is not finite."""
         strategy, options = self.strategy, self.options
         if strategy.force:
             return [strategy.force / len(reports) * report.finite for report in reports]
@@ -120,7 +119,7 @@ class MegaBatches:
         return [next(weights) if report.finite else 0.0 for report in reports]
 
     def close(self, reports: Sequence[Report]) -> None:
-        """Go on from a merge: new sizes, and without what the ranks have finished."""
+        """Finish a merge: remove the samples that ranks have finished, and compute new sizes."""
         finished = [take for report in reports for take in report.takes]
         behind = self._left.places(range(len(self._open), len(self._left)))
         self._left = Stretch([*self._open.without(finished), *behind])
@@ -131,7 +130,7 @@ class MegaBatches:
             self.sizes = RULES[self.options.batch_rule](self.sizes, updates, self._limits)
 
     def leave(self, rank: int) -> None:
-        """Go on without a rank: those above it move down."""
+        """Remove a rank; the ranks above it move down."""
         low, high = (
             [n for r, n in enumerate(side) if r != rank]
             for side in (self._limits.low, self._limits.high)
@@ -140,7 +139,7 @@ class MegaBatches:
         del self.sizes[rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the ranks know after the last merge."""
+        """Return the state after the last merge, equal on all ranks."""
         return {
             "number": self.number,
             "global_batch": self.options.global_batch,
@@ -149,7 +148,7 @@ class MegaBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know it; with another number of ranks, or global_batch, sizes are the first ones."""
+        """Load a state; with another number of ranks or global_batch, sizes are the first ones."""
         self.number = state["number"]
         self._left = Stretch([range(start, stop) for start, stop in state["left"]])
         given = self.options.global_batch

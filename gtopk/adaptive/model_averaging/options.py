@@ -8,13 +8,14 @@ elastic   |-- K steps --| replicas and center pull each other
 crossbow  |-- 1 step --| the same, with the force 1 / ranks
 s-sgd     |-- 1 step --| the mean of all models: the step of the mean of all gradients
 
-Batch scaling: from the updates that ranks made in a mega-batch to the sizes of the next one.
+Batch scaling: computes the next sizes from the updates that ranks made in a mega-batch.
 
-The aim is that all ranks make as many updates. Pure functions: every rank computes the same sizes.
+The aim is that all ranks make equally many updates. The rules are pure functions: every rank
+computes the same sizes.
 
-With a mega-batch of so many samples, a rank of size b makes u = share / b updates, so that a change
-of b by db changes u by -(u/b) db: the additive rule's gain is beta u/b, and it swings from 2 on;
-the multiplicative rule arrives in one step, where a batch's time is in proportion to its samples.
+A rank of size b makes u = share / b updates from its share of a mega-batch, so that a change of b
+by db changes u by -(u/b) db. The additive rule's gain is beta u/b, and it oscillates from 2 on. The
+multiplicative rule arrives in one step, where a batch's time is in proportion to its samples.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from .weights import WEIGHTS
 class Strategy:
     """A strategy: the way ranks get batches, and the effect of a merge.
 
-    is_dynamic: whether batches are handed out to whoever is free; else all ranks make as many
-        steps of equal batches.
-    force: with which replicas and center pull each other, divided by the ranks; 0: normalized
-        merging.
-    steps: between two merges, where it is not dynamic; None: as the user says.
+    is_dynamic: whether a rank takes the next batch when it is free; else all ranks make equally
+        many steps of equal batches.
+    force: the force by which replicas and center pull each other, divided by the number of ranks;
+        0: normalized merging.
+    steps: steps between two merges, if not dynamic; None: the user's `local_steps`.
     """
 
     is_dynamic: bool = False
@@ -54,14 +55,14 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 }
 
 
-# From the sizes, the ranks' updates and the bounds (their total is no matter) to the next sizes.
+# A rule maps the sizes, the ranks' updates and the limits (their total is ignored) to new sizes.
 Rule = Callable[[Sequence[int], Sequence[int], Limits], list[int]]
 
 
 def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
-    """Return b u / mean u, scaled together so that the first to reach its upper bound is there.
+    """Return b u / mean u, scaled so that the first rank to reach its upper bound is at it.
 
-    Counts that differ by one say nothing: a rank may have come just too late for another batch.
+    Counts that differ by one are ignored: a rank may have come just too late for another batch.
     """
     if max(updates) - min(updates) <= 1:
         return list(sizes)
@@ -76,7 +77,7 @@ def published(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> l
     """Return b + beta (u - mean u) where that is within the bounds, and b elsewhere.
 
     beta is half the lower bound. Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 1, as
-    far as it is known here. It swings for ever where beta u/b is 2 and more.
+    far as it is known here. It oscillates for ever where beta u/b is 2 and more.
     """
     mean = sum(updates) / len(updates)
     following = []
@@ -94,7 +95,7 @@ def unchanged(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> l
 
 
 def grained(size: float, grain: int) -> int:
-    """Return the multiple of the grain that is next to a size."""
+    """Return the multiple of the grain that is nearest to a size."""
     return round(size / grain) * grain
 
 
@@ -113,27 +114,29 @@ RULES: Final[Mapping[str, Rule]] = {
 }
 
 
-BATCHES: int = 100  # of a mega-batch, by default
+BATCHES: int = 100  # in a mega-batch, by default
 
 
 @dataclass(frozen=True)
 class MergingOptions(Options):
     """Options of mode "adaptive-sgd"; a batch of the first size is one of global_batch / ranks.
 
-    min_batch:    of a rank; 0: an eighth of its largest.
-    max_batch:    of this rank, and its first size where that is not less; default: the first size.
-    lr_scaling:   with a rank's own batch against the first size.
-    algorithm:    one of `strategies`; all but "adaptive" have equal batches, equal weights.
+    min_batch:    least size of a rank; 0: an eighth of its largest.
+    max_batch:    largest size of this rank, and its first size where that is not less; default: the
+                  first size.
+    lr_scaling:   compares a rank's own batch with the first size.
+    algorithm:    one of STRATEGIES; all but "adaptive" have equal batches and equal weights.
     mega_batch:   samples between two merges; 0: a hundred batches of the first size. More =>
-                  less traffic, replicas that part further. Of an epoch all are about as large.
-    batch_rule:   "multiplicative", "published" (it may swing for ever) or "none".
+                  less traffic, replicas that drift further apart. The mega-batches of an epoch are
+                  about equally large.
+    batch_rule:   "multiplicative", "published" (it may oscillate for ever) or "none".
     merge_weights: "updates", "samples", "published" or "equal".
-    perturbation: how much more the replica of the most updates weighs while norms are small, and
-                  that of the fewest less; published: 0.1.
-    merge_momentum: of the center; published: 0.9.
-    local_steps:  between two merges of "k-step" and "elastic".
+    perturbation: while norms are small, the replica with the most updates gains this share of its
+                  weight, and the one with the fewest loses it; published: 0.1.
+    merge_momentum: momentum of the center; published: 0.9.
+    local_steps:  steps between two merges of "k-step" and "elastic".
     record:       whether `loader.record` keeps all ranks' takes, for a replay.
-    replay:       takes to be repeated: a record, or a function; see `cursor`.
+    replay:       takes to repeat: a record, or a function; see `partitioning.cursor`.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch", "replay")
@@ -169,7 +172,7 @@ class MergingOptions(Options):
             raise ValueError(f"algorithm {self.algorithm!r} hands out no batches to be replayed")
 
     def signature(self) -> list[str]:
-        """Return what must be equal on all ranks, in words; a record by its hash."""
+        """Return the options that must be equal on all ranks, as text; a record by its hash."""
         said = "nothing" if self.replay is None else "a function"
         if isinstance(self.replay, list):
             said = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()

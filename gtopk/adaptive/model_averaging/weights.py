@@ -1,9 +1,9 @@
-"""Merge weights: how much each replica counts when replicas become one model. They sum to one.
+"""Merge weights: the weight of each replica in a merge; they sum to one.
 
-Where the learning rate follows the batch, a replica has come as far as it has seen samples with
-every update of its own: updates are the weight. Where it does not, samples are.
+Where the learning rate follows the batch, each update makes progress for as many samples as it
+has, and replicas are weighed by updates; where it does not, by samples.
 
-A rank's Report tells all ranks what it has done since the last merge.
+Report: a rank's work since the last merge, which it tells all ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SMALL_NORM: Final = 0.1  # |w|_2 / n of every replica, below which the perturbat
 class Report(NamedTuple):
     """A rank's work since the last merge.
 
-    size: of its batches.
+    size: samples in its batches.
     norm: |w|_2 / n of its n parameters.
-    finite: whether they are; else it takes the others' model, and what it did is lost.
+    finite: whether these are finite; else it takes the others' model, and its work is lost.
     takes: the positions, in the stretch, of the samples it has finished.
     """
 
@@ -47,7 +47,7 @@ def by_samples(reports: Sequence[Report]) -> list[float]:
 
 
 def published(reports: Sequence[Report]) -> list[float]:
-    """Return the shares of the updates; of the sizes, where all made as many updates.
+    """Return the shares of the updates; shares of the sizes, if all made equally many updates.
 
     Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 2, as far as it is known here.
     """
@@ -64,11 +64,11 @@ def equally(reports: Sequence[Report]) -> list[float]:
 def perturbed(
     weights: Sequence[float], reports: Sequence[Report], perturbation: float
 ) -> list[float]:
-    """Return weights that lean to the rank of the most updates, off that of the fewest.
+    """Return weights raised for the rank with the most updates and lowered for that with fewest.
 
-    Only while every replica's norm is small, and only where counts differ. The published form lets
-    the weights sum to more than one, and so inflates the model with every merge: here they are
-    divided by their sum.
+    They change only while every replica's norm is small, and only where counts differ. In the
+    published form the weights sum to more than one, which inflates the model with every merge: here
+    they are divided by their sum.
     """
     updates = [report.updates for report in reports]
     is_small = all(report.norm < SMALL_NORM for report in reports)
@@ -95,7 +95,7 @@ WEIGHTS: Final[Mapping[str, Callable[[Sequence[Report]], list[float]]]] = {
 
 
 def encode(report: Report, count: int) -> Array:
-    """Return a report, and how far its rank has seen the cursor, as a message."""
+    """Return a report, and the count that its rank's cursor has seen, as a message."""
     numbers = [report.size, report.updates, report.samples, report.finite, count]
     takes = [bound for take in report.takes for bound in (take.start, take.stop)]
     head = np.array([report.norm]).view(np.int64)
@@ -103,7 +103,7 @@ def encode(report: Report, count: int) -> Array:
 
 
 def decode(message: Array) -> tuple[Report, int]:
-    """Return what `encode` made a message of."""
+    """Return the report and the count that `encode` put into a message."""
     numbers = message.view(np.int64)
     norm = float(numbers[:1].view(np.float64)[0])
     size, updates, samples, finite, count, *bounds = numbers[1:].tolist()

@@ -2,5 +2,5 @@
 
 cuts.py      one order of all samples, cut into steps and batches; micro-batches dealt by speed;
              whole shares, within bounds
-cursor.py    one place that all take from: who is free takes the next
+cursor.py    a shared place in the samples: a rank that is free takes the next ones
 """

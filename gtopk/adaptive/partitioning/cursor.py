@@ -1,12 +1,12 @@
-"""Cursor: one place in a stretch of samples that all ranks take from: who is free takes the next.
+"""Cursor: a shared place in a stretch of samples: a rank that is free takes the next ones.
 
     stretch   |--------------------------------------------------|   places of an epoch's order
     rank 0    |== 32 ==|        |== 32 ==|        |== 32 ==|         takes, in the order in which
     rank 1             |== 32 ==|                          |= 8|     they came; the last is cut
     rank 2                               |=== 32 ==|                 short, those after it empty
 
-Whoever comes when, the takes are disjoint and together the stretch. What a rank took and did not
-finish, as it died, is what nobody has finished: it can be handed out again.
+In whichever order ranks come, their takes are disjoint and together the stretch. Samples that a
+rank took and did not finish before it died are finished by nobody, and can be handed out again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collectives.transports import Counter
 
 from .cuts import divide
 
-# From a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
+# Maps a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
 Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
 
 
 class Stretch:
-    """Places that are handed out together, as ranges one behind the other.
+    """Places that are handed out together, as consecutive ranges.
 
-    A take is a range of positions in it: `places` says which samples these are.
+    A take is a range of positions in it; `places` maps it to the places of samples.
     """
 
     def __init__(self, ranges: Iterable[range]) -> None:
@@ -57,25 +57,25 @@ class Stretch:
 
 
 class Cursor(Protocol):
-    """Hands out takes of the stretch that is open.
+    """Hands out takes of the open stretch.
 
-    count: how far this rank has seen it come, through all stretches.
+    count: the largest count that this rank has seen, through all stretches.
     """
 
     count: int
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Hand out a stretch from now on: its number, its samples, and the ranks' sizes in it.
+        """Open a stretch, by its number, its samples, and the ranks' sizes in it.
 
-        count: the most that any rank has seen, once all ranks have stopped to take.
+        count: the largest count that any rank has seen, after all ranks have stopped taking.
         """
 
     def take(self, samples: int) -> range:
-        """Take the next samples: as many, or those that are left, or none."""
+        """Take the next samples: `samples` of them, or those that are left, or none."""
 
 
 class SharedCursor:
-    """Takes by a counter that the ranks share: in the order in which they come."""
+    """Takes samples by a counter that the ranks share, in the order in which they come."""
 
     def __init__(self, counter: Counter) -> None:
         self.count = 0
@@ -94,7 +94,7 @@ class SharedCursor:
 
 
 class ReplayedCursor:
-    """Takes in an order that was recorded, or computed: the same ones in every run.
+    """Takes samples in a recorded or computed order: the same takes in every run.
 
     Every rank knows all takes, so none waits for another and nothing is sent.
     """
@@ -107,13 +107,13 @@ class ReplayedCursor:
         self._number = 0
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Go on with what is known of this stretch; raise ValueError where it does not fit."""
+        """Get the takes of this stretch from the replay; raise ValueError where they do not fit."""
         takes = self._replay(number, total, sizes)
         check_takes(number, total, takes, len(sizes))
         self._takes, self._number = iter(takes[self._rank]), number
 
     def take(self, samples: int) -> range:
-        """Take what was taken; raise ValueError where that is more than the samples."""
+        """Return the replay's next take; raise ValueError where it exceeds `samples`."""
         take = next(self._takes, range(0))
         if len(take) > samples:
             raise ValueError(
@@ -124,7 +124,7 @@ class ReplayedCursor:
 
 
 def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks: int) -> None:
-    """Raise ValueError for takes that are not of so many ranks, and a whole stretch once."""
+    """Raise ValueError unless takes are of `ranks` ranks, and are a whole stretch, each once."""
     if len(takes) != ranks:
         raise ValueError(f"the replay must be of {ranks} ranks, got one of {len(takes)}")
     position = 0
@@ -140,9 +140,9 @@ def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks
 
 
 def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
-    """Return what repeats a record: of each stretch, by rank, the (start, stop) of its takes.
+    """Return a replay of a record: for each stretch and rank, the (start, stop) of its takes.
 
-    Of a stretch that was before the recorded run there is nothing in it.
+    The record is empty for stretches before the state from which the recorded run resumed.
     """
 
     def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
@@ -159,7 +159,7 @@ def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
 
 
 def by_speed(speeds: Sequence[float]) -> Replay:
-    """Return the takes of ranks that need size / speed for a batch; of equals the lower first."""
+    """Return a replay by ranks that need size / speed for a batch; of equals the lower is first."""
 
     def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
         takes: list[list[range]] = [[] for _ in speeds]
@@ -177,7 +177,7 @@ def by_speed(speeds: Sequence[float]) -> Replay:
 
 
 def in_step(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
-    """Return the takes of ranks that all make a step of their size, and then all the next one."""
+    """Return the takes of ranks that step together, each with a batch of its size."""
     takes: list[list[range]] = [[] for _ in sizes]
     start = 0
     while start < total:

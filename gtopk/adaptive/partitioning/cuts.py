@@ -1,11 +1,11 @@
-"""Cuts: one order of all samples an epoch, cut into steps, and each step into the ranks' batches.
+"""Cuts: an epoch's order of all samples, cut into steps, and each step into the ranks' batches.
 
     order   |--------- step 0 ---------|--------- step 1 ---------|-- step 2 --|  the last: partial
             |  rank 0   | 1  |  rank 2 | rank 0 |   1   |  rank 2 |
 
 Whatever the sizes are, and however many ranks, every sample is in exactly one batch of an epoch.
 
-Dealing: micro-batches are dealt to the ranks by speed, and again when a rank runs out of them.
+Dealing: micro-batches are dealt to the ranks by speed, and dealt again when a rank has none left.
 
 pass 0   rank 0 |###############|   dealt by the speeds of the pass before; it ends
          rank 1 |######..|          when one rank has none left
@@ -31,7 +31,7 @@ class Limits:
     """The bounds of the sizes of one step.
 
     total: samples of all ranks.
-    low, high: of each rank, inclusive.
+    low, high: bounds of each rank, inclusive.
     grain: every size is a multiple of it.
     """
 
@@ -72,10 +72,10 @@ class Limits:
 
 
 def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
-    """Return real sizes between the bounds, with the right sum, as near to `wanted` as can be.
+    """Return real sizes within the bounds that sum to the total, as near to `wanted` as possible.
 
-    What lies outside is cut off; what is then too much or missing is shared in proportion to the
-    room that each rank has left.
+    Sizes are cut to the bounds; the rest that is then too much or missing is shared in proportion
+    to the room that each rank has left.
     """
     low, high = limits.lowest(), limits.highest()
     sizes = [min(max(w, a), b) for w, a, b in zip(wanted, low, high, strict=True)]
@@ -99,8 +99,8 @@ def whole(wanted: Sequence[float], limits: Limits) -> list[int]:
     limits.check()
     grain, low, high = limits.grain, limits.lowest(), limits.highest()
     exact = clamp(wanted, limits)
-    # A sum of floats may lie a hair below the whole number that it stands for: rounded down, too
-    # little is dealt out. Never too much, up to totals of 1e15: floats are whole samples there.
+    # A sum of floats may lie slightly below the whole number that it stands for: rounded down, too
+    # little is dealt out. Up to totals of 1e15 it is never too much: floats tell samples apart.
     sizes = [
         min(max(math.floor(size / grain + 1e-9) * grain, a), b)
         for size, a, b in zip(exact, low, high, strict=True)
@@ -139,9 +139,10 @@ class Cut(NamedTuple):
         return range(first, first + self.sizes[rank])
 
     def batch(self, rank: int) -> Sequence[int]:
-        """Return the places of a rank's batch: its share, or what stands in for none.
+        """Return the places of a rank's batch: its share, or a placeholder for an empty share.
 
-        That is two of the step's samples, or its one sample twice: batch norm needs more than one.
+        The placeholder is two of the step's samples, or its one sample twice: batch norm needs more
+        than one.
         """
         return self.share(rank) or [self.start, self.start + min(1, self.total - 1)]
 
@@ -149,7 +150,7 @@ class Cut(NamedTuple):
 class Plan:
     """The sizes from each step on; steps are counted through all epochs.
 
-    drawn: how many steps were cut so far; their sizes cannot change any more.
+    drawn: the number of steps cut so far, whose sizes cannot change any more.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -161,7 +162,7 @@ class Plan:
         return self._sizes[bisect_right(self._steps, step) - 1]
 
     def change(self, step: int, sizes: Sequence[int]) -> None:
-        """Let other sizes hold from a step on."""
+        """Set the sizes from a step on."""
         if step < max(self.drawn, self._steps[-1]):
             raise ValueError(f"step {step} has been cut already, of {self.drawn}")
         if step == self._steps[-1]:
@@ -172,11 +173,11 @@ class Plan:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         first = bisect_right(self._steps, step) - 1
-        steps = [0, *self._steps[first + 1 :]]  # since when the first sizes hold is past
+        steps = [0, *self._steps[first + 1 :]]  # the first remaining sizes hold from the beginning
         return {"steps": steps, "sizes": [list(sizes) for sizes in self._sizes[first:]]}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Hold what another plan held, from a step on."""
+        """Load another plan's sizes, from a step on."""
         self._steps = list(state["steps"])
         self._sizes = [tuple(sizes) for sizes in state["sizes"]]
         self.drawn = step
@@ -185,9 +186,9 @@ class Plan:
 def cut_epoch(
     plan: Plan, step: int, start: int, length: int, drop_last: bool = False
 ) -> Iterator[Cut]:
-    """Yield an epoch's steps from a place in its order on; each asks the plan when it is due.
+    """Yield an epoch's steps from a place in its order on; each reads the plan when it is drawn.
 
-    The last one may have fewer samples than the plan says, divided in proportion, or be dropped.
+    The last one may have fewer samples than planned, divided in proportion, or be dropped.
     """
     while start < length:
         sizes = plan.at(step)
@@ -201,7 +202,7 @@ def cut_epoch(
 
 
 def shuffled(length: int, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch: a permutation, equal wherever seed and epoch are."""
+    """Return the order of an epoch: a permutation that depends on seed and epoch alone."""
     generator = torch.Generator().manual_seed(seed + epoch)
     order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order
@@ -224,7 +225,7 @@ def left_over(dealt: Sequence[range], done: Sequence[int]) -> list[int]:
 
 
 def speeds_after(done: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Return the speeds that a pass has shown; a short one shows nothing."""
+    """Return the speeds measured in a pass; a short pass leaves them as before."""
     if sum(done) < 4 * len(done):
         return list(before)
     return [max(1, n) for n in done]
@@ -233,8 +234,8 @@ def speeds_after(done: Sequence[int], before: Sequence[int]) -> list[int]:
 class Passes:
     """The micro-batches of an epoch that nobody has computed yet; the same on every rank.
 
-    left:   of each micro-batch its places in the epoch's order.
-    number: of passes that are over in this epoch.
+    left:   the places of each micro-batch in the epoch's order.
+    number: the number of passes finished in this epoch.
     speeds: micro-batches that each rank computed in the last pass that was long enough to tell.
     """
 
@@ -246,7 +247,7 @@ class Passes:
         self._dealt: list[range] = []
 
     def begin(self, places: Iterable[range]) -> None:
-        """Begin an epoch, or what is left of one, with no pass over."""
+        """Begin an epoch, or what is left of one, before its first pass."""
         self.number = 0
         self.left = [
             part[first : first + self._size]
@@ -255,18 +256,18 @@ class Passes:
         ]
 
     def deal(self, rank: int) -> list[range]:
-        """Begin a pass; return the micro-batches that this rank has in it."""
+        """Begin a pass; return this rank's micro-batches in it."""
         self._dealt = deal(len(self.left), self.speeds)
         return [self.left[place] for place in self._dealt[rank]]
 
     def close(self, done: Sequence[int]) -> None:
-        """End a pass, in which each rank has computed the first so many of its micro-batches."""
+        """End a pass, in which each rank has computed its first `done` micro-batches."""
         self.left = [self.left[place] for place in left_over(self._dealt, done)]
         self.speeds = speeds_after(done, self.speeds)
         self.number += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is left, in as few ranges as can be, and what is known of the ranks."""
+        """Return what is left, in as few ranges as possible, and the ranks' speeds."""
         bounds: list[list[int]] = []
         for part in self.left:
             if bounds and bounds[-1][1] == part.start:
@@ -276,7 +277,7 @@ class Passes:
         return {"left": bounds, "number": self.number, "speeds": list(self.speeds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; speeds are those of as many ranks, others begin with equal ones."""
+        """Resume from a state; with another number of ranks, speeds begin equal."""
         self.begin(range(start, stop) for start, stop in state["left"])
         self.number = state["number"]
         if len(state["speeds"]) == len(self.speeds):

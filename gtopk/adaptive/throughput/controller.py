@@ -1,4 +1,4 @@
-"""Controller: when sizes change, and by how much; a state machine that every rank runs alike.
+"""Controller: decides when sizes change, and by how much; every rank runs the same state machine.
 
     WARMUP --> MEASURE --spread up to 0.05, or little to gain--> HOLD
                 ^   |
@@ -6,13 +6,13 @@
                 |   +---above: SOLVE----------------------------> SETTLE --+
                 +----------------------------------------------------------+
 
-    HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE come
-    two windows of FINE only, unless a rank has become another. One window is too noisy to tell a
-    spread of a few per cent: 16 windows of HOLD together are not, and may move sizes once more.
-    A size beyond what a rank's memory holds is cut in HOLD, too.
+    HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE only
+    FINE is allowed for two windows, unless a rank's speed has changed. One window is too noisy to
+    show a spread of a few per cent; 16 windows of HOLD together may move sizes once more. A size
+    that a rank's memory does not hold is cut in HOLD, too.
 
-    All three bounds are higher where the machine is noisy, and a spread of less than half a
-    millisecond is none: that is nobody's speed.
+    All three bounds are higher where the machine is noisy. A spread of less than half a millisecond
+    counts as none: that is noise of the operating system.
 
 spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
 in the same order and computes the same sizes: there is no coordinator.
@@ -29,22 +29,22 @@ from ..partitioning.cuts import Limits, whole
 from .policies import Cost, Measured, Policy, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
-SETTLING_STEPS: Final = 2  # beside those that were prefetched
+SETTLING_STEPS: Final = 2  # after the prefetched ones
 EVEN: Final = 0.05
 STILL_EVEN: Final = 0.10
 APART: Final = 0.30
 FINE_SHARE: Final = 0.10
-LEAST_SECONDS: Final = 5e-4  # by which ranks must end apart: less is the operating system's
-# Of equal ranks the spread is usually below as many times what windows differ by anyway.
+LEAST_SECONDS: Final = 5e-4  # between the ranks' ends: less is noise of the operating system
+# The spread of equal ranks is usually below this many times the noise of one rank's windows.
 NOISE_IN_SPREAD: Final = 2.0
 NOISE_WINDOWS: Final = 4
 LEAST_GAIN: Final = 0.02
 FINE_WINDOWS: Final = 2
-# Of as many windows the means are four times as sure as one window is, and worth half the gain.
+# The mean of 16 windows is four times as certain as one window, so half the gain is worth a change.
 HELD_WINDOWS: Final = 16
 LEAST_GAIN_HELD: Final = 0.01
 
-_MOST_SAMPLES: Final = 1 << 40  # of a rank, in a step: there is no memory for more
+_MOST_SAMPLES: Final = 1 << 40  # of a rank in a step: more than any memory holds
 
 
 class Window(NamedTuple):
@@ -58,8 +58,8 @@ class Window(NamedTuple):
 class Controller:
     """Decides the sizes of the ranks' batches, window by window.
 
-    sizes: as decided last.
-    measuring_from: the first step whose time counts in the window that is open.
+    sizes: the sizes decided last.
+    measuring_from: the first step whose time counts in the open window.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Controller:
     def decide(self, windows: Sequence[Window], step: int, takes_effect: int) -> list[int]:
         """Return the sizes from step `takes_effect` on, from every rank's window.
 
-        step: how many are finished.
+        step: the number of finished steps.
         """
         before = self.sizes
         self.sizes = self._choose(windows)
@@ -137,9 +137,9 @@ class Controller:
         return sizes
 
     def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
-        """Return the sizes that all windows of this hold speak for, where they are worth it."""
+        """Return the sizes by all windows of this HOLD together, if the gain is large enough."""
         if (bounded := whole([float(size) for size in now], limits)) != now:
-            self._held.clear()  # memory has run out: they speak for sizes that were too large
+            self._held.clear()  # memory has run out: they were measured with too large sizes
             return bounded
         self._held.append(list(seconds))
         if len(self._held) < HELD_WINDOWS:
@@ -173,7 +173,7 @@ class Controller:
         return self._holding
 
     def _note_surprises(self, now: Sequence[int], seconds: Sequence[float]) -> None:
-        """Note by what share each rank's seconds are not what its model expects."""
+        """Record by which share each rank's seconds differ from its model's prediction."""
         surprises = [
             abs(math.log(each / model.cost.seconds(size)))
             for model, size, each in zip(self._models, now, seconds, strict=True)
@@ -184,10 +184,10 @@ class Controller:
             del self._surprises[:-NOISE_WINDOWS]
 
     def _above(self, bound: float) -> float:
-        """Return a bound of the spread, and what it has by noise alone above that.
+        """Return a bound of the spread, raised by the noise.
 
-        The noise is what the models miss by in most windows: of the median one rank that has become
-        another makes little.
+        The noise is the median of the models' errors: one rank whose speed has changed hardly moves
+        the median.
         """
         missed = [each for window in self._surprises for each in window]
         return bound + NOISE_IN_SPREAD * (statistics.median(missed) if missed else 0.0)
@@ -197,10 +197,11 @@ class Controller:
         self._uneven_windows = 0
 
     def _damped(self, now: Sequence[int], wanted: Sequence[int], limits: Limits) -> list[int]:
-        """Return a step to `wanted`: of a tenth of a size, halved where it turns round.
+        """Return a step towards `wanted`: at most a tenth of a size, halved where it turns round.
 
-        What then lacks to the total, or is too much, goes to the ranks that have to move that way
-        still, in proportion to how far: no size moves away from `wanted`, or beyond it.
+        The rest that is then missing from the total, or too much, goes to the ranks that still have
+        to move that way, in proportion to their distance: no size moves away from `wanted`, or
+        beyond it.
         """
         low, high = limits.lowest(), limits.highest()
         targets = []
@@ -220,13 +221,13 @@ class Controller:
         return whole(targets, limits)
 
     def costs(self) -> list[Cost]:
-        """Return every rank's cost; one that had no sample yet counts as the slowest known."""
+        """Return every rank's cost; a rank without samples so far counts as the slowest known."""
         known = [model.cost for model in self._models if model.known]
         slowest = max(known, key=lambda cost: cost.per_sample)
         return [model.cost if model.known else slowest for model in self._models]
 
     def _limits(self, windows: Sequence[Window]) -> Limits:
-        """Return the limits with each rank's memory, as far as the total can be kept so."""
+        """Return the limits, tightened by each rank's memory if they still allow the total."""
         high = [
             max(min(most, window.most), low)
             for most, window, low in zip(
@@ -238,19 +239,19 @@ class Controller:
 
     @staticmethod
     def _gain(now: Sequence[int], sizes: Sequence[int], costs: Sequence[Cost]) -> float:
-        """Return by which share the models expect a step to shorten."""
+        """Return the share by which the models expect a step to shorten."""
         slowest = max(cost.seconds(size) for cost, size in zip(costs, now, strict=True) if size)
         expected = max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True) if size)
         return 1.0 - expected / slowest
 
     def resize(self, limits: Limits, sizes: Sequence[int], takes_effect: int) -> None:
-        """Divide another total from now on."""
+        """Set another total and its sizes, and restart the window."""
         self.limits, self.sizes = limits, list(sizes)
         self._held.clear()
         self.measuring_from = takes_effect + SETTLING_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later decisions hang on; equal on all ranks."""
+        """Return everything that later decisions depend on; equal on all ranks."""
         state: dict[str, Any] = {
             "sizes": self.sizes,
             "measuring_from": self.measuring_from,
@@ -262,14 +263,14 @@ class Controller:
             "last_moves": self._last_moves,
             "damping": self._damping,
         }
-        if self._surprises:  # else a state is as it was before there was a word for them
+        if self._surprises:  # left out when empty, as in states of earlier versions
             state["surprises"] = self._surprises
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another controller, of as many ranks, stopped.
+        """Resume where another controller of equally many ranks stopped.
 
-        Raises TypeError for sizes that no controller has had.
+        Raises TypeError for sizes that no controller can have.
         """
         ranks, sizes = len(self.sizes), state["sizes"]
         for name in ("sizes", "models", "last_moves", "damping"):

@@ -1,9 +1,9 @@
-"""Policies: from what every rank's batch took to the sizes of the next ones.
+"""Policies: compute the sizes of the next batches from the seconds of every rank's last ones.
 
-Pure functions: the same measurements give the same sizes, so that every rank computes them for
-itself. They know real sizes; `partitioning.cuts` makes them whole.
+They are pure functions: the same measurements give the same sizes, so that every rank computes them
+for itself. They compute real sizes; `partitioning.cuts` makes them whole.
 
-Goodput: the global batch that makes most progress a second, by throughput times efficiency.
+Goodput: the progress a second of a global batch, throughput times efficiency; the best is chosen.
 
 Pollux (Qiao et al. 2021, OSDI, arXiv 2008.12260, section 3); of M samples in a step:
 
@@ -17,9 +17,7 @@ Pollux (Qiao et al. 2021, OSDI, arXiv 2008.12260, section 3); of M samples in a 
 
 Pollux has one batch size for all replicas; here each rank has its own share of M.
 
-Speed: the seconds that a rank computes on a batch, measured and modelled.
-
-They are measured from the batch's hand-over to its last gradient:
+GradientTimer: measures a rank's seconds from a batch's hand-over to its last gradient.
 
 fetch        hand-over                    last gradient      step: select, exchange, apply
 ---------------|------ forward, backward -------|---------------------------------------------
@@ -46,23 +44,23 @@ from ..partitioning.cuts import Limits, whole
 
 
 class Timer(Protocol):
-    """Tells what the batches took; a modelled one takes its place in simulations."""
+    """Tells the seconds of batches; simulations use a modelled one."""
 
     def hand_over(self, samples: int) -> None:
-        """Begin: the batch is the script's from now on."""
+        """Begin to measure: the script gets the batch now."""
 
     def take(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
 
     def exchanged(self, step: StepReport) -> float:
-        """Return what this rank waited for the exchange of a step, for other ranks included."""
+        """Return the seconds that this rank waited for a step's exchange, and for other ranks."""
 
 
 class GradientTimer:
-    """Stops at every gradient; the last one before `take` is the batch's last.
+    """Notes the time of every gradient; the last one before `take` is the batch's last.
 
-    On a GPU by what its stream has come to, which is asked when the batch is long over; of several,
-    by that of the first parameter there.
+    On a GPU it records events on the stream, which are read when the batch is long over. With
+    several GPUs it uses that of the first parameter on one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -74,12 +72,12 @@ class GradientTimer:
         self._watch()
 
     def hand_over(self, samples: int) -> None:
-        """Begin."""
+        """Begin to measure."""
         self._watch()
         self._began, self._ended = Moment(self._device), None
 
     def _watch(self) -> None:
-        """Listen to all that is trained by now: layers are thawed, and groups added."""
+        """Add hooks to all parameters trained by now: layers are thawed, and groups added."""
         stop = weakref.WeakMethod(self._stop)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -103,14 +101,14 @@ class GradientTimer:
         return None if began is None or ended is None else began.seconds_until(ended)
 
     def exchanged(self, step: StepReport) -> float:
-        """Return what backward did not hide."""
+        """Return the seconds of the exchange that backward did not hide."""
         return step.synchronize_seconds
 
 
 FORGETTING: Final = 0.5  # the weight of a window against the one after it
 REMEMBERED: Final = 4  # windows
 VARIED: Final = 0.05  # sizes that differ by more than this share of their mean can be fitted
-REGIME: Final = 0.3  # a rank this far from its model has become another
+REGIME: Final = 0.3  # the speed of a rank this far from its model has changed
 LEAST_SLOPE: Final = 0.25  # of seconds / b: noise must not make samples look free
 
 
@@ -121,7 +119,7 @@ class Cost(NamedTuple):
     per_sample: float
 
     def seconds(self, size: float) -> float:
-        """Return what a batch of this size takes."""
+        """Return the seconds of a batch of this size."""
         return self.fixed + self.per_sample * size
 
 
@@ -148,14 +146,14 @@ class SpeedModel:
         return bool(self._seen)
 
     def knows(self, size: int, within: float) -> bool:
-        """Tell whether the last batch that was observed had this size, within a share of it."""
+        """Tell whether the last observed batch had this size, within a share of it."""
         return bool(self._seen) and abs(size - self._seen[-1][0]) <= within * self._seen[-1][0]
 
     def observe(self, size: int, seconds: float) -> bool:
-        """Take a window's size and median seconds; return whether the rank has changed its regime.
+        """Take a window's size and median seconds; return whether the rank's speed has changed.
 
-        It has, where it is far from what is known: then everything before is forgotten. A batch of
-        no samples says nothing.
+        It has where the seconds are far from the model: then all earlier windows are forgotten. A
+        batch without samples is ignored.
         """
         if size <= 0:
             return False
@@ -173,7 +171,7 @@ class SpeedModel:
         if cost is None:
             last, before = self._seen[-1]
             if abs(size - last) > VARIED * last:
-                return False  # proportional cost may be as far off as this
+                return False  # a proportional cost may be this far off by itself
             cost = Cost(0.0, before / last)
         expected = cost.seconds(size)
         return abs(seconds - expected) > REGIME * expected
@@ -182,14 +180,14 @@ class SpeedModel:
         return {"seen": [list(pair) for pair in self._seen]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know what another model knew."""
+        """Load another model's windows."""
         self._seen = [(int(size), float(seconds)) for size, seconds in state["seen"]]
 
 
 def summarise(seconds: Sequence[float]) -> float:
-    """Return the median of a window; of its second half, where a rank became another within it.
+    """Return the median of a window, or of its second half if the rank's speed changed within it.
 
-    The lower median is one of the values: no mean of what was before a change and after it.
+    The lower median is one of the values, never the mean of two from before and after a change.
     """
     half = len(seconds) // 2
     median = statistics.median_low(seconds)
@@ -200,7 +198,7 @@ def summarise(seconds: Sequence[float]) -> float:
 
 
 def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
-    """Return the weighted least-squares line through (size, seconds), the last one counting most.
+    """Return the weighted least-squares line through (size, seconds); later ones weigh more.
 
     Neither part is negative. None where the sizes do not vary enough.
     """
@@ -222,9 +220,9 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements, by rank, that sizes are chosen by.
+    """The measurements, by rank, from which a policy chooses sizes.
 
-    sizes, seconds: of the last window; a rank that had no sample has 0 and 0.
+    sizes, seconds: of the last window; 0 and 0 for a rank without samples.
     costs: the speed models.
     """
 
@@ -237,10 +235,11 @@ Policy = Callable[[Measured, Limits], list[int]]
 
 
 def equal_finish(measured: Measured, limits: Limits) -> list[int]:
-    """Return the sizes that end the slowest rank's batch soonest.
+    """Return the sizes with which the slowest rank ends its batch soonest.
 
-    The level at which all ranks end together is found by filling (ranks at a bound are set aside),
-    rounded down to grains; the last grains go, one by one, to the rank that would end first.
+    The time at which all ranks end together is found by filling (ranks at a bound are set aside).
+    Sizes are rounded down to grains; the last grains go, one by one, to the rank that would end
+    first.
 
         seconds   level T  - - - - - - - - -   a_i + c_i b_i = T,  sum of b_i = total
                   |  c1 b1 |  c2 b2  | c3 b3
@@ -258,13 +257,13 @@ def equal_finish(measured: Measured, limits: Limits) -> list[int]:
 
 
 def finish_seconds(costs: Sequence[Cost], limits: Limits) -> float:
-    """Return when the slowest rank ends its batch at best, in real sizes."""
+    """Return the least seconds after which the slowest rank ends its batch, with real sizes."""
     sizes = _filled(costs, limits)
     return max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True))
 
 
 def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
-    """Return the sizes that end at the highest level whose sum is below the total."""
+    """Return the sizes of the latest common end at which their sum is still below the total."""
     low, high = limits.lowest(), limits.highest()
 
     def at(level: float) -> list[float]:
@@ -363,12 +362,12 @@ MOST_CHANGE: Final = 2.0  # of the global batch at once
 
 @dataclass(frozen=True)
 class Seen:
-    """The measurements that a global batch is chosen by; equal on all ranks.
+    """The measurements from which a global batch is chosen; equal on all ranks.
 
     costs:            the ranks' speed models.
-    exchange_seconds: what a step waits for its exchange.
-    noise_scale:      of the gradient; see `noise_scale`.
-    reference:        the batch whose samples count whole.
+    exchange_seconds: the seconds that a step waits for its exchange.
+    noise_scale:      the gradient noise scale; see `noise_scale`.
+    reference:        the batch M0, whose samples have efficiency 1.
     """
 
     costs: Sequence[Cost]
@@ -378,24 +377,24 @@ class Seen:
 
 
 def efficiency(total: int, noise_scale: float, reference: int) -> float:
-    """Return what a sample is worth in a batch of `total`, where in the reference it is worth 1."""
+    """Return the efficiency of a sample in a batch of `total`; in the reference batch it is 1."""
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + reference) / (noise_scale + total)
 
 
 def goodput(seen: Seen, limits: Limits) -> float:
-    """Return the progress a second of batches of limits.total, in samples of the reference."""
+    """Return the progress a second with batches of limits.total, in samples of the reference."""
     seconds = finish_seconds(seen.costs, limits) + seen.exchange_seconds
     total = limits.total
     return total / seconds * efficiency(total, seen.noise_scale, seen.reference)
 
 
 def best_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range) -> int:
-    """Return the one of `totals` whose goodput is highest; where two are, the smaller.
+    """Return the one of `totals` with the highest goodput; of two equal ones, the smaller.
 
-    limits_of: a global batch's. Goodput rises, then falls: 1/goodput ~ (1 + noise/M) seconds(M),
-    and seconds(M) is convex.
+    limits_of: maps a global batch to its limits. Goodput rises, then falls:
+    1/goodput ~ (1 + noise/M) seconds(M), and seconds(M) is convex.
     """
     low, high = 0, len(totals) - 1
     while low < high:
@@ -409,10 +408,9 @@ def best_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range) ->
 
 
 def next_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range, now: int) -> int:
-    """Return the next global batch: `now`, unless a better one is worth a change.
+    """Return the next global batch: `now`, unless another one has LEAST_GAIN more goodput.
 
-    It is where the expected goodput is LEAST_GAIN higher; at most MOST_CHANGE times as large, or as
-    small: what was measured of this batch says less of those far off.
+    It changes by at most a factor MOST_CHANGE: measurements of this batch say less of distant ones.
     """
     first = math.ceil((now / MOST_CHANGE - totals.start) / totals.step)
     last = math.floor((now * MOST_CHANGE - totals.start) / totals.step)

@@ -102,7 +102,7 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
     cycles: list[int] = []
 
     def nothing(transport: Transport, all_flags: list[int]) -> None:
-        """Leave the sum where it is."""
+        """Reduce nothing."""
 
     def reduce_all() -> None:
         before = engine.cycles
@@ -199,7 +199,7 @@ def resnet50() -> list[int]:
 
 
 def small() -> list[int]:
-    """Return the lengths of as many small parameters."""
+    """Return the lengths of equally many small parameters."""
     return [1000] * len(resnet50())
 
 

@@ -50,7 +50,7 @@ def add_words(
     metavar: str = "NAME",
     help: str | None = None,
 ) -> None:
-    """Let a grammar have an option of one word or more, each as `read` returns it.
+    """Add an option of one or more words to a parser; `read` converts each.
 
     read:        raises ValueError for a word that it does not know.
     may_be_none: the option may stand without a word, for none at all.
@@ -70,7 +70,7 @@ def add_words(
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:
-    """Return what reads one of these words."""
+    """Return a function that accepts one of these words."""
 
     def read(text: str) -> str:
         if text not in known:
@@ -87,11 +87,11 @@ def tell(text: str = "") -> None:
 
 
 def silent(text: str = "") -> None:
-    """Tell nothing: another rank does."""
+    """Print nothing, as another rank does."""
 
 
 class Spread(TypedDict):
-    """Of one number over the rounds."""
+    """The spread of one number over the rounds."""
 
     min: float
     lower_quartile: float
@@ -101,7 +101,7 @@ class Spread(TypedDict):
 
 
 class PerRank(TypedDict):
-    """Of one number over the ranks, per round."""
+    """The spread of one number over the ranks, per round."""
 
     mean: float
     max: float
@@ -148,7 +148,7 @@ def bench_parser(
 
 
 def write_json(content: object, path: Path | None) -> None:
-    """Write what a benchmark has found, where a file was asked for."""
+    """Write a benchmark's results, if a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"written to {path}")

@@ -87,7 +87,7 @@ def open_gloo(master: str) -> Any:
 
 
 def register_power(model: Any, group: Any) -> None:
-    """Have DDP exchange by PyTorch's PowerSGD hook."""
+    """Register PyTorch's PowerSGD hook with DDP."""
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
     )
@@ -97,7 +97,7 @@ def register_power(model: Any, group: Any) -> None:
 PLAIN: Final = "plain"
 _ALONE: Final = (PLAIN, "none", "gtopk")
 
-# From a model to what is called in its place, and what steps.
+# Maps a model to the module called in its place, and the optimizer that steps.
 Way = Callable[[nn.Module], tuple[nn.Module, Any]]
 
 
@@ -114,7 +114,7 @@ class Record:
     hidden_share:       of these, what ran before `synchronize`, on the rank that came there last in
                         each step: those that wait for it hide less, and lose nothing by it. None
                         where there was nothing.
-    buckets:            how many a step had.
+    buckets:            number of buckets in a step.
     """
 
     name: str
@@ -170,12 +170,12 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
 
 
 def usual(ranks: int) -> tuple[str, ...]:
-    """Return what is compared unless said otherwise: alone there is nobody to talk to."""
+    """Return the ways compared by default, which depend on whether there are several ranks."""
     return _ALONE if ranks == 1 else (*_ALONE, "auto", "none-late", "gtopk-late", "ddp")
 
 
 class Contender:
-    """A model and what steps it."""
+    """A model and its optimizer."""
 
     def __init__(self, name: str, way: Way, compute: Compute) -> None:
         self.name = name
@@ -187,7 +187,7 @@ class Contender:
         self.hidden: list[float] = []
 
     def step(self, counts: bool) -> None:
-        """Take a step, and note what it took where it counts."""
+        """Take a step, and record its times if it counts."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.optimizer.zero_grad()
         self._compute.backward(self.model)
@@ -202,7 +202,7 @@ class Contender:
             self.hidden.append(report.hidden_seconds)
 
     def record(self, plain: Contender) -> Record:
-        """Return what was measured, beside the plain optimizer's steps; all ranks call it."""
+        """Return the measurements, compared with the plain optimizer's; all ranks call it."""
         report = getattr(self.optimizer, "last_step", None)
         everyones = allgather_object([self.working, self.hidden])
         # By step: what the rank that had least to wait for after backward did, and hid.

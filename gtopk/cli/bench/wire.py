@@ -48,7 +48,7 @@ def uniform(entries: int, density: float) -> Entries:
 
 
 def trained(length: int, density: float) -> Entries:
-    """Return what a network in training selects, with error feedback."""
+    """Return the picks of a network in training, with error feedback."""
     source = open_source("training", length)
     residual, threshold = np.zeros(source.length, np.float32), 0.0
     k = max(1, round(source.length * density))

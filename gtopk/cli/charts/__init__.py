@@ -1,4 +1,4 @@
-"""The few things that plots are made of, as SVG text: axes, lines, bands, words.
+"""The parts of plots, as SVG text: axes, lines, bands, words; and the page that reports share.
 
 Colours, dashes and font sizes are the page's: an element only says what it is (`line`, `band`), so
 it follows light and dark by itself.
@@ -179,6 +179,6 @@ def facts(entries: Mapping[str, str]) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return what each drawn key stands for."""
+    """Return the legend: each key's drawing with its meaning."""
     items = "".join(f"<li>{drawn}{escape(words)}</li>" for drawn, words in entries)
     return f'<ul class="legend">{items}</ul>'

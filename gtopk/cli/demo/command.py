@@ -1,4 +1,4 @@
-"""`gtopk demo` as people see it: starts the ranks, shows progress, prints and writes results."""
+"""The command `gtopk demo`: starts the ranks, shows progress, prints and writes results."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def refuse(reason: str) -> int:
 
 
 def announce(console: Console, plan: Plan) -> None:
-    """Say what is about to run, and what is set for it."""
+    """Print the plan and its settings."""
     console.print(
         f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
         f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
@@ -210,7 +210,7 @@ class progress_shown:
 
 
 def show(console: Console, records: Sequence[Record]) -> None:
-    """Print the table, and what it does not say."""
+    """Print the table, and the notes on it."""
     from rich.table import Table
 
     dense = records[0]
@@ -273,7 +273,7 @@ def accuracy_text(record: Record) -> str:
 
 
 def against_dense(record: Record, dense: Record) -> str:
-    """Return how many times fewer bytes than dense."""
+    """Return a text of how many times fewer bytes it sends than dense."""
     if not record["bytes_per_step"]:
         return "-"
     return f"1/{dense['bytes_per_step'] / record['bytes_per_step']:.1f}"

@@ -120,7 +120,7 @@ def bytes_figure(records: Sequence[Record], methods: str) -> str:
 
 
 def axis_start(records: Sequence[Record]) -> str:
-    """Return what the accuracy axis hides."""
+    """Return a note on the part that the accuracy axis cuts off."""
     floor = accuracy_floor(records)
     if floor == 0:
         return ""
@@ -307,7 +307,7 @@ def accuracy_cell(record: Record) -> str:
 
 
 def table_note(records: Sequence[Record]) -> str:
-    """Return what the table needs said."""
+    """Return the note below the table."""
     dense, topk, gtopk, equal_bytes = records
     k, more = count_text(gtopk["selected"]), count_text(equal_bytes["selected"])
     note = (

@@ -1,4 +1,4 @@
-"""What the demo runs: the recipe, and the four methods that are compared."""
+"""The demo's plan: its settings, and the four methods that are compared."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Plan:
         return TRAIN_IMAGES // self.batch
 
     def runs(self) -> int:
-        """Return how many trainings there are: every method and seed, and those over the link."""
+        """Return the number of trainings: every method and seed, and those over the link."""
         return self.seeds * len(self.methods()) + len(self.over_link())
 
     def over_link(self) -> list[Method]:
-        """Return what is run over the emulated link as well, from one seed; nothing alone."""
+        """Return the methods also run over the emulated link, with one seed; empty for one rank."""
         return [self.methods()[0], self.methods()[2]] if self.ranks > 1 else []
 
     def methods(self) -> list[Method]:
-        """Return what is compared, in the order of the report."""
+        """Return the compared methods, in the order of the report."""
         equal = equal_bytes_density(self.density, self.ranks)
         return [
             Method("dense", "dense allreduce", Compression.none),

@@ -1,4 +1,4 @@
-"""Verdicts: what the records show, in words, losses as plainly as gains.
+"""Verdicts: the records' findings as text, losses as plainly as gains.
 
 Sparse curves rise later than dense's, which the accuracy at the end does not show. So they also
 say after how many epochs a method's mean accuracy first comes near to dense's end.

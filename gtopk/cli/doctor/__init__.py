@@ -128,7 +128,7 @@ def weigh(finding: Finding) -> Finding:
 
 
 def _failed(findings: Sequence[Finding]) -> list[str]:
-    """Return what is in the way of training."""
+    """Return the problems that prevent training."""
     return [finding.name for finding in findings if finding.state is State.FAIL]
 
 

@@ -246,7 +246,7 @@ def look_at_mpirun() -> Finding:
 
 
 def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Finding:
-    """Say whether an mpirun and a library, each (vendor, version), go together."""
+    """Report whether an mpirun and a library, each (vendor, version), are compatible."""
     vendor, version = library
     package = _PACKAGES.get(vendor)
     if _family(mpirun[0]) != _family(vendor):
@@ -367,7 +367,7 @@ def look_at_nccl() -> Finding:
 
 
 def _torchs_nccl(advice: str) -> Finding | None:
-    """Return what torch's own NCCL is good for; None where it has none."""
+    """Return a text on torch's own NCCL; None where it has none."""
     if not installed("torch"):
         return None
     import_module("torch")

@@ -63,7 +63,7 @@ def judge_interface(
     resolved: str,
     environ: Mapping[str, str] = os.environ,
 ) -> Finding:
-    """Say what was chosen, and how to choose another where that may be wrong.
+    """Report the choice, and how to choose another where it may be wrong.
 
     found: addresses by interface; resolved: what the host's name stands for; "" for nothing.
     """
@@ -165,7 +165,7 @@ def ports(
 
 
 def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
-    """Say which of the ports the internet may reach."""
+    """Report the ports that the internet may reach."""
     names = {address: f"{address} ({interface})" for interface, address in own}
     reached = [(port, public) for port in found if (public := _public(port.address, own))]
     if not reached:
@@ -199,7 +199,7 @@ def _choice() -> Choice:
 
 
 def _meeting(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
-    """Return where rank 0 would have the ranks meet, if it is here; else ""."""
+    """Return the address at which rank 0 would meet the ranks, if it is here; else ""."""
     name = environ.get("MASTER_ADDR", "")
     if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
         return ""

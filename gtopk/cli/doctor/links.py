@@ -73,7 +73,7 @@ def try_links(transport: Transport) -> Links | None:
 
 
 def _message(sender: int, receiver: int) -> bytes:
-    """Return what one rank sends another first."""
+    """Return the first message of one rank to another."""
     return np.random.default_rng([sender, receiver]).bytes(_MESSAGE_BYTES)
 
 
@@ -104,7 +104,7 @@ def _gather(transport: Transport, own: Any) -> list[Any]:
 
 
 def _report_of(transport: Transport, rank: int) -> Any:
-    """Return what a rank has found; who waited for others in vain reports late."""
+    """Return a rank's findings; a rank that waited for others in vain reports late."""
     for _ in range(_REPORT_TIMES):
         try:
             return json.loads(transport.receive(rank).tobytes())
@@ -116,7 +116,7 @@ def _report_of(transport: Transport, rank: int) -> Any:
 
 
 def _hand_out(transport: Transport, go_on: bool) -> bool:
-    """Return what rank 0 says; False where its word does not come."""
+    """Return rank 0's answer; False where it does not come."""
     if transport.rank == 0:
         for rank in range(1, transport.size):
             transport.send(np.array([go_on], np.uint8), rank)

@@ -1,4 +1,4 @@
-"""What the links between the running ranks are like, and whether compression would pay on them.
+"""Measures the links between the running ranks, and whether compression would pay on them.
 
 Runs in the ranks' children, after they have come together; what it returns is printed as it is.
 """
@@ -25,7 +25,7 @@ def describe_network(transport: Transport) -> str:
 
 
 def describe(calibration: Calibration) -> str:
-    """Return what a calibration means for a model of a well-known size."""
+    """Return the meaning of a calibration for a model of a well-known size."""
     network = calibration.network
     links = []
     if network.ranks > network.ranks_per_node:

@@ -114,7 +114,7 @@ def look_at_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
 
 
 def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] | Finding:
-    """Return what the children of all ranks report by a function of this file, or how that failed.
+    """Return the reports of all ranks' children by a function of this file, or why they failed.
 
     On other ranks than 0 nothing is reported, and a finding that nobody reads is returned.
     """
@@ -148,7 +148,7 @@ def _look_closer(job: Launched) -> str:
 
 
 def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Finding:
-    """Say whether what rank 0 reports is what `launched` ranks should report.
+    """Report whether rank 0's findings are those expected of `launched` ranks.
 
     launcher: that is at hand, to be advised.
     """

@@ -1,4 +1,4 @@
-"""`gtopk report` as people call it."""
+"""The command `gtopk report`: its options, and the page and JSON that it writes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _fail(reason: str) -> int:
 
 
 def as_record(run: Run) -> dict[str, Any]:
-    """Return what the page says in the types of JSON."""
+    """Return the page's content in the types of JSON."""
     over = series.axes(run)["steps"]
     return {
         "run": what_was_run(run),

@@ -1,4 +1,4 @@
-"""The report's page: figures, each with how to read it, and what was run."""
+"""The report's page: figures, each with a note on how to read it, and the facts of the run."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def over_steps_figure(run: Run) -> str:
 
 
 def prediction_figure(run: Run) -> str:
-    """Show what the exchange was expected to take, and what it took."""
+    """Show the predicted and the measured time of the exchange."""
     rank = run.first
     steps = [step for step in series.settled(rank) if step.report.predicted_seconds]
     if not steps:
@@ -306,7 +306,7 @@ def _share_of(what: str) -> Callable[[Step], float | None]:
 
 
 def bits_figure(run: Run) -> str:
-    """Show what an entry takes on the wire."""
+    """Show the bits of an entry on the wire."""
     return _one_line(
         run,
         series.of_steps(run, series.bits_per_entry),

@@ -1,8 +1,6 @@
 """Series: the lines that are drawn of a run, thinned to as many points as a plot can show.
 
-A recorded step may be something else than a step of all ranks; `covered` has the words for it.
-
-What a report says in words: the figures at its head, how ranks ended, what the library said.
+It also has a report's texts: the figures at its head, how ranks ended, the library's messages.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ def place(run: Run, of: Step | Note) -> float:
 
 
 def value_names(run: Run) -> list[str]:
-    """Return what the script has logged, in the order that it is shown in."""
+    """Return the names of the values that the script logged, in the order of display."""
     return by_interest(
         {name for rank in run.ranks for note in rank.values for name in note.content}
     )
@@ -215,7 +213,7 @@ def is_of_several(run: Run) -> bool:
 
 
 def values(run: Run) -> int:
-    """Return how many values are exchanged at a time; 0 where none were.
+    """Return the number of values in an exchange; 0 without any.
 
     Of a period, in which there may have been several merges, each is a bucket of all values.
     """
@@ -236,7 +234,7 @@ def utilisation(seconds: Mapping[str, float]) -> float:
 
 
 def bits_per_entry(step: Step) -> float | None:
-    """Return what an entry took in the messages a rank wrote, headers included."""
+    """Return the bits of an entry in the messages that a rank wrote, headers included."""
     report = step.report
     return 8 * report.coded_bytes / report.coded_entries if report.coded_entries else None
 
@@ -337,7 +335,7 @@ def _ranks(run: Run) -> Tile:
 
 
 def steps_taken(run: Run) -> str:
-    """Return how many steps the ranks took, which each may count by itself."""
+    """Return the number of the ranks' steps, which each rank may count by itself."""
     taken = [rank.taken for rank in run.ranks]
     if is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
@@ -350,7 +348,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def how_it_left(rank: RankRecord, run: Run) -> str | None:
-    """Return what is to be said of a rank that did not end in order; None of others."""
+    """Return a text on a rank that did not end in order; None for others."""
     if rank.end is None and _goes_on(run):
         return None
     if rank.end is None:
@@ -360,7 +358,7 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:
-    """Return what happened, as (when and where, what).
+    """Return the run's events, as (when and where, what).
 
     Whose record is missing first, other runs, ends out of order, then what was said.
     """

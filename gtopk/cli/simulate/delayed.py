@@ -46,7 +46,7 @@ class Meeting:
         return len(self.arrived) == self._ranks
 
     def parts(self) -> list[Any]:
-        """Return what the ranks came with, in order."""
+        """Return the ranks' contributions, in order."""
         return [self.arrived[rank] for rank in range(self._ranks)]
 
 
@@ -80,7 +80,7 @@ class SimulatedWire:
         self._met = {"ready": 0, "reduce": 0, "pass": 0}
 
     def ready(self, samples: int, is_last: bool) -> Seat:
-        """Say that this rank may end the round."""
+        """Announce that this rank may end the round."""
         return self._meet("ready", (samples, is_last))
 
     def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
@@ -261,7 +261,7 @@ def simulate(setting: Setting) -> Record:
 
 
 def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
-    """Let ranks' programs go on, each when what it has yielded is over, until all have ended."""
+    """Run the ranks' programs, each resumed when what it yielded has finished, until all end."""
     due = [(time.now, rank) for rank in range(len(programs))]
     waiting: dict[int, Seat] = {}
     while due:

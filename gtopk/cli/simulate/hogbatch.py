@@ -57,7 +57,7 @@ class Hogbatch:
         self._done = [0] * setting.cluster.ranks  # samples
 
     def claim_size(self, rank: int) -> int:
-        """Return what a worker asks for."""
+        """Return the size that a worker claims."""
         worker = self.workers[rank]
         others = [w.updates for other, w in self.workers.items() if other != rank]
         return worker.sizer.next(worker.updates, [float(n) for n in others])
@@ -104,7 +104,7 @@ class Hogbatch:
         self._done[rank] += worker.samples
 
     def epoch(self, number: int) -> None:
-        """Let the workers take the samples of an epoch; it is over when all are done."""
+        """Run an epoch: workers take its samples until all are done."""
         record, task = self.record, self.setting.task
         order = shuffled(task.samples, 1000 * self.setting.seed, number)
         before = {rank: worker.updates for rank, worker in self.workers.items()}
@@ -150,7 +150,7 @@ class Hogbatch:
         return numbers
 
     def _utilisation(self, name: str) -> float:
-        """Return what share the ranks of a class have computed of what they could at their best.
+        """Return the work of a class's ranks as a share of the most that they could compute.
 
         At their largest batch, that is: a GPU that is busy with small ones is little used.
         """

@@ -93,7 +93,7 @@ class ModelledTimer:
         return self.seconds
 
     def exchanged(self, step: StepReport) -> float:
-        """Return what a step has waited for the wire so far, on average."""
+        """Return the mean seconds that a step has waited for the wire so far."""
         return self._clock.record.exchange / self._clock.record.steps
 
 
@@ -189,7 +189,7 @@ class Rank:
 def take_step(
     here: Mapping[int, Rank], batches: Sequence[torch.Tensor], transport: Transport
 ) -> None:
-    """Have the rank that this is take its part in a step."""
+    """Take this rank's part in a step."""
     here[transport.rank].step(batches[transport.rank], sum(map(len, batches)), transport)
 
 

@@ -94,7 +94,7 @@ class Threads:
         return dict(zip(members, run_ranks(_threads(len(members)), program), strict=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Do nothing: there is but one."""
+        """Do nothing, as there is only one."""
 
 
 def _threads(size: int) -> list[LocalTransport]:

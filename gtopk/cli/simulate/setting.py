@@ -94,7 +94,7 @@ class Task(Protocol):
         """Return the mean loss of some samples."""
 
     def work_of(self, places: Sequence[int]) -> float:
-        """Return what a batch of some samples costs, in samples of the mean cost."""
+        """Return the cost of a batch of the given samples, in samples of mean cost."""
 
     def accuracy(self, model: torch.nn.Module) -> float:
         """Return the share of the samples held back that a model names right."""
@@ -115,7 +115,7 @@ class Digits(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Return how many images are trained with."""
+        """Return the number of training images."""
         return len(self.y)
 
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Digits(NamedTuple):
         return F.cross_entropy(model(self.x[indices]), self.y[indices])
 
     def work_of(self, places: Sequence[int]) -> float:
-        """Return what a batch of some samples costs, in samples: all cost alike."""
+        """Return the cost of a batch of the given samples, in samples: all cost the same."""
         return len(places)
 
     def accuracy(self, model: torch.nn.Module) -> float:
@@ -134,7 +134,7 @@ class Digits(NamedTuple):
 
 @contextmanager
 def evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model as one that is used: batch norm by the statistics that it has gathered."""
+    """Set a model to evaluation: batch norm uses its running statistics."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -301,7 +301,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return len(self.speeds)
 
     def compute_seconds(
@@ -321,14 +321,14 @@ class Cluster:
         return factor * noise * (self.overhead_seconds + samples / self.speeds[rank])
 
     def reduce_seconds(self, candidate: Candidate, length: int) -> float:
-        """Return what a reduction takes on the wire, by the schedule of its algorithm."""
+        """Return the seconds of a reduction on the wire, by its algorithm's schedule."""
         if self.exchange_seconds is not None:
             return self.exchange_seconds
         network = Network(self.ranks, self.link)
         return predict(candidate, length, network, DEFAULT_RATES).communicate_seconds
 
     def signal_seconds(self) -> float:
-        """Return what it takes until all ranks know that all are ready."""
+        """Return the seconds until all ranks know that all are ready."""
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
@@ -374,7 +374,7 @@ class Setting:
         return self.processes or Threads(self.cluster.ranks)
 
     def wait_seconds(self, compute_seconds: float, reduce_seconds: float) -> float:
-        """Return how long a synchronous step's reduction goes on when its gradients are done."""
+        """Return the seconds of a synchronous step's reduction after its gradients are done."""
         return max(0.0, reduce_seconds - self.overlap * compute_seconds)
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -387,14 +387,14 @@ class Setting:
 
     @property
     def compression(self) -> Any:
-        """Return what the optimizer compresses with."""
+        """Return the optimizer's compression."""
         if self.density is None:
             return Compression.none
         return Compression.gtopk(density=self.density)
 
     @property
     def reduce_seconds(self) -> float:
-        """Return what the exchange of a step is modelled to take on the wire."""
+        """Return the modelled seconds of a step's exchange on the wire."""
         compression = self.compression
         if isinstance(compression, SparseCompression):
             candidate = compression.candidate(compression.formats()[0])
@@ -404,5 +404,5 @@ class Setting:
 
     @property
     def dense_seconds(self) -> float:
-        """Return what a dense exchange of a gradient is modelled to take."""
+        """Return the modelled seconds of a dense exchange of a gradient."""
         return self.cluster.reduce_seconds(Candidate("dense"), self.task.length)

@@ -213,7 +213,7 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
 
 
 def _left_out(skipped: Mapping[str, int]) -> str:
-    """Say what was not finite, as it is where a training diverges."""
+    """Report values that were not finite, as in a diverging training."""
     times = (f"{mode} {count_text(n)} time{'s' * (n > 1)}" for mode, n in skipped.items() if n)
     return f"Not finite, and left out as in a real run: {', '.join(times)}. Try a smaller --lr."
 

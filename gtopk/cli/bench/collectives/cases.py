@@ -1,8 +1,8 @@
 """Cases to measure, the picks that ranks exchange in them, and the records that are written.
 
-Picks are invented and seeded, so that every rank can compute those of all others:
+Picks are synthetic and seeded, so that every rank can compute those of all others:
 
-    uniform     positions all over the vector, each rank's its own: hardly any two ranks agree
+    uniform     positions all over the vector, other ones on each rank: hardly any two ranks agree
     clustered   half of a rank's positions come from runs of 64 that all ranks share, as those of
                 the hot rows of a layer do: neighbours in position, and large on many ranks at once
 
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Return how many entries a rank selects at the most."""
+        """Return the most entries that a rank selects."""
         return max(1, round(self.length * self.density))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ Random = np.random.Generator
 
 
 def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> SparseVector:
-    """Return what a rank selects: at most k entries of a vector of float32."""
+    """Return a rank's picks: at most k entries of a vector of float32."""
     shared = np.random.default_rng([seed, length, k])
     own = np.random.default_rng([seed, length, k, rank + 1])
     indices = np.sort(DISTRIBUTIONS[distribution](length, k, shared, own))
@@ -182,7 +182,7 @@ class Results(TypedDict):
 
 
 def checked(results: Any, source: str) -> Results:
-    """Return what was read from a file; raise ValueError for what is not this program's."""
+    """Return the results read from a file; raise ValueError for another program's file."""
     if not isinstance(results, dict) or results.get("benchmark") != "collectives":
         raise ValueError(f"{source} must be written by `gtopk bench collectives --json`")
     if results.get("schema") != SCHEMA:

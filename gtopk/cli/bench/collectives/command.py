@@ -1,6 +1,6 @@
-"""`gtopk bench collectives` as people call it: alone, or on every rank of a launcher.
+"""The command `gtopk bench collectives`, alone or on every rank of a launcher, and its reports.
 
-Report: the results as a table, as Markdown for the documentation, or as one SVG picture.
+The results are a table, Markdown for the documentation, or one SVG picture:
 
 8 ranks, n = 25,557,032, density 0.001, uniform picks
 gtopk raw+exact    ...|-o-|               52 ms    1.05 x model    the reference
@@ -94,7 +94,7 @@ def times_reference(record: Record, rows: Sequence[Record]) -> float | None:
 
 
 def facts(results: Results) -> list[str]:
-    """Return what was run, and where, in lines."""
+    """Return lines that describe the run and the machines."""
     machine, run = results["machine"], results["run"]
     link = run["link"]
     hosts = f"{run['hosts']} host{'s' * (run['hosts'] > 1)}"
@@ -112,7 +112,7 @@ def facts(results: Results) -> list[str]:
 
 
 def table(results: Results) -> str:
-    """Return the results as people read them in a terminal."""
+    """Return the results as text for a terminal."""
     lines = [*facts(results), ""]
     for case, rows in panels(results["records"]).items():
         width = max(len(row["contender"]) for row in rows)
@@ -261,7 +261,7 @@ def _head(results: Results) -> list[str]:
 
 
 def _key(y: float) -> Iterator[str]:
-    """Draw what the marks mean."""
+    """Draw the key of the marks."""
     for x, kind, words in (
         (26, "ours", "gtopk's algorithms"),
         (190, "baseline", "baselines"),
@@ -390,19 +390,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def known_algorithm(word: str) -> str:
-    """Return the name of an algorithm, with its options; ValueError for what is none."""
+    """Return the name of an algorithm, with its options; raise ValueError for an unknown one."""
     parse(word)
     return word
 
 
 def known_format(word: str) -> str:
-    """Return the name of a format, or of its code of values; ValueError for what is none."""
+    """Return the name of a format, or of its value code; raise ValueError for an unknown one."""
     spelled(word)
     return word
 
 
 def known_interface(word: str) -> str:
-    """Return the name of a network interface that there is; ValueError for another."""
+    """Return the name of an existing network interface; raise ValueError for another."""
     names = [name for _, name in socket.if_nameindex()]
     if word not in names:
         raise ValueError(f"must be one of {', '.join(names)} on this host, got {word!r}")
@@ -465,7 +465,7 @@ def deliver(results: Results, options: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> Results:
-    """Return what a JSON file holds; raise OSError or ValueError, which name it."""
+    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -33,7 +33,7 @@ from .library import Library, Reckoning
 
 
 def plain_allgather(selected: SparseVector, k: int, size: int, library: Library) -> SparseVector:
-    """Return the sum of all ranks' entries; those who have fewer than k send zeros along."""
+    """Return the sum of all ranks' entries; ranks with fewer than k send zeros in addition."""
     message = np.zeros((2, k), np.int32)
     message[0, : selected.entries] = selected.indices
     message[1, : selected.entries] = selected.values.view(np.int32)
@@ -113,7 +113,7 @@ def largest(indices: Array, values: Array, k: int) -> tuple[Array, Array]:
 
 
 def binomial_broadcast(message: Array, rank: int, size: int, library: Library) -> None:
-    """Fill uint8 [m] with rank 0's: in each round all who have it send it to one who has not."""
+    """Fill uint8 [m] with rank 0's: in each round every rank that has it sends it to another."""
     distance = 1 << max(0, (size - 1).bit_length() - 1)
     while distance:
         if rank % (2 * distance) == 0 and rank + distance < size:
@@ -128,7 +128,7 @@ KNOWN: Final = (*ALGORITHMS, Shards.algorithm)
 
 
 class Task(NamedTuple):
-    """One rank's part in a go."""
+    """One rank's part in one run of a contender."""
 
     selected: SparseVector
     k: int
@@ -137,7 +137,7 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A go's result: the update, sparse or dense, and what returns; None: nobody tells."""
+    """A run's result: the update, sparse or dense, and the entries that return; None: unknown."""
 
     update: SparseVector | Array
     returned: SparseVector | None
@@ -153,12 +153,12 @@ class Modelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to reduce what the ranks have selected.
+    """One way to reduce the ranks' picks.
 
-    prepare:   returns what is timed.
+    prepare:   returns the function that is timed.
     modelled:  of length, k, network and rates; None: there is no model.
     selective: whether it looks at the picks only, and not at every coordinate.
-    conserves: what it does not put into the update returns.
+    conserves: whether all entries that are not in the update return.
     """
 
     name: str

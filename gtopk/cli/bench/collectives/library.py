@@ -1,7 +1,7 @@
 """Library: the dense collectives that come with MPI or gloo, called directly.
 
-The baselines are made of them: what they cost is what the library makes of the network, and not
-what our transports do.
+The baselines use them: so their times are those of the library on this network, without gtopk's
+transports.
 
 Gloo's own collectives, through torch.distributed's default process group.
 
@@ -106,7 +106,7 @@ class Library(Protocol):
     def send(self, message: Array, to: int) -> None: ...
 
     def receive(self, message: Array, source: int) -> None:
-        """Fill uint8 [m] with what a rank sent."""
+        """Fill uint8 [m] with a message of a rank."""
 
     def broadcast(self, message: Array, root: int) -> None:
         """Fill uint8 [m] with the root's."""
@@ -141,10 +141,10 @@ class OfTransport:
 
 
 class Reckoning:
-    """A library, and what its operations send at the least.
+    """A library, with the least bytes that its operations send.
 
-    Only messages given to `send` can be counted; the rest is reckoned: an allreduce at the fewest
-    bytes there can be, an allgather and a broadcast at one copy for each rank that lacks it.
+    Only messages given to `send` can be counted; the others are reckoned: an allreduce at the
+    fewest possible bytes, an allgather and a broadcast at one copy for each rank that lacks it.
     """
 
     def __init__(self, library: Library, rank: int, size: int) -> None:

@@ -1,6 +1,6 @@
-"""Run a plan on the ranks of a transport, from calibration to records.
+"""Runs a plan on the ranks of a transport, from calibration to records.
 
-The contenders of a case take turns; a go's time is that of the slowest rank.
+The contenders of a case take turns; the time of a go, one run of one, is the slowest rank's.
 
     round 1   gtopk   topk-allgather   dense-library   ...
     round 2   gtopk   topk-allgather   dense-library   ...
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
     bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
     shared_cores: of all ranks together; None: as many as are found.
-    interface: whose sent bytes are noted; None: nobody's.
+    interface: the network interface whose sent bytes are recorded; None: none.
     """
 
     command: str
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     seed: int
 
     def check(self, size: int) -> None:
-        """Raise ValueError for what cannot be measured on `size` ranks."""
+        """Raise ValueError for a plan that cannot be measured on `size` ranks."""
         for ranks in self.ranks:
             if ranks > size:
                 raise ValueError(
@@ -94,7 +94,7 @@ class WrongResultError(CollectiveError):
 
 
 def digest(update: SparseVector | Array) -> Array:
-    """Return what two updates share when they are the same to the bit, uint8 [16]."""
+    """Return a digest of an update, uint8 [16]; equal for updates with the same bits."""
     hashed = hashlib.blake2b(digest_size=16)
     parts = (update.indices, update.values) if isinstance(update, SparseVector) else (update,)
     for array in parts:
@@ -114,7 +114,7 @@ def check_agreement(name: str, digests: Sequence[Array]) -> None:
 def check_conservation(
     name: str, everyones_picks: Sequence[SparseVector], outcome: Outcome, transport: Transport
 ) -> None:
-    """Raise WrongResultError unless what was selected is in the update or has returned.
+    """Raise WrongResultError unless all picks are in the update or have returned.
 
     Coordinate by coordinate, up to the rounding of the additions. All ranks must call it.
     """
@@ -187,7 +187,7 @@ def measure(
     interface: str | None,
     progress: Callable[[str], None],
 ) -> list[Measured]:
-    """Return what every contender took; the same on every rank of `transport`.
+    """Return every contender's measurements; the same on every rank of `transport`.
 
     Raises WrongResultError when the ranks' updates differ, or a first go loses something.
     """
@@ -207,7 +207,7 @@ def measure(
 def go(
     measured: Measured, task: Task, everyone: Sequence[SparseVector] | None, interface: str | None
 ) -> None:
-    """Let a contender go once; where everyone's picks are given, check that nothing is lost."""
+    """Run a contender once; if everyone's picks are given, check that nothing is lost."""
     contender, transport = measured.contender, task.transport
     own = contender.algorithm is not None
     counters = transport.traffic if own else task.library.traffic
@@ -243,12 +243,12 @@ def go(
 
 
 def entries(update: SparseVector | Array) -> int:
-    """Return how many coordinates an update changes."""
+    """Return the number of coordinates that an update changes."""
     return update.entries if isinstance(update, SparseVector) else int(np.count_nonzero(update))
 
 
 def interface_bytes(interface: str | None) -> float:
-    """Return what a network interface has sent since it came up; 0 where none is named."""
+    """Return the bytes that a network interface sent since it came up; 0 without one."""
     if interface is None:
         return 0.0
     return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
@@ -363,7 +363,7 @@ def chosen(
     first: bool,
     calibration: Calibration,
 ) -> list[Contender]:
-    """Return who takes part in a case; the dense ones do in the first only."""
+    """Return the contenders of a case; dense ones take part in the first only."""
     network, rates = calibration.network, calibration.rates
     ours = own_contenders(plan.algorithms, plan.formats, case.length, case.k, network, rates)
     theirs = [contender for name in plan.baselines for contender in BASELINES[name]]

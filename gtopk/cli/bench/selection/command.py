@@ -1,9 +1,8 @@
-"""`gtopk bench selection` as people see it: options, progress, a table, and JSON.
+"""The command `gtopk bench selection`: options, progress, a table, and JSON.
 
-Adverse cases: what a selection meets when its guess is wrong, or the values are strange.
-
-Each is one residual, to which zeros are added, and one guess at the threshold that every round
-begins with. What is selected is right all the same; what it takes is the question.
+Adverse cases: selections with a wrong guess, or with unusual values. Each is one residual, to which
+zeros are added, and one guess at the threshold with which every round begins. The result is right
+all the same; the time is measured.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
 
 
 def describe() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the facts of the machine on which the figures depend."""
     return {
         "processor": _processor(),
         "cores": str(usable_cores()),

@@ -56,7 +56,7 @@ def why_no_gpu() -> str:
 
 
 def floor(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> Work:
-    """Only add: what no method can do without."""
+    """Only add: the part that no method can avoid."""
     nothing = residual[:0], residual[:0]
 
     def work() -> Picks:
@@ -67,7 +67,7 @@ def floor(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> Work:
 
 
 def copy(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> Work:
-    """Only copy: what the memory gives where nothing is computed."""
+    """Only copy, which shows the memory's speed without computing."""
     nothing = residual[:0], residual[:0]
 
     def work() -> Picks:
@@ -78,7 +78,7 @@ def copy(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> Work:
 
 
 def by_torch(selector: Selector) -> Maker:
-    """Return what accumulates, selects and clears by torch's operators."""
+    """Return a function that accumulates, selects and clears by torch's operators."""
 
     def make(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> Work:
         def work() -> Picks:
@@ -438,7 +438,7 @@ def count_rescans(
     steps: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Rescans]:
-    """Return how each way to search fares on the same gradients."""
+    """Return the counts of each way to search on the same gradients."""
     twins = {name: _Twin(search, source.length) for name, search in searches().items()}
     densities = {int(share * steps): factor for share, factor in DENSITIES.items()}
     drops = {int(share * steps) for share in DROPS}

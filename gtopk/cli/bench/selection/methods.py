@@ -1,9 +1,9 @@
 """Methods of the host: each accumulates, selects and clears, and returns what it selected.
 
-Those of a GPU are in gpu.py. The published selectors are also here by torch's operators, for
+Those of a GPU are in measure.py. The published selectors are also here by torch's operators, for
 tensors of any device: each takes a sum, float32 [n], and k, and returns the positions it selects,
-int64 [about k]. They decide as `collectives.SELECTORS` do, which name the papers; what they read is
-rounded a little differently.
+int64 [about k]. They decide as `collectives.SELECTORS` do, which name the papers; the values that
+they compare are rounded a little differently.
 
 Gradients to select from: of a network in training, or drawn at random; labelled as such.
 
@@ -43,7 +43,7 @@ class Source(Protocol):
         """Return the gradient of the next step; its array may be the one before's."""
 
     def apply(self, update: SparseVector) -> None:
-        """Let the network take the step."""
+        """Apply the update to the network."""
 
     def slow_down(self, factor: float) -> None:
         """Multiply the learning rate by this, or where there is none, the gradients to come."""
@@ -172,13 +172,13 @@ class Ours:
 
 
 def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
-    """Only add: what no method can do without."""
+    """Only add: the part that no method can avoid."""
     np.add(residual, gradient, out=residual)
     return SparseVector.empty(residual.size)
 
 
 def copy(residual: Array, gradient: Array, k: int) -> SparseVector:
-    """Only copy: what the memory gives where nothing is computed."""
+    """Only copy, which shows the memory's speed without computing."""
     np.copyto(residual, gradient)
     return SparseVector.empty(residual.size)
 
