@@ -113,11 +113,12 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 losses.append(loss.item())
                 if not reports or optimizer.last_step is not reports[-1]:
                     reports.append(optimizer.last_step)
-            exchanges = [each for each in reports if each is not None]
             a_step = 1.0  # exchanges
             if recipe.inner_steps:
                 optimizer.outer_step()  # what is left of a round, and of an overlap
+                reports.append(optimizer.last_step)
                 a_step = optimizer.outer_steps / task.steps
+        exchanges = [each for each in reports if each is not None]
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
             task.accuracy(model) if transport.rank == 0 else 0.0,
