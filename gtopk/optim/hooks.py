@@ -60,7 +60,8 @@ class BackwardHooks:
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
         # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
         self._lock = threading.Lock()
-        self._excess: tuple[str, int] | None = None  # who had a pass too many, and how many
+        # Who had a pass too many, and how many; None once it is told.
+        self._excess: tuple[str, int] | None = None
         self.set_limit(limit)
 
     def set_limit(self, passes: int) -> None:
@@ -160,10 +161,13 @@ class BackwardHooks:
                 self._hear(listener, place)
 
     def check(self) -> None:
-        """Count; raise AssertionError, until `forget`, where there was a pass too many."""
+        """Count; raise AssertionError, once, where there was a pass too many.
+
+        Who catches it may step with what was accumulated, as in Horovod.
+        """
         self._count()
         if self._excess is not None:
-            name, passes = self._excess
+            (name, passes), self._excess = self._excess, None
             raise AssertionError(
                 f"the gradient of '{name}' was computed {passes} times before a call to step(); "
                 "increase backward_passes_per_step to accumulate gradients locally, or drop them "
