@@ -23,10 +23,11 @@ from collectives.cost_model.calibration import assumed
 
 from ..compression import Automatic, GTopK, SparseCompression
 
-# Agreement, and the way to the engine's thread and back.
-OPERATION_SECONDS: Final = 5e-4
+# Agreement, and the way to the engine's thread and back: 0.5 ms where a core is free, and 2 to 3
+# where all cores compute, as with two ranks on two (docs/measured/overhead.md).
+OPERATION_SECONDS: Final = 2e-3
 # Least time for a bucket's contents over that for an empty bucket: for the last ones, for others.
-WORTH_AN_OPERATION: Final = 0.25
+WORTH_AN_OPERATION: Final = 1.0
 WORTH_CLOSING: Final = 4.0
 # A limit, as links may be faster than assumed, while the engine's own time stays.
 MOST_FULL_BUCKETS: Final = 16
@@ -87,6 +88,7 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
 
     A bucket is closed when it is full, or when it is worth an operation and not smaller than all
     that follows: towards the end of backward buckets become small, as the last one is not hidden.
+    What follows must be worth an operation, too, or it joins the bucket.
 
     order: the parameters to place, in the order in which their gradients are complete.
     """
@@ -97,7 +99,7 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
         buckets[-1].append(number)
         length += lengths[number]
         rest -= lengths[number]
-        if rest and length >= min(sizes.full, max(sizes.least, rest)):
+        if rest >= sizes.least and length >= min(sizes.full, max(sizes.least, rest)):
             buckets.append([])
             length = 0
     return [bucket for bucket in buckets if bucket]

@@ -63,16 +63,16 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
 ) -> None:
     """Of planned ones: those that are given are given for either."""
     runs, other = (GTOPK, None) if is_compressed else (None, GTOPK)
-    parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(10)]
+    parameters = [torch.nn.Parameter(torch.zeros(1_000_000)) for _ in range(10)]
     names = [str(number) for number in range(10)]
     one = open_bucket_exchange("lane", parameters, names, runs or Compression.none, Progress())
-    count = buckets_by(other, [100_000] * 10, 8)
+    count = buckets_by(other, [1_000_000] * 10, 8)
     assert count > 1
     for is_planned, buckets in ((True, count), (False, 1)):
         caplog.clear()
         with caplog.at_level(logging.DEBUG, "gtopk"):
             ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
-        said = advice(runs, [1_000_000], SLOW, other_buckets=buckets, over="threads")
+        said = advice(runs, [10_000_000], SLOW, other_buckets=buckets, over="threads")
         assert caplog.messages == [said.sentence, said.details]
 
 

@@ -50,8 +50,22 @@ def test_every_parameter_is_in_one_part(data):
 
 def test_buckets_are_full_first_and_small_last():
     buckets = fill(range(64), [10] * 64, Sizes(20, 200))
-    assert [10 * len(bucket) for bucket in buckets] == [200, 200, 120, 60, 30, 20, 10]
+    assert [10 * len(bucket) for bucket in buckets] == [200, 200, 120, 60, 30, 30]
     assert [n for bucket in buckets for n in bucket] == list(range(64))
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 60), st.integers(0, 100)
+)
+def test_each_bucket_is_worth_an_operation(lengths, least, more):
+    buckets = fill(range(len(lengths)), lengths, Sizes(least, least + more))
+    totals = [sum(lengths[number] for number in bucket) for bucket in buckets]
+    assert len(buckets) == 1 or min(totals) >= least
+
+
+def test_small_gradients_of_two_ranks_share_one_dense_bucket():
+    lengths = [1000] * 160
+    assert len(fill(range(160), lengths, sizes_for(Compression.none, 160_000, ranks=2))) == 1
 
 
 def test_what_is_not_worth_two_operations_is_one_bucket():
