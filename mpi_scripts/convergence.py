@@ -40,6 +40,7 @@ from gtopk.cli.arguments import as_argument, output_file
 from gtopk.local_sgd import LocalSGD
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
+from mpi_scripts.decoupled import DecoupledMomentum
 from mpi_scripts.low_rank import LowRank
 from mpi_scripts.recipes import RECIPES, Recipe, Setting
 from mpi_scripts.tasks import TASKS, Task
@@ -79,7 +80,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         inner: torch.optim.Optimizer
         schedule = task.adam_rate if recipe.adam else task.rate
         rate = recipe.rate_at(0.0) * schedule(0.0)
-        if recipe.is_adam_before:
+        if recipe.is_adam_before or recipe.decoupled:
             inner = torch.optim.SGD(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         elif recipe.adam:
             inner = torch.optim.AdamW(model.parameters(), rate, weight_decay=ADAMW_DECAY)
@@ -90,6 +91,9 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
             if recipe.low_rank:
                 named = model.named_parameters()
                 optimizer = LowRank(inner, named, recipe.low_rank, transport)
+            elif recipe.decoupled:
+                named = model.named_parameters()
+                optimizer = DecoupledMomentum(inner, named, recipe.decoupled, transport)
             else:
                 stack.enter_context(world.entered(transport))
                 wrap: Any = DistributedOptimizer

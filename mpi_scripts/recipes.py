@@ -42,6 +42,7 @@ class Recipe(NamedTuple):
     rate:        factor of the task's learning rate, which is for SGD with momentum, or for AdamW.
     ramp:        the first factor of the rate, and the share of the training after which it is 1.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
+    decoupled:   above 0: DeMo with as many components of a chunk in place of compression.
     node_size:   number of ranks on a node; 0: each rank is alone.
     inner_steps: above 0: steps in a round of LocalSGD, in place of an exchange in every step.
     options:     of DistributedOptimizer, or of LocalSGD.
@@ -53,6 +54,7 @@ class Recipe(NamedTuple):
     ramp: tuple[float, float] = (1.0, 1.0)
     adam: bool = False
     low_rank: int = 0
+    decoupled: int = 0
     node_size: int = 0
     inner_steps: int = 0
     options: Mapping[str, Any] = {}
@@ -71,7 +73,7 @@ class Recipe(NamedTuple):
     def is_dense(self) -> bool:
         """Tell whether all entries travel, unrounded: such recipes are the baselines."""
         usual = not self.adam or self.rate == 1.0
-        every_step = not (self.low_rank or self.inner_steps)
+        every_step = not (self.low_rank or self.decoupled or self.inner_steps)
         return self.compression is Compression.none and usual and every_step
 
 
@@ -272,6 +274,8 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, PowerSGD, rank 2": lambda s: Recipe(adam=True, low_rank=2),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
     "AdamW, PowerSGD, rank 4, tuned": lambda s: Recipe(adam=True, low_rank=4, rate=1.2, ramp=RAMP),
+    "DeMo": lambda s: Recipe(adam=True, decoupled=32, rate=0.5, ramp=RAMP),
+    "DeMo, top 96": lambda s: Recipe(adam=True, decoupled=96, rate=0.5, ramp=RAMP),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
     "Adam before, gtopk, int8, growth 2": lambda s: adam_before(
