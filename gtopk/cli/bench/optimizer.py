@@ -5,6 +5,7 @@ none, fp16, gtopk, auto      DistributedOptimizer with that compression
 none-late, gtopk-late  the same, exchanged after backward
 ddp, ddp-powersgd      DistributedDataParallel over gloo, and with PyTorch's PowerSGD hook
 ddp-gtopk              the same with gtopk's hook
+horovod                Horovod's own DistributedOptimizer, where it is built (make horovod)
 
 Alone, or on all ranks of a launcher. The contenders of torch's get gloo's process group.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 import statistics
 import time
@@ -152,6 +154,11 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
 
         return open_ddp
 
+    def horovod(model: nn.Module) -> tuple[nn.Module, Any]:
+        peer = importlib.import_module("horovod.torch")
+        peer.init()
+        return model, peer.DistributedOptimizer(plain(model), model.named_parameters())
+
     def register_gtopk(model: DistributedDataParallel, _: Any) -> None:
         model.register_comm_hook(GTopKState(density), gtopk_hook)
 
@@ -166,7 +173,17 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
         "ddp": ddp(),
         "ddp-powersgd": ddp(register_power, WHOLE_MODEL_MB),
         "ddp-gtopk": ddp(register_gtopk),
+        "horovod": horovod,
     }
+
+
+def _is_built() -> bool:
+    """Tell whether Horovod is installed with its binding to torch."""
+    try:
+        importlib.import_module("horovod.torch")
+    except ImportError:
+        return False
+    return True
 
 
 def usual(ranks: int) -> tuple[str, ...]:
@@ -293,6 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("batch", "rounds"):
         if getattr(options, name) < 1:
             return refuse("optimizer", f"--{name} must be at least 1, got {getattr(options, name)}")
+    if "horovod" in (options.ways or ()) and not _is_built():
+        return refuse("optimizer", "--ways horovod needs Horovod itself: see `make horovod`")
     torch.set_num_threads(1)
     world.init()
     here = world.current()

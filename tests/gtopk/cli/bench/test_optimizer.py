@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def test_ddp_and_its_hooks_are_measured_beside_whatever_launched_the_ranks(mpiru
     assert job.returncode == 0, job.stdout + job.stderr
     rows = [line.split()[0] for line in job.stdout.splitlines() if "%" in line]
     assert rows == [PLAIN, *ways]
+
+
+@pytest.mark.horovod
+def test_horovod_itself_is_measured_beside(mpirun):
+    job = mpirun(
+        2, "bench_optimizer.py", "--model", "160x1000", "--rounds", "2", "--ways", "horovod"
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    rows = [line.split()[0] for line in job.stdout.splitlines() if "%" in line]
+    assert rows == [PLAIN, "horovod"]
+
+
+def test_horovod_that_is_not_built_is_refused(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    assert main(["--ways", "horovod"]) == 2
+    assert "make horovod" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--batch", "0"], ["--rounds", "-1"]])
