@@ -46,9 +46,10 @@ def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[i
     ]
     whole = _deal(layers, sizes, fragments)
     cut = _deal([[place] for place in range(len(sizes))], sizes, fragments)
-    largest, of_parts = (max(sum(sizes[p] for p in each) for each in way) for way in (whole, cut))
-    dealt = whole if largest <= _UNEVEN * of_parts else cut
-    if fragments > 1 and not all(any(sizes[place] for place in each) for each in dealt):
+    totals = [[sum(sizes[place] for place in each) for each in way] for way in (whole, cut)]
+    is_even = min(totals[0]) > 0 and max(totals[0]) <= _UNEVEN * max(totals[1])
+    dealt = whole if is_even or fragments == 1 else cut
+    if fragments > 1 and min(totals[1]) == 0:
         raise ValueError(
             f"fragments must be at most the number of parameters with values, "
             f"{sum(map(bool, sizes))}, got {fragments}"
@@ -244,7 +245,7 @@ class Fragments:
         self._fragments = [Fragment(names, places, open_exchange) for places in dealt]
         # Of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
-        self._parameters = list(names)
+        self._names = names
         self.turn = 0  # of the next exchange
 
     def __iter__(self) -> Iterator[Fragment]:
@@ -287,13 +288,14 @@ class Fragments:
 
     def go_back_to(self, state: Mapping[str, Any]) -> bool:
         """Let the model be the centers of a state of any fragments; tell whether there are any."""
+        every = list(self._names)
         rounds = [(places, own["center"]) for places, own in self._rounds(state) if own["center"]]
         for places, center in rounds:
-            torch._foreach_copy_([self._parameters[place] for place in places], list(center))
+            torch._foreach_copy_([every[place] for place in places], list(center))
         return bool(rounds)
 
     def _rounds(self, state: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any]]]:
-        every = range(len(self._parameters))  # before there were fragments
+        every = range(len(self._names))  # before there were fragments
         states = [state, *state.get("other_fragments", ())]
         return [([*own.get("places", every)], own) for own in states]
 
@@ -335,12 +337,10 @@ class Fragments:
 
     def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter, and the buckets' records."""
-        residuals, records = dict(self._unmatched), []
-        for each in self:
-            own, record = each.exchange.take_state_out()
-            residuals.update(own)
-            records.append(record)
-        return residuals, records
+        found, records = zip(*(each.exchange.take_state_out() for each in self), strict=True)
+        own = {name: parts for residuals in found for name, parts in residuals.items()}
+        ordered = {name: own[name] for name in self._names.values() if name in own}
+        return {**self._unmatched, **ordered}, [*records]
 
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
