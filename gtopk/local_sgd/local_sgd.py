@@ -419,8 +419,8 @@ def LocalSGD(
         a part is the same on all ranks, while others are apart: without overlap_steps until the
         next step.
     residual_decay: what the residual is multiplied by before a round's changes are added, 0 to 1,
-        as in SparseLoCo (0.95 there): what has waited for long is forgotten, not sent late. The
-        rest of it is lost; 1: nothing is. Owners' rounding errors of `shards` are not multiplied.
+        as in SparseLoCo: what has waited for many rounds is forgotten, not sent late. So much is
+        lost; 1: nothing is. Owners' rounding errors, of `shards`, are not multiplied.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
