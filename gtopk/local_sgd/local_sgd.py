@@ -100,6 +100,7 @@ class _LocalSGD(Wrapping):
         self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
+        self._good = 0  # outer steps since the last that was amiss
         self._world = here = world.current()
         self._fragments = Fragments(
             self._names,
@@ -291,9 +292,12 @@ class _LocalSGD(Wrapping):
         self.skipped_steps += not outcome.moves
         self._report(fragment, before, outcome)
         if outcome.lost or outcome.overflowed:
+            self._good = 0
             self._lost.note(self._world.rank, self.outer_steps, outcome.lost, outcome.moves)
         else:
-            self._lost.end_row()
+            self._good += 1
+            if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
+                self._lost.end_row()
         return outcome.moves
 
     def _report(self, fragment: Fragment, before: Round, outcome: Outcome) -> None:
@@ -424,7 +428,8 @@ def LocalSGD(
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
-    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite.
+    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite;
+        with fragments fewer good ones than there are fragments end no row.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """
     if inner_steps is not None:

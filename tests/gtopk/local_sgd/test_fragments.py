@@ -327,6 +327,7 @@ def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
             averaging,
             hvd.Compression.fp16,
             fragments=4,
+            max_skipped_steps=1,
         )
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -340,6 +341,9 @@ def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
             seen.append(torch.equal([*model.parameters()][number], before))
         assert seen == [False, True, False, False]
         assert (optimizer.outer_steps, optimizer.skipped_steps) == (4, 1)
+        optimizer.step()
+        with pytest.raises(FloatingPointError, match="2 outer steps in a row"):
+            optimizer.step()
 
     on_ranks(2, rank)
 
