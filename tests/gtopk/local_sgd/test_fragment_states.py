@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.runtime.world import world
 from gtopk.torch.elastic import TorchState
 from tests.gtopk.local_rounds import (
     PARTS,
@@ -151,3 +152,26 @@ def test_elastic_recovers_within_the_turns() -> None:
 
     first, *others = on_ranks(3, rank)
     assert all(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_the_turns_go_on_in_the_next_world(overlap: int) -> None:
+    """To the bit; where an exchange goes on then, it only ends sooner."""
+    later = local_world(2, timeout_seconds=20)
+
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        with world.entered(transport):
+            whole, alone = in_fragments(overlap)
+            train(transport.rank, whole, alone, range(11))
+            alone.outer_step()
+            model, optimizer = in_fragments(overlap)
+            train(transport.rank, model, optimizer, range(6))
+        with world.entered(later[transport.rank]):
+            train(transport.rank, model, optimizer, range(6, 11))
+            optimizer.outer_step()
+            assert optimizer.outer_steps == alone.outer_steps
+            return weights(model), weights(whole)
+
+    models, wholes = zip(*run_ranks(local_world(2, timeout_seconds=20), rank), strict=True)
+    assert torch.equal(*models)
+    assert torch.equal(models[0], wholes[0]) == (overlap == 0)
