@@ -117,7 +117,7 @@ def local_adamw(
     compression: Any,
     outer: Outer = averaging,
     rate: float = 1.2,
-    overlap_steps: int = 0,
+    **options: Any,
 ) -> Recipe:
     """Return a recipe whose ranks step by AdamW on their own between two exchanges of changes."""
     return Recipe(
@@ -126,7 +126,7 @@ def local_adamw(
         rate=rate,
         ramp=RAMP,
         inner_steps=inner_steps,
-        options={"outer": outer, "overlap_steps": overlap_steps},
+        options={"outer": outer, **options},
     )
 
 
@@ -243,12 +243,18 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, 8 local steps, 4 bits, overlap 4": lambda s: local_adamw(
         8, Compression.shards(1, 4), overlap_steps=4
     ),
+    "AdamW, 8 local steps, 4 bits, fragments 4": lambda s: local_adamw(
+        8, Compression.shards(1, 4), fragments=4
+    ),
     "AdamW, 8 local steps, 4 bits, DiLoCo": lambda s: local_adamw(
         8, Compression.shards(1, 4), nesterov
     ),
     "AdamW, 32 local steps, 4 bits": lambda s: local_adamw(32, Compression.shards(1, 4)),
     "AdamW, 8 local steps, gtopk, int3": lambda s: local_adamw(
         8, gtopk(s.density, wire="packed", values="int3", growth=2.0)
+    ),
+    "AdamW, 8 local steps, gtopk, int3, decay 0.95": lambda s: local_adamw(
+        8, gtopk(s.density, wire="packed", values="int3", growth=2.0), residual_decay=0.95
     ),
     "AdamW before, shards, 1.3 times the rate": lambda s: Recipe(
         Compression.shards(4, 3), adam=True, rate=1.3, ramp=RAMP

@@ -180,6 +180,13 @@ class BucketExchange:
             with self.bucket.on_stream():
                 self.exchange.residual.remember()
 
+    def decay(self, factor: float) -> None:
+        """Multiply the residual by a factor; call it after `remember`."""
+        residual = self.exchange.residual
+        if residual is not None and not residual.holds_nothing and factor != 1.0:
+            with self.bucket.on_stream():
+                residual.decay(factor)
+
     def set_aside(self, missing_everywhere: Collection[str]) -> None:
         """Keep the residual of these parameters out of this step; call it after `remember`.
 

@@ -89,11 +89,10 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Memory:
-        """Return a tensor's memory."""
         return cls(tensor, view_array(tensor))
 
     def like(self) -> Memory:
-        """Return uninitialized memory of the same shape and dtype, on the same device."""
+        """Return uninitialized memory of the same kind."""
         return Memory.of(torch.empty_like(self.tensor))
 
 
@@ -145,8 +144,7 @@ class Residual:
         self.holds_nothing = True
         self._drained_steps = 0
         self.astray = True
-        # At `remember`: holds_nothing, _drained_steps, astray.
-        self._remembered: tuple[bool, int, bool] | None = None
+        self._remembered: tuple[bool, int, bool] | None = None  # holds_nothing, drained, astray
         # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
         self._aside: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
@@ -311,6 +309,10 @@ class Residual:
         """Add values: [n]."""
         self.holds_nothing = False
         self._writable(0).tensor.add_(values)
+
+    def decay(self, factor: float) -> None:
+        """Multiply the values by a factor."""
+        self._writable(0).tensor.mul_(factor)
 
     def residual_size(self, sent_mass: float) -> ResidualSize:
         """Return the size of the residual; reads all of it."""

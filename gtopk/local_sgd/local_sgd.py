@@ -12,10 +12,14 @@ and plain descent of rate 1 outside, z' is the mean of the ranks' models. Dense 
 momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
 With overlap_steps a rank goes on while changes are exchanged, as in Streaming DiLoCo (Douillard et
-al. 2025, arXiv 2501.18512) with one fragment. Then it moves by z' - x_i, and keeps its own steps:
+al. 2025, arXiv 2501.18512). Then it moves by z' - x_i, and keeps its own steps:
 
     rank 0    z  x x x x y y x x y y x x      y: a step while the engine's thread exchanges z - x_i
     wire                 ---     ---
+
+With fragments each part of the model has rounds of its own, which end in turn (fragments.py).
+With residual_decay, d, e_i is d times as much in a_i: SparseLoCo (Sarfi et al. 2025, arXiv
+2508.15706). The law has that leak: S + sum e_i(new) = d sum e_i(old) + sum w_i (z - x_i).
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import torch
 
 from ..compression import Compressing, Compression, ErrorFeedback
-from ..errors import HorovodInternalError, check_count
+from ..errors import HorovodInternalError, check_count, check_number
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.buckets.parameters import name_parameters, require_known
 from ..exchange.exchanges import require_compression
@@ -42,16 +46,9 @@ from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
+from .fragments import Fragment, Fragments
 from .outer_exchange import LostReplicas, Outcome, OuterExchange, Round, report_of
-from .outer_optimizer import (
-    Outer,
-    averaging,
-    center_in_place,
-    nesterov,
-    options_by_group,
-    options_of,
-    state_of,
-)
+from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
 
@@ -67,8 +64,8 @@ class _LocalSGD(Wrapping):
     inner_steps:   at least so many in a round; None: rounds end where `outer_step` is called. May
                    be set, on all ranks alike.
     overlap_steps: how many are made while changes are exchanged.
-    steps_made:    by this rank, in this round.
-    outer_steps:   so far, with skipped ones.
+    steps_made:    by this rank, in this round; with fragments in the longest that goes on.
+    outer_steps:   so far, with skipped ones; with fragments each exchange of one counts.
     skipped_steps: how many outer steps changed nothing.
     lost_replicas: how often a rank's replica was not finite, and became the others'.
     last_step:     the report of the last outer step; None before the first.
@@ -81,11 +78,14 @@ class _LocalSGD(Wrapping):
         outer: Outer,
         compression: Any,
         overlap_steps: int,
+        fragments: int,
+        residual_decay: float,
         process_set: ProcessSet,
         max_skipped_steps: int,
     ) -> None:
         self.inner_steps = inner_steps
         self.overlap_steps = overlap_steps
+        self._residual_decay = residual_decay
         self.process_set = process_set
         self._names = {
             p: name
@@ -97,16 +97,32 @@ class _LocalSGD(Wrapping):
         self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
             require_one_momentum(self.outer, compression, outer=True)
-        self.steps_made = self.outer_steps = self.skipped_steps = 0
+        self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
-        self._center: list[torch.Tensor] = []  # z, while a round goes on
-        self._before: Round | None = None  # the one before, while its exchange goes on
-        self._wasted = 0  # of steps_made: made by a replica that was lost
-        self._world = world.current()
-        self._exchange = OuterExchange(self._names, compression, process_set, self._world)
+        self._good = 0  # outer steps since the last that was amiss
+        self._world = here = world.current()
+        self._fragments = Fragments(
+            self._names,
+            fragments,
+            lambda names: OuterExchange(names, compression, process_set, here, residual_decay),
+        )
+        self._fragments.begin_anew(inner_steps)
         self._are_alike = False  # whether the ranks' models were found to be the same
         self._ended = time.perf_counter()
+
+    @property
+    def steps_made(self) -> int:
+        """How many steps this rank has made in this round; in the longest of all fragments."""
+        return max(fragment.steps_made for fragment in self._fragments)
+
+    @property
+    def _exchange(self) -> OuterExchange:
+        return self._fragments.first
+
+    @property
+    def _center(self) -> list[torch.Tensor]:
+        return [tensor for fragment in self._fragments for tensor in fragment.center]
 
     @property
     def lost_replicas(self) -> int:
@@ -115,8 +131,8 @@ class _LocalSGD(Wrapping):
 
     @property
     def apart(self) -> Collection[torch.nn.Parameter]:
-        """Return the parameters whose values differ between ranks now: all, within a round."""
-        return self._names.keys() if self._center else ()
+        """Return the parameters whose values differ between ranks now: those within a round."""
+        return [p for each in self._fragments if each.center for p in each.parameters]
 
     def besides(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
@@ -124,16 +140,12 @@ class _LocalSGD(Wrapping):
     def go_on_from(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
         self._receive()  # this rank's residual goes by it, as the others' do
-        if self._before is not None and (outcome := self._before.outcome) is not None:
-            self._world.note_preempted(outcome.preempted)
+        for fragment in self._fragments:
+            if fragment.before is not None and (outcome := fragment.before.outcome) is not None:
+                self._world.note_preempted(outcome.preempted)
         self._lost.end_row()
-        self._put_round(common)
+        self.outer_steps = self._fragments.put(common)
         self._are_alike = False
-
-    def _as_center(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies in the parameters' memory layout; of an empty list an empty one."""
-        pairs = zip(self._names, tensors, strict=True) if tensors else ()
-        return [torch.empty_like(p).copy_(tensor) for p, tensor in pairs]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients; end the round where it is time.
@@ -146,35 +158,47 @@ class _LocalSGD(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         self._step_wrapped()
-        self.steps_made += 1
         self._world.step += 1
-        if self._before is not None and self.steps_made >= self.overlap_steps:
-            self._move()
-        # steps_made is larger where inner_steps was lowered, or an exchange has failed.
-        if self.inner_steps is not None and self.steps_made >= self.inner_steps:
-            self._end_round(
-                f"the round was over after inner_steps={self.inner_steps} (where ranks make unlike "
-                "numbers of steps, use inner_steps=None, and call outer_step() on all of them)",
-                overlap=self.overlap_steps > 0,
-            )
+        for fragment in self._fragments:
+            fragment.steps_made += 1
+        for fragment in self._fragments:
+            if fragment.before is not None and fragment.steps_made >= self.overlap_steps:
+                self._move(fragment)
+        for fragment in self._fragments:
+            # steps_made is larger where inner_steps was lowered, or an exchange has failed.
+            made = fragment.steps_made + fragment.early
+            if self.inner_steps is not None and made >= self.inner_steps:
+                self._end_round(
+                    fragment,
+                    f"the round was over after inner_steps={self.inner_steps} (where ranks make "
+                    "unlike numbers of steps, use inner_steps=None, and call outer_step() on all "
+                    "of them)",
+                    overlap=self.overlap_steps > 0,
+                )
         return loss
 
     def _begin_round(self) -> None:
         """Keep the center where a round begins; in a world's first compare it with all ranks'."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
-            with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
-                if self._before is not None:
-                    self._move()
-            self._exchange.enter(here)
+            for fragment in self._fragments:
+                with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
+                    if fragment.before is not None:
+                        self._move(fragment)
+                fragment.exchange.enter(here)
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
-        if not self._center:
-            self._require_known()
-            self._center = [p.detach().clone() for p in self._names]
+        for fragment in self._fragments:
+            if not fragment.center:
+                self._require_known()
+                fragment.center = [p.detach().clone() for p in fragment.parameters]
         if not self._are_alike:
             begun = time.perf_counter()
             signature = [*self._signature(), state_of(self.outer, self._names)]
-            self.outer_steps = self._exchange.meet(self._center, signature, self.outer_steps)
+            for fragment in self._fragments:
+                self.outer_steps = fragment.exchange.meet(
+                    fragment.center, signature, self.outer_steps
+                )
+            self._fragments.turn = 0  # nothing goes on
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # links may be measured: no round's time
 
@@ -189,97 +213,74 @@ class _LocalSGD(Wrapping):
     def _signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, in words."""
         steps = f"inner_steps={self.inner_steps}, overlap_steps={self.overlap_steps}"
-        return [steps, options_of(self.outer)]
+        more = f"fragments={len(self._fragments)}, residual_decay={self._residual_decay}"
+        return [f"{steps}, {more}", options_of(self.outer)]
 
     def outer_step(self) -> bool:
         """End the round: combine the changes of all ranks in the model. All ranks call it alike.
+
+        With fragments those of all, one after the other; their turns begin anew.
 
         Returns whether the model has moved. Where no rank has made a step, nothing is done or
         counted. Ranks may have made different numbers of steps, which are their replicas' weights.
         A replica that is not finite is lost: it becomes the others' model, and the wrapped
         optimizer begins anew on its rank.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
-        replicas and residuals are then as before. FloatingPointError when replicas were lost, or a
+        replicas and residuals are then as before, but those of fragments that were exchanged by
+        then. FloatingPointError when replicas were lost, or a
         sum was not finite, in more outer steps in a row than max_skipped_steps.
         """
-        return self._end_round("the script called outer_step()")
+        self._begin_round()
+        moved = False
+        for fragment in self._fragments:
+            if fragment.before is not None:
+                moved = self._move(fragment) or moved
+        for fragment in self._fragments:
+            moved = self._end_round(fragment, "the script called outer_step()") or moved
+        self._fragments.begin_anew(self.inner_steps)
+        return moved
 
-    @torch.no_grad()
-    def _end_round(self, why: str, overlap: bool = False) -> bool:
-        """End the round.
+    def _end_round(self, fragment: Fragment, why: str, overlap: bool = False) -> bool:
+        """End a fragment's round; tell whether the model has moved.
 
         why: the reason, compared between ranks: with another one they would end different rounds.
         overlap: do not wait for the exchange; returns False then.
         """
-        self._begin_round()
-        moved = self._before is not None and self._move()
+        moved = fragment.before is not None and self._move(fragment)
         self._require_known()
-        before = Round(self.steps_made, self.steps_made - self._wasted)
-        with before.waiting():
-            self._exchange.begin(
-                self._center,
-                [*self._signature(), why],
-                before.made,
-                self._world.termination_requested,
-            )
-            if overlap:
-                before.sent = [p.detach().clone() for p in self._names]
-                before.options = options_by_group(self.outer)
-        self._before, self.steps_made, self._wasted = before, 0, 0
-        return False if overlap else self._move() or moved
+        self._fragments.begin(
+            fragment,
+            [*self._signature(), why],
+            self.outer if overlap else None,
+            self._world.termination_requested,
+        )
+        return False if overlap else self._move(fragment) or moved
 
-    @torch.no_grad()
     def _receive(self) -> None:
-        """Wait for the exchange of the previous round, and make the outer step.
-
-        With overlap the replica does not move yet: a rank may receive earlier than others.
-        """
-        before = self._before
-        if before is None or before.has_ended:
-            return
-        with before.waiting():
-            try:
-                with self._exchange.ended() as outcome:
-                    if not before.sent:
-                        torch._foreach_copy_(list(self._names), self._center)
-                        if outcome.moves:
-                            self.outer.step()
-                    elif outcome.moves:
-                        names, options = self._names, before.options
-                        with center_in_place(names, self._center, self.outer, options):
-                            self.outer.step()
-            except HorovodInternalError as error:
-                before.error = error  # for all ranks to raise it in the same step
-            except BaseException:
-                self._give_back(before)
-                raise
-            else:
-                before.outcome, before.is_lost = outcome, self._world.rank in outcome.lost
-
-    def _give_back(self, before: Round) -> None:
-        """Count the steps of a round whose exchange has failed to this one."""
-        self._before = None
-        self.steps_made += before.steps
-        self._wasted += before.steps - before.made
+        """Wait for the exchanges of the previous rounds, and make the outer steps."""
+        for fragment in self._fragments:
+            fragment.receive(self.outer, self._world.rank)
 
     @torch.no_grad()
-    def _move(self) -> bool:
+    def _move(self, fragment: Fragment) -> bool:
         """Move the replica by all ranks' changes in the previous round; tell whether there are any.
 
         The steps that it has made since stay: they are changes of this round.
         """
-        self._receive()
-        before = self._before
+        fragment.receive(self.outer, self._world.rank)
+        before = fragment.before
         assert before is not None
         if before.error is not None:
-            self._give_back(before)
+            fragment.give_back(before)
             raise before.error
-        self._before = None
+        fragment.before = None
         with before.waiting():
-            self._place(before)
+            fragment.place(before)
         if before.is_lost:
             self.state.clear()
-            self._wasted = self.steps_made
+            for other in self._fragments:
+                if other is not fragment:
+                    other.go_back(self.outer, self._world.rank)
         outcome = before.outcome
         if outcome is None:
             return True
@@ -289,26 +290,17 @@ class _LocalSGD(Wrapping):
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
-        self._report(before, outcome)
+        self._report(fragment, before, outcome)
         if outcome.lost or outcome.overflowed:
+            self._good = 0
             self._lost.note(self._world.rank, self.outer_steps, outcome.lost, outcome.moves)
         else:
-            self._lost.end_row()
+            self._good += 1
+            if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
+                self._lost.end_row()
         return outcome.moves
 
-    def _place(self, before: Round) -> None:
-        """Let the replica be the center, and the steps that it has made since."""
-        parameters: list[torch.Tensor] = list(self._names)
-        if not before.sent:
-            self._center = []
-        elif before.is_lost or not self.steps_made:
-            torch._foreach_copy_(parameters, self._center)
-        else:
-            for p, z, sent in zip(parameters, self._center, before.sent, strict=True):
-                # To the bit, where nothing was changed: what is frozen is not to seem to move.
-                p.copy_(torch.where(p == sent, z, p + (z - sent)))
-
-    def _report(self, before: Round, outcome: Outcome) -> None:
+    def _report(self, fragment: Fragment, before: Round, outcome: Outcome) -> None:
         """Fill in `last_step`."""
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = report_of(
@@ -316,59 +308,36 @@ class _LocalSGD(Wrapping):
             before,
             step=self._world.step - 1,
             compute_seconds=self._ended - began - before.waited,
-            elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
-            predicted_seconds=self._exchange.expected.seconds,
-            dense_seconds=self._exchange.expected.dense_seconds,
+            elements=sum(p.numel() for p in fragment.parameters),
+            predicted_seconds=fragment.exchange.expected.seconds,
+            dense_seconds=fragment.exchange.expected.dense_seconds,
         )
         balance_of(self._world).note(self.last_step)
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
-            if outcome.moves and is_sampling_due(self._exchange.steps):
-                sample_residual(recorder, [self._exchange])
+            if outcome.moves and is_sampling_due(fragment.exchange.steps):
+                sample_residual(recorder, [fragment.exchange])  # others may be in use
 
     def in_common(self) -> dict[str, Any]:
-        """Return where this rank is in its round, and wait for the exchange of the one before."""
+        """Return where this rank is in its rounds, and wait for the exchanges of those before."""
         self._receive()
-        state = {
-            "outer_steps": self.outer_steps,
-            "steps_made": self.steps_made,
-            "wasted": self._wasted,
-            "center": [tensor.clone() for tensor in self._center],
-            "sent": [],
-            "is_lost": False,
-        }
-        before = self._before
-        if before is not None and before.error is not None:
-            state["steps_made"] = self.steps_made + before.steps
-            state["wasted"] = self._wasted + before.steps - before.made
-        elif before is not None:
-            state["sent"] = [tensor.clone() for tensor in before.sent]
-            state["is_lost"] = before.is_lost
-            is_counted = before.outcome is None or before.outcome.empty
-            state["outer_steps"] = self.outer_steps + (not is_counted)
-        return state
-
-    def _put_round(self, state: Mapping[str, Any]) -> None:
-        self.outer_steps, self.steps_made = state["outer_steps"], state["steps_made"]
-        self._wasted = state.get("wasted", 0)
-        self._center, self._before = self._as_center(state["center"]), None
-        if sent := self._as_center(state.get("sent", ())):
-            self._before = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
+        return self._fragments.state(self.outer_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
 
         In the middle of a round it holds the center, too: the model's own state is this rank's
-        replica then. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for an exchange
-        that has begun.
+        replica then. With fragments some are always in the middle of theirs, but after
+        `outer_step()`. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for exchanges
+        that have begun.
         """
         round_state = self.in_common()
         return {
             **super().state_dict(),
-            optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._exchange),
+            optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._fragments),
             _KEY: {
                 "format": _FORMAT,
-                "ranks": len(self._exchange.ranks),
+                "ranks": len(self._fragments.ranks),
                 **round_state,
                 "outer": self.outer.state_dict(),
             },
@@ -378,9 +347,9 @@ class _LocalSGD(Wrapping):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Go on from a state; load the model's first.
 
-        On another number of ranks the steps of an unfinished round are lost: all ranks go back to
-        its center. The sum of the residuals stays. The state of a plain optimizer is fine, also of
-        a distributed one, whose residual is not loaded.
+        On another number of ranks, or with other fragments, the steps of unfinished rounds are
+        lost: all ranks go back to their centers. The sum of the residuals stays. The state of a
+        plain optimizer is fine, also of a distributed one, whose residual is not loaded.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
@@ -392,32 +361,27 @@ class _LocalSGD(Wrapping):
         self._receive()  # what goes on must end, and is forgotten
         super().load_state_dict(state_dict, *args, **kwargs)
         self._lost.end_row()
-        self._center, self._before, self._are_alike = [], None, False
-        self.steps_made = self._wasted = 0
+        self._are_alike = False
+        self._fragments.begin_anew(self.inner_steps)
         if own is not None:
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
-            self._load_round(own)
+            if own["ranks"] == len(self._fragments.ranks) and self._fragments.are_of(own):
+                self._fragments.put(own)
+            elif self._fragments.go_back_to(own):
+                _log.warning(
+                    "rank %d: the state is of %d ranks in the middle of a round, and here are %d%s:"
+                    " all go back to where it began; save after outer_step() to lose nothing",
+                    self._world.rank,
+                    own["ranks"],
+                    len(self._fragments.ranks),
+                    "" if self._fragments.are_of(own) else ", with other fragments",
+                )
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             if own is not None:  # before parts said what they hold, LocalSGD's were changes, too
                 part = {"holds": optimizer_checkpoint.CHANGES, **part}
-            optimizer_checkpoint.load(self._exchange, part)
-
-    def _load_round(self, own: Mapping[str, Any]) -> None:
-        if not own["center"]:
-            return
-        if own["ranks"] == len(self._exchange.ranks):
-            self._put_round(own)
-            return
-        torch._foreach_copy_(list(self._names), list(own["center"]))
-        _log.warning(
-            "rank %d: the state is of %d ranks in the middle of a round, and here are %d: all go "
-            "back to where it began; save after an outer step to lose nothing",
-            self._world.rank,
-            own["ranks"],
-            len(self._exchange.ranks),
-        )
+            optimizer_checkpoint.load(self._fragments, part)
 
 
 def LocalSGD(
@@ -427,6 +391,8 @@ def LocalSGD(
     compression: Compressing = Compression.none,
     *,
     overlap_steps: int = 0,
+    fragments: int = 1,
+    residual_decay: float = 1.0,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     process_set: ProcessSet = global_process_set,
     max_skipped_steps: int = 10,
@@ -435,7 +401,9 @@ def LocalSGD(
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
     state, which stay each rank's own. All ranks begin with the same model (broadcast_parameters):
-    the first step checks. Between rounds their models are the same to the bit (see overlap_steps).
+    the first step checks. Their models are the same to the bit between two rounds, and with
+    overlap_steps or fragments only after `outer_step()`: call it before an evaluation. What the
+    ranks agree on meanwhile is the center of every round, which `state_dict()` holds.
 
     inner_steps: between two exchanges; None: the script calls `outer_step()`, on all ranks alike.
         Ranks that make different numbers of steps need None: with a number, one rank's round would
@@ -447,12 +415,21 @@ def LocalSGD(
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
     overlap_steps: how many a rank makes while changes are exchanged, at most inner_steps: about the
         seconds of an exchange over those of a step. It then moves by all ranks' changes, as many
-        steps late, and keeps its own steps. The replicas are one model only after `outer_step()`,
-        which waits: call it before an evaluation. 0: steps wait for every exchange.
+        steps late, and keeps its own steps. `outer_step()` waits. 0: steps wait for every exchange.
+    fragments: into how many parts the model is cut, at most inner_steps. Each is exchanged every
+        inner_steps steps, and they take turns: the longest exchange, and a wait for it, becomes as
+        many times shorter, while a step sends as many bytes on average. Parts are whole layers,
+        dealt in turn by depth and levelled by size (`local_sgd.fragments`). Just after its exchange
+        a part is the same on all ranks, while others are apart: without overlap_steps until the
+        next step.
+    residual_decay: what the residual is multiplied by before a round's changes are added, 0 to 1,
+        as in SparseLoCo: what has waited for many rounds is forgotten, not sent late. So much is
+        lost; 1: nothing is. Owners' rounding errors, of `shards`, are not multiplied.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
-    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite.
+    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite;
+        with fragments fewer good ones than there are fragments end no row.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """
     if inner_steps is not None:
@@ -465,6 +442,24 @@ def LocalSGD(
             f"overlap_steps must be at most inner_steps={inner_steps}, got {overlap_steps}: "
             "an exchange must have ended before the next begins"
             + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
+        )
+    check_count("fragments", fragments)
+    if fragments < 1 or fragments > max(1, inner_steps or 0):
+        raise ValueError(
+            f"fragments must lie in 1..inner_steps={inner_steps}, got {fragments}: "
+            + (
+                "each is exchanged in a step of its own"
+                if inner_steps is not None
+                else "without inner_steps outer_step() exchanges all at once"
+            )
+        )
+    check_number("residual_decay", residual_decay)
+    if not 0 <= residual_decay <= 1:
+        raise ValueError(f"residual_decay must lie in 0..1, got {residual_decay}")
+    if residual_decay != 1 and not isinstance(compression, ErrorFeedback):
+        raise ValueError(
+            f"residual_decay={residual_decay} needs a compression that keeps a residual, such as "
+            f"Compression.gtopk, not {compression!r}"
         )
     check_count("max_skipped_steps", max_skipped_steps)
     require_compression(compression)
@@ -494,6 +489,8 @@ def LocalSGD(
         outer,
         compression,
         overlap_steps,
+        fragments,
+        residual_decay,
         process_set,
         max_skipped_steps,
     )

@@ -5,7 +5,8 @@
 
 z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of the
 changes that were sent, weighted by the steps that each rank has made, the same on every rank. The
-rest stays in the residual; where the sum does not count, that is to the bit as before.
+rest stays in the residual; where the sum does not count, that is to the bit as before. The
+parameters are all, or those of one fragment, whose exchange is one of several.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -27,14 +28,12 @@ from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
 from ..optim.replica_check import BUFFERS_STAY, checksums, require_the_same
 from ..optim.skip_counter import SkipCounter
-from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
@@ -90,6 +89,8 @@ class Round:
     """A round that is over, and has not moved the replica yet.
 
     steps:   that this rank has made in it; made: those of them that count.
+    early:   by how many steps it was shorter than others.
+    covered: the steps that its report tells of: since a round of any fragment was over before.
     sent:    the replica that is exchanged; empty where the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
     waits:   when the program stood still for it.
@@ -100,6 +101,8 @@ class Round:
 
     steps: int = 0
     made: int = 0
+    early: int = 0
+    covered: int = 0
     sent: Sequence[torch.Tensor] = ()
     options: Sequence[Mapping[str, Any]] = ()
     waits: list[Bounds] = field(default_factory=list)
@@ -170,7 +173,7 @@ def report_of(
         selected=done.selected if done else 0,
         updated=done.updated if done else 0,
         skipped=not outcome.moves,
-        local_steps=round.made,
+        local_steps=round.covered,
         covers="outer step",
         ranks=operation.ranks,
         dense_seconds=dense_seconds if done else None,
@@ -208,17 +211,28 @@ class LostReplicas(SkipCounter):
         )
 
 
+@contextmanager
+def gradients_for_a_while(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Restore the parameters' gradients of now at the end of the context."""
+    gradients = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
 class OuterExchange:
     """Exchanges one rank's changes of the model, and keeps its residual.
 
     In a world call `meet` first; then, each round, `begin` and `ended`.
 
     names: of the parameters, in the order in which they are exchanged.
+    residual_decay: multiplies the residual before a round's changes are added to it.
+    name:  begins the names of its operations.
     ranks: of the world that exchange, in order; rank: this one's place among them.
     expected: the expected seconds of an exchange; known after `meet`.
     """
-
-    holds: ClassVar[str] = CHANGES
 
     def __init__(
         self,
@@ -226,15 +240,14 @@ class OuterExchange:
         compression: Any,
         process_set: ProcessSet,
         here: World,
+        residual_decay: float = 1.0,
     ) -> None:
         self._names = names
         self._compression = compression
+        self._residual_decay = residual_decay
         self._process_set = process_set
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._unmatched: dict[
-            str, ResidualState
-        ] = {}  # of names that no parameter has; saved again
         # The operation and the changes that it exchanges, while it goes on.
         self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
         self._span: Bounds = (0.0, 0.0)
@@ -247,10 +260,10 @@ class OuterExchange:
     def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
-        self._name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
-        self._peers = Peers(here, self._engine, self._name, self.ranks, takes_part=True)
+        self.name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
+        self._peers = Peers(here, self._engine, self.name, self.ranks, takes_part=True)
         self._bucket_exchange: BucketExchange = open_bucket_exchange(
-            self._name,
+            self.name,
             list(self._names),
             list(self._names.values()),
             self._compression,
@@ -284,7 +297,7 @@ class OuterExchange:
             return any(all_flags), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
-            f"{self._name}.replicas",
+            f"{self.name}.replicas",
             self._signature([*signature, signature_of(self._compression)]),
             look,
             flags=bool(unsent(self._residuals)),
@@ -307,17 +320,23 @@ class OuterExchange:
         ]
 
     def begin(
-        self, center: Sequence[torch.Tensor], signature: Sequence[str], steps: int, preempted: bool
+        self,
+        name: str,
+        center: Sequence[torch.Tensor],
+        signature: Sequence[str],
+        steps: int,
+        preempted: bool,
     ) -> None:
         """Let the engine reduce this replica's changes since the center, until `ended`.
 
         The replica may change meanwhile: the changes are copies.
+        name: of the operation.
         signature: as in `meet`. steps: how many this rank has made in the round.
         preempted: this rank had SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
-        with self._gradients_for_a_while():
+        with gradients_for_a_while(bucket_exchange.parameters):
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
@@ -329,7 +348,7 @@ class OuterExchange:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
             operation = self._engine.submit(
-                f"{self._name}.outer",
+                name,
                 self._signature([*signature, bucket_exchange.signature]),
                 partial(self._work, mine, frozen),
                 flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
@@ -353,7 +372,7 @@ class OuterExchange:
         (operation, taken), self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:
-            with self._gradients_for_a_while():
+            with gradients_for_a_while(bucket_exchange.parameters):
                 preempted, lost, everywhere, exchanged = operation.wait()
                 outcome = Outcome(preempted, lost, everywhere, exchanged, operation, self._span)
                 for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
@@ -369,18 +388,6 @@ class OuterExchange:
             raise
         finally:
             bucket_exchange.let_go()
-
-    @contextmanager
-    def _gradients_for_a_while(self) -> Iterator[None]:
-        """Restore the parameters' gradients of now at the end of the context."""
-        gradients = [parameter.grad for parameter in self._bucket_exchange.parameters]
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(
-                self._bucket_exchange.parameters, gradients, strict=True
-            ):
-                parameter.grad = gradient
 
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
@@ -401,6 +408,7 @@ class OuterExchange:
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
         self._bucket_exchange.remember()
+        self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
         self._bucket_exchange.weigh(share, share)
         exchanged = self._bucket_exchange.reduce(transport)
@@ -419,24 +427,21 @@ class OuterExchange:
     def known_names(self) -> Collection[str]:
         return set(self._bucket_exchange.names)
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter, and the bucket's record."""
-        return {**self._unmatched, **self._take_out()}, [self._bucket_exchange.record()]
+    def take_state_out(self) -> tuple[dict[str, ResidualState], dict[str, Any]]:
+        """Return the residual of each parameter, and the bucket's record with its steps."""
+        return self._take_out(), {**self._bucket_exchange.record(), "steps": self.steps}
 
     def put_state_in(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and go on from these steps; `meet` before an exchange."""
+        """Replace the residual, and go on from the record's steps; `meet` before an exchange.
+
+        steps: where no record is of this bucket, or it tells none.
+        """
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
-        self._unmatched = unmatched(
-            residuals,
-            known,
-            self.ranks[self.rank],
-            "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
-            "was saved with (named_parameters)",
-        )
+        self._progress.steps = steps
         for record in records:
             if record["names"] == self._bucket_exchange.names:
                 self._bucket_exchange.resume(record)
-        self._progress.steps = steps
+                self._progress.steps = record.get("steps", steps)

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--inner-steps", type=int, default=16, help="of a round")
     parser.add_argument("--overlap-steps", type=int, default=0, help="made during an exchange")
+    parser.add_argument("--fragments", type=int, default=1, help="parts of the model, in turn")
+    parser.add_argument("--bits", type=int, help="exchange all changes, in so many bits each")
     parser.add_argument("--epochs", type=int, default=30)
     options = parser.parse_args(arguments)
 
@@ -52,13 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> float:
     if options.every_step:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     else:
-        if not options.dense:
+        if options.bits:
+            compression = hvd.Compression.shards(1, options.bits)
+        elif not options.dense:
             compression = hvd.Compression.gtopk(options.density)
         optimizer = gtopk.LocalSGD(
             optimizer,
             options.inner_steps,
             compression=compression,
             overlap_steps=options.overlap_steps,
+            fragments=options.fragments,
         )
 
     began = time.perf_counter()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.compression import Compression
+from gtopk.local_sgd import LocalSGD, nesterov
 from gtopk.runtime.world import world
 
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+# Fragments of the network's parameters, of 54, 9, 36 and 4 values.
+PARTS = {2: [[0], [1, 2, 3]], 3: [[0], [1, 3], [2]], 4: [[0], [1], [2], [3]]}
 
 
 def network() -> torch.nn.Module:
@@ -56,3 +60,34 @@ def held(optimizer: Any) -> torch.Tensor:
     """Return the residual of this rank, in the order of the parameters; 0 where there is none."""
     (own,) = optimizer.state_dict()["gtopk"]["held"].values()
     return flat(part["residual"] for part in own.values()) if own else torch.zeros(())
+
+
+def in_fragments(
+    overlap: int = 2, compression: Any = None, fragments: int = 3
+) -> tuple[torch.nn.Module, Any]:
+    """Return a network and its LocalSGD, with all that its state may hold."""
+    model = network()
+    return model, LocalSGD(
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        4,
+        nesterov,
+        compression or Compression.gtopk(density=0.1),
+        overlap_steps=overlap,
+        fragments=fragments,
+        residual_decay=0.9,
+    )
+
+
+def train(rank: int, model: torch.nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def copied(model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    """Return copies of both states."""
+    saved: tuple[Any, Any] = torch.utils._pytree.tree_map(
+        lambda part: part.clone() if isinstance(part, torch.Tensor) else part,
+        (model.state_dict(), optimizer.state_dict()),
+    )
+    return saved

@@ -13,13 +13,15 @@ import gtopk.torch as hvd
 hvd.init()
 
 
-def begin() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def begin(fragments: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = gtopk.LocalSGD(
         torch.optim.AdamW(model.parameters(), lr=0.01),
         inner_steps=4,
         compression=hvd.Compression.gtopk(density=0.2),
+        overlap_steps=fragments - 1,
+        fragments=fragments,
         named_parameters=model.named_parameters(),
     )
     return model, optimizer
@@ -37,15 +39,19 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-model, optimizer = begin()
-train(model, optimizer, range(10))
-assert not same_bits_everywhere(weights(model)), "replicas part in the middle of a round"
-gtopk.save_checkpoint(sys.argv[1], model, optimizer, step=10)
-train(model, optimizer, range(10, 16))
-assert same_bits_everywhere(weights(model))
+for fragments in (1, 3):
+    folder = f"{sys.argv[1]}/{fragments}"
+    model, optimizer = begin(fragments)
+    train(model, optimizer, range(10))
+    assert not same_bits_everywhere(weights(model)), "replicas part in the middle of a round"
+    gtopk.save_checkpoint(folder, model, optimizer, step=10)
+    train(model, optimizer, range(10, 16))
+    optimizer.outer_step()
+    assert same_bits_everywhere(weights(model))
 
-other, resumed = begin()
-assert gtopk.load_latest(sys.argv[1], other, resumed) is not None
-train(other, resumed, range(10, 16))
-assert torch.equal(weights(other), weights(model))
+    other, resumed = begin(fragments)
+    assert gtopk.load_latest(folder, other, resumed) is not None
+    train(other, resumed, range(10, 16))
+    resumed.outer_step()
+    assert torch.equal(weights(other), weights(model))
 print("local steps, one model\n", end="", flush=True)

@@ -1,4 +1,7 @@
-"""Run under torchrun on 4 ranks, two nodes of two: DDP in a node, LocalSGD between the nodes."""
+"""Run under torchrun on 4 ranks, two nodes of two: DDP in a node, LocalSGD between the nodes.
+
+And LocalSGD of all ranks, in fragments.
+"""
 
 import torch
 from checks import check_close, run_tests, same_bits_everywhere
@@ -50,6 +53,33 @@ def test_all_ranks_are_one_model_where_each_exchanges_with_its_counterparts() ->
             assert same_bits_everywhere(weights(model))
             if compression is hvd.Compression.none:
                 check_close(weights(model), everyones.mean(0))
+
+
+def test_all_ranks_are_one_model_after_fragments_were_exchanged_in_turn() -> None:
+    # Exchanges end after steps 2, 3, 4, 6, 7, 8, 10 and 11, or so many later as they overlap.
+    for overlap, ended, compression in (
+        (0, 8, hvd.Compression.none),
+        (3, 6, hvd.Compression.gtopk(density=0.2)),
+        (1, 7, hvd.Compression.shards(period=1, bits=4)),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = gtopk.LocalSGD(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            4,
+            averaging,
+            compression,
+            overlap_steps=overlap,
+            fragments=3,
+        )
+        train(model, optimizer, range(11))
+        assert optimizer.outer_steps == ended
+        first, second = model[0].parameters()  # the second is exchanged after step 11
+        assert not same_bits_everywhere(first)
+        assert same_bits_everywhere(second) == (overlap == 0)
+        assert (second in {*optimizer.apart}) == (overlap > 0)
+        optimizer.outer_step()
+        assert same_bits_everywhere(weights(model))
 
 
 if __name__ == "__main__":

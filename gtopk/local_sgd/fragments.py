@@ -1,0 +1,357 @@
+"""Fragments: parts of the model whose rounds end in turn, each with an exchange of its own.
+
+    fragment 0   x x|x x x x x x x x|x x x    x: a step; |: the end of a round of this fragment
+    fragment 1   x x x x|x x x x x x x x|x
+    fragment 2   x x x x x x|x x x x x x x
+    fragment 3   x x x x x x x x|x x x x x    here of 8 steps, the first ones shorter
+
+Streaming DiLoCo's partial synchronization (Douillard et al. 2025, arXiv 2501.18512): each parameter
+is exchanged as often as with one fragment, and the longest exchange is that of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import HorovodInternalError
+from ..exchange.residual_names import unmatched
+from ..exchange.residual_state import ResidualState
+from ..optim.wrapped.checkpoint import CHANGES
+from .outer_exchange import OuterExchange, Round, gradients_for_a_while
+from .outer_optimizer import center_in_place, options_by_group
+
+# A fragment of whole layers may have so many times the values of one that cuts layers up.
+_UNEVEN = 1.1
+
+
+def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:
+    """Return the places of each fragment's parameters among all, in order.
+
+    Layers are dealt from the largest to the smallest, each to the fragment that has the fewest
+    values: so the blocks of a transformer, which are alike, go round in order of depth (the paper's
+    strided fragments), and the rest levels them. A layer is what has one name up to its first
+    number, as `blocks.3.`, or else one module. Where fragments would be more than a tenth larger
+    for it, or one would be empty, parameters are dealt one by one.
+    Raises ValueError for more fragments than parameters with values.
+    """
+    parameters = list(names)
+    sizes = [parameter.numel() for parameter in parameters]
+    layers = [
+        [place for place, _ in group]
+        for _, group in groupby(enumerate(names.values()), lambda pair: _layer(pair[1]))
+    ]
+    whole = _deal(layers, sizes, fragments)
+    cut = _deal([[place] for place in range(len(sizes))], sizes, fragments)
+    totals = [[sum(sizes[place] for place in each) for each in way] for way in (whole, cut)]
+    is_even = min(totals[0]) > 0 and max(totals[0]) <= _UNEVEN * max(totals[1])
+    dealt = whole if is_even or fragments == 1 else cut
+    if fragments > 1 and min(totals[1]) == 0:
+        raise ValueError(
+            f"fragments must be at most the number of parameters with values, "
+            f"{sum(map(bool, sizes))}, got {fragments}"
+        )
+    return sorted(dealt)
+
+
+def _deal(items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Return places: each item's go to the fragment that has the fewest values by then."""
+    totals, dealt = [0] * fragments, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+    weights = [sum(sizes[place] for place in item) for item in items]
+    for number in sorted(range(len(items)), key=lambda number: -weights[number]):
+        fragment = totals.index(min(totals))
+        totals[fragment] += weights[number]
+        dealt[fragment] += items[number]
+    return [sorted(each) for each in dealt]
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    ends = next((end for end, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[:ends])
+
+
+class Fragment:
+    """A part of the parameters, the place of this rank in its round, and its exchange.
+
+    places:     of the parameters, among all that are exchanged.
+    others:     the parameters of other fragments.
+    center:     z, while a round goes on.
+    before:     the round before, while its exchange goes on.
+    steps_made: by this rank, in this round; wasted: those of them by a replica that was lost.
+    early:      by how many steps this round is shorter than others.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[torch.nn.Parameter, str],
+        places: Sequence[int],
+        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+    ) -> None:
+        every = list(names)
+        self.places = list(places)
+        self.parameters = [every[place] for place in places]
+        self.others = [p for place, p in enumerate(every) if place not in set(places)]
+        self.exchange = open_exchange({p: names[p] for p in self.parameters})
+        self.center: list[torch.Tensor] = []
+        self.before: Round | None = None
+        self.steps_made = self.wasted = self.early = 0
+
+    def begin(
+        self,
+        name: str,
+        signature: Sequence[str],
+        outer: torch.optim.Optimizer | None,
+        preempted: bool,
+        covered: int,
+    ) -> None:
+        """End the round, and begin to exchange what this rank has changed in it.
+
+        outer: to step the center by its options of now, later; None: the rank waits.
+        covered: as in `Round`.
+        """
+        before = Round(self.steps_made, self.steps_made - self.wasted, self.early)
+        before.covered = min(covered, before.made)
+        with before.waiting():
+            self.exchange.begin(name, self.center, signature, before.made, preempted)
+            if outer is not None:
+                before.sent = [p.detach().clone() for p in self.parameters]
+                before.options = options_by_group(outer)
+        self.before, self.steps_made, self.wasted, self.early = before, 0, 0, 0
+
+    @torch.no_grad()
+    def receive(self, outer: torch.optim.Optimizer, rank: int) -> None:
+        """Wait for the exchange of the previous round, and make the outer step.
+
+        With overlap the replica does not move yet: a rank may receive earlier than others.
+        """
+        before = self.before
+        if before is None or before.has_ended:
+            return
+        with before.waiting():
+            try:
+                with gradients_for_a_while(self.others), self.exchange.ended() as outcome:
+                    for parameter in self.others:
+                        parameter.grad = None  # so that the outer optimizer passes over it
+                    if not before.sent:
+                        torch._foreach_copy_([*self.parameters], self.center)
+                        if outcome.moves:
+                            outer.step()
+                    elif outcome.moves:
+                        own, options = self.parameters, before.options
+                        with center_in_place(own, self.center, outer, options):
+                            outer.step()
+            except HorovodInternalError as error:
+                before.error = error  # for all ranks to raise it in the same step
+            except BaseException:
+                self.give_back(before)
+                raise
+            else:
+                before.outcome, before.is_lost = outcome, rank in outcome.lost
+
+    def give_back(self, before: Round) -> None:
+        """Count the steps of a round whose exchange has failed to this one."""
+        self.before = None
+        self.steps_made += before.steps
+        self.wasted += before.steps - before.made
+        self.early += before.early
+
+    def place(self, before: Round) -> None:
+        """Let the replica be the center, and the steps that it has made since."""
+        if not before.sent:
+            self.center = []
+        elif before.is_lost or not self.steps_made:
+            torch._foreach_copy_([*self.parameters], self.center)
+        else:
+            for p, z, sent in zip(self.parameters, self.center, before.sent, strict=True):
+                # To the bit, where nothing was changed: what is frozen is not to seem to move.
+                p.copy_(torch.where(p == sent, z, p + (z - sent)))
+        if before.is_lost:
+            self.wasted = self.steps_made
+
+    @torch.no_grad()
+    def go_back(self, outer: torch.optim.Optimizer, rank: int) -> None:
+        """Be the center again: this rank's replica was lost, as another fragment's exchange found.
+
+        What was sent before counts; the steps since do not.
+        """
+        self.receive(outer, rank)
+        if not self.center:
+            return
+        torch._foreach_copy_([*self.parameters], self.center)
+        self.wasted = self.steps_made
+        if self.before is not None and self.before.error is not None:
+            self.before.made = 0
+        elif self.before is not None:
+            self.before.sent = [z.clone() for z in self.center]
+
+    def state(self) -> dict[str, Any]:
+        """Return where this rank is in its round; call `receive` first."""
+        before = self.before
+        has_failed = before is not None and before.error is not None
+        state = {
+            "places": self.places,
+            "steps_made": self.steps_made,
+            "wasted": self.wasted,
+            "early": self.early,
+            "center": [tensor.clone() for tensor in self.center],
+            "sent": [],
+            "is_lost": False,
+        }
+        if before is not None and has_failed:
+            state["steps_made"] = self.steps_made + before.steps
+            state["wasted"] = self.wasted + before.steps - before.made
+            state["early"] = self.early + before.early
+        elif before is not None:
+            state["sent"] = [tensor.clone() for tensor in before.sent]
+            state["is_lost"] = before.is_lost
+        return state
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Tell whether the exchange that has ended is not among the outer steps yet."""
+        outcome = self.before.outcome if self.before is not None else None
+        return outcome is not None and not outcome.empty
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.steps_made, self.wasted = state["steps_made"], state.get("wasted", 0)
+        self.early = state.get("early", 0)
+        self.center, self.before = self._in_layout(state["center"]), None
+        if sent := self._in_layout(state.get("sent", ())):
+            self.before = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
+
+    def _in_layout(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies in the parameters' memory layout; of an empty list an empty one."""
+        pairs = zip(self.parameters, tensors, strict=True) if tensors else ()
+        return [torch.empty_like(p).copy_(tensor) for p, tensor in pairs]
+
+
+class Fragments:
+    """All fragments, in the order in which they take turns; the `Holder` of their residuals."""
+
+    holds: ClassVar[str] = CHANGES
+
+    def __init__(
+        self,
+        names: Mapping[torch.nn.Parameter, str],
+        fragments: int,
+        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+    ) -> None:
+        dealt = deal(names, fragments)
+        self._fragments = [Fragment(names, places, open_exchange) for places in dealt]
+        # Of names that no parameter has; saved again.
+        self._unmatched: dict[str, ResidualState] = {}
+        self._names = names
+        self.turn = 0  # of the next exchange
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return iter(self._fragments)
+
+    def __len__(self) -> int:
+        return len(self._fragments)
+
+    @property
+    def first(self) -> OuterExchange:
+        """Return the first fragment's exchange: ranks are those of all."""
+        return self._fragments[0].exchange
+
+    def begin_anew(self, inner_steps: int | None) -> None:
+        """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
+        steps, count = inner_steps or 0, len(self)
+        for number, fragment in enumerate(self, 1):
+            early = steps - -(-steps * number // count)
+            fragment.put({"steps_made": 0, "early": early, "center": ()})
+
+    def state(self, outer_steps: int) -> dict[str, Any]:
+        """Return where this rank is in all rounds; call `receive` of each first.
+
+        outer_steps: how many have been counted; the state counts those that have ended since.
+        """
+        first, *others = (fragment.state() for fragment in self)
+        outer_steps += sum(fragment.is_uncounted for fragment in self)
+        return {"outer_steps": outer_steps, **first, "other_fragments": others}
+
+    def are_of(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether a state is of the same fragments."""
+        return [places for places, _ in self._rounds(state)] == [each.places for each in self]
+
+    def put(self, state: Mapping[str, Any]) -> int:
+        """Go on from a state of the same fragments; return how many outer steps it counts."""
+        for fragment, (_, own) in zip(self, self._rounds(state), strict=True):
+            fragment.put(own)
+        outer_steps: int = state["outer_steps"]
+        return outer_steps
+
+    def go_back_to(self, state: Mapping[str, Any]) -> bool:
+        """Let the model be the centers of a state of any fragments; tell whether there are any."""
+        every = list(self._names)
+        rounds = [(places, own["center"]) for places, own in self._rounds(state) if own["center"]]
+        for places, center in rounds:
+            torch._foreach_copy_([every[place] for place in places], list(center))
+        return bool(rounds)
+
+    def _rounds(self, state: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any]]]:
+        every = range(len(self._names))  # before there were fragments
+        states = [state, *state.get("other_fragments", ())]
+        return [([*own.get("places", every)], own) for own in states]
+
+    def begin(
+        self,
+        fragment: Fragment,
+        signature: Sequence[str],
+        outer: torch.optim.Optimizer | None,
+        preempted: bool,
+    ) -> None:
+        """End a fragment's round, as `Fragment.begin` does.
+
+        The exchange is named by its turn: where ranks do not exchange the same fragment, all hear
+        of it, and none waits.
+        """
+        name, count = f"{self.first.name}.outer", len(self)
+        if count > 1:
+            name = f"{name}.{self.turn % count}"
+            signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
+        covered = min(each.steps_made for each in self)
+        fragment.begin(name, signature, outer, preempted, covered)
+        self.turn += 1
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.first.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.first.rank
+
+    @property
+    def steps(self) -> int:
+        """Return how many exchanges of the first fragment have moved the model."""
+        return self.first.steps
+
+    def known_names(self) -> Collection[str]:
+        return {name for each in self for name in each.exchange.known_names()}
+
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter, and the buckets' records."""
+        found, records = zip(*(each.exchange.take_state_out() for each in self), strict=True)
+        own = {name: parts for residuals in found for name, parts in residuals.items()}
+        ordered = {name: own[name] for name in self._names.values() if name in own}
+        return {**self._unmatched, **ordered}, [*records]
+
+    def put_state_in(
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Replace the residuals, and go on from the records; `meet` before an exchange."""
+        for each in self:
+            each.exchange.put_state_in(residuals, records, steps)
+        self._unmatched = unmatched(
+            residuals,
+            self.known_names(),
+            self.ranks[self.rank],
+            "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
+            "was saved with (named_parameters)",
+        )

@@ -1,0 +1,177 @@
+"""LocalSGD with fragments goes on from a state: to the bit, on other ranks, as the root does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.runtime.world import world
+from gtopk.torch.elastic import TorchState
+from tests.gtopk.local_rounds import (
+    PARTS,
+    close,
+    copied,
+    flat,
+    held,
+    in_fragments,
+    on_ranks,
+    train,
+    weights,
+)
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 4])
+@pytest.mark.parametrize(
+    "compression",
+    [hvd.Compression.gtopk(density=0.1, warmup_steps=3), hvd.Compression.shards(3, 3)],
+    ids=repr,
+)
+def test_a_checkpoint_goes_on_to_the_bit_from_any_step(compression: Any, overlap: int) -> None:
+    def rank(transport: LocalTransport) -> None:
+        whole, alone = in_fragments(overlap, compression)
+        train(transport.rank, whole, alone, range(13))
+        for stop in (2, 3, 5, 6):
+            model, optimizer = in_fragments(overlap, compression)
+            train(transport.rank, model, optimizer, range(stop))
+            saved = copied(model, optimizer)
+            train(transport.rank, model, optimizer, range(stop, 13))
+            assert torch.equal(weights(model), weights(whole))  # asking for a state changes nothing
+            other, resumed = in_fragments(overlap, compression)
+            train(transport.rank, other, resumed, range(3))  # is forgotten
+            other.load_state_dict(saved[0])
+            resumed.load_state_dict(saved[1])
+            train(transport.rank, other, resumed, range(stop, 13))
+            assert torch.equal(weights(other), weights(whole))
+            assert torch.equal(held(resumed), held(alone))
+            assert resumed.outer_steps == alone.outer_steps
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(("ranks", "fragments"), [(2, 3), (4, 3), (3, 2), (3, 1)])
+def test_on_other_ranks_or_with_other_fragments_all_go_back_to_the_centers(
+    ranks: int, fragments: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def saving(transport: LocalTransport) -> tuple[Any, ...]:
+        model, optimizer = in_fragments()
+        train(transport.rank, model, optimizer, range(6))
+        return *copied(model, optimizer), [part.center for part in optimizer._fragments]
+
+    models, states, centers = zip(*on_ranks(3, saving), strict=True)
+    together = {rank: part for state in states for rank, part in state["gtopk"]["held"].items()}
+    total = sum(flat(part["residual"] for part in one.values()) for one in together.values())
+    by_place = {
+        n: z
+        for part, zs in zip(PARTS[3], centers[0], strict=True)
+        for n, z in zip(part, zs, strict=True)
+    }
+
+    def loading(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, optimizer = in_fragments(fragments=fragments)
+        model.load_state_dict(models[0])
+        state = {**states[0], "gtopk": {**states[0]["gtopk"], "held": together}}
+        optimizer.load_state_dict(copy.deepcopy(state))  # ranks are threads here
+        close(weights(model), flat(by_place[n] for n in range(4)))
+        found = held(optimizer)
+        train(transport.rank, model, optimizer, range(6, 13))
+        optimizer.outer_step()
+        return found, weights(model)
+
+    found, after = zip(*on_ranks(ranks, loading), strict=True)
+    close(sum(found), total)
+    assert all(torch.equal(each, after[0]) for each in after)
+    assert f"the state is of 3 ranks in the middle of a round, and here are {ranks}" in caplog.text
+    assert ("with other fragments" in caplog.text) == (fragments != 3)
+
+
+def test_a_state_from_before_there_were_fragments_is_of_one() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model, optimizer = in_fragments(fragments=1)
+        train(transport.rank, model, optimizer, range(6))
+        saved = copied(model, optimizer)
+        train(transport.rank, model, optimizer, range(6, 10))
+        for name in ("places", "early", "other_fragments"):
+            del saved[1]["local_sgd"][name]
+        for record in saved[1]["gtopk"]["lanes"]:
+            del record["steps"]
+        other, resumed = in_fragments(fragments=1)
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(transport.rank, other, resumed, range(6, 10))
+        assert torch.equal(weights(other), weights(model))
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_all_go_on_as_the_root_does(overlap: int) -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer = in_fragments(overlap)
+        train(transport.rank, model, optimizer, range(5))
+        saved = copied(model, optimizer)
+        model, optimizer = in_fragments(overlap)
+        if transport.rank == 0:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        own = hvd.broadcast_object(copied(model, optimizer)[1]["local_sgd"], 0)
+        assert [p.early for p in optimizer._fragments] == [
+            0,
+            0,
+            own["other_fragments"][-1]["early"],
+        ]
+        train(transport.rank, model, optimizer, range(5, 10))
+        optimizer.outer_step()
+        return weights(model)
+
+    first, *others = on_ranks(3, rank)
+    assert all(torch.equal(first, each) for each in others)
+
+
+def test_elastic_recovers_within_the_turns() -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer = in_fragments()
+        state = TorchState(model, optimizer)
+        state.sync()
+        train(transport.rank, model, optimizer, range(5))
+        state.commit()
+        mine = held(optimizer)
+        train(transport.rank, model, optimizer, range(5, 7))
+        state.restore()
+        state.sync()
+        assert torch.equal(held(optimizer), mine)
+        train(transport.rank, model, optimizer, range(5, 12))
+        optimizer.outer_step()
+        return weights(model)
+
+    first, *others = on_ranks(3, rank)
+    assert all(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_the_turns_go_on_in_the_next_world(overlap: int) -> None:
+    """To the bit; where an exchange goes on then, it only ends sooner."""
+    later = local_world(2, timeout_seconds=20)
+
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        with world.entered(transport):
+            whole, alone = in_fragments(overlap)
+            train(transport.rank, whole, alone, range(11))
+            alone.outer_step()
+            model, optimizer = in_fragments(overlap)
+            train(transport.rank, model, optimizer, range(6))
+        with world.entered(later[transport.rank]):
+            train(transport.rank, model, optimizer, range(6, 11))
+            optimizer.outer_step()
+            assert optimizer.outer_steps == alone.outer_steps
+            return weights(model), weights(whole)
+
+    models, wholes = zip(*run_ranks(local_world(2, timeout_seconds=20), rank), strict=True)
+    assert torch.equal(*models)
+    assert torch.equal(models[0], wholes[0]) == (overlap == 0)
