@@ -168,7 +168,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        learning_seconds = direct(bucket, self.residual, transport) or 0.0
+        learning_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Moment(bucket.device)
             picked = self._pick(bucket, transport)
@@ -290,7 +290,7 @@ class DenseExchange:
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        learning_seconds = direct(bucket, self.residual, transport)
+        learning_seconds = make_adam_step(bucket, self.residual, transport)
         begun = Moment(bucket.device)
         with profiled("select"):
             gradient = bucket.gather() if learning_seconds is None else bucket.flat
@@ -481,7 +481,7 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+def make_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
     """Put Adam's weighted steps into `flat`, in the gradients' place.
 
     It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
@@ -489,4 +489,4 @@ def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> f
     """
     if residual is None or not residual.has_moments:
         return None
-    return residual.direct(bucket.gather(), bucket.share, transport)
+    return residual.make_adam_step(bucket.gather(), bucket.share, transport)

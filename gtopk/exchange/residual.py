@@ -431,19 +431,19 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def direct(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def make_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
         """
         if self._steps is not None:
             own = OwnMoments(*(self._writable(number).tensor for number in (1, 2, 3, 4)))
-            return self._steps.make(view_tensor(gradient), share, transport, own)
+            return self._steps.make_step(view_tensor(gradient), share, transport, own)
         assert self._betas is not None
         if share:
             first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
             moments = Moments(first, second, ages, self._sizes, self._betas)
-            moments.direct(view_tensor(gradient), share)
+            moments.make_step(view_tensor(gradient), share)
         return 0.0
 
     def add_to(self, gradient: NDArray[Any]) -> float:
