@@ -28,7 +28,7 @@ from collectives.wire import NOTHING_CODED, Coded, Format, coded
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .buckets.arrays import from_array, to_array
 from .buckets.buckets import Bucket
-from .buckets.moment import Moment
+from .buckets.timestamp import Timestamp
 from .calibration import calibration_of
 from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
@@ -170,9 +170,9 @@ class SparseExchange:
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
         learning_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
-            begun = Moment(bucket.device)
+            begun = Timestamp(bucket.device)
             picked = self._pick(bucket, transport)
-            chosen = Moment(bucket.device)
+            chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
@@ -280,23 +280,23 @@ class DenseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
-            self._is_alone, begun = True, Moment(bucket.device)
+            self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
-            begun = Moment(bucket.device)
+            begun = Timestamp(bucket.device)
             with profiled("exchange"):
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
         learning_seconds = make_adam_step(bucket, self.residual, transport)
-        begun = Moment(bucket.device)
+        begun = Timestamp(bucket.device)
         with profiled("select"):
             gradient = bucket.gather() if learning_seconds is None else bucket.flat
             if self.residual is not None:
                 self._share = self.residual.add_to(gradient)
-        added = Moment(bucket.device)
+        added = Timestamp(bucket.device)
         with profiled("exchange"):
             if is_on_device(gradient) and not transport.supports_device_messages:
                 with bucket.flat_on_host() as on_host:
@@ -349,7 +349,7 @@ class CompressorExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        began = Moment(bucket.device)
+        began = Timestamp(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -425,8 +425,8 @@ class SendingAlong:
 def _dense(
     bucket: Bucket,
     transport: Transport,
-    begun: Moment,
-    added: Moment | None = None,
+    begun: Timestamp,
+    added: Timestamp | None = None,
     communicate_seconds: float = 0.0,
     finite: bool | None = None,
 ) -> Exchanged:
@@ -435,7 +435,7 @@ def _dense(
     added: when the sum began; None: it took communicate_seconds in all, between other work.
     finite: whether the sum is, also in the gradients' dtypes; None: look at the bucket's vector.
     """
-    ended = Moment(bucket.device)
+    ended = Timestamp(bucket.device)
     if finite is None:
         finite = bucket.holds_sum()
     if added is not None:
@@ -458,10 +458,10 @@ def carrying(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
     return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 
 
-def ready(bucket: Bucket, now: Moment) -> float | None:
+def ready(bucket: Bucket, now: Timestamp) -> float | None:
     """Return when a bucket's gradients were computed on a GPU; None on the host.
 
-    now: a moment that the GPU has reached.
+    now: a time that the GPU has reached.
     """
     if bucket.device.type == "cpu":
         return None

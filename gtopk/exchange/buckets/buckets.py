@@ -32,9 +32,9 @@ from .arrays import (
     view_tensor,
     zeros,
 )
-from .moment import Moment
 from .parameters import refuse_complex
 from .placeholders import are_lacking, lacks_gradient
+from .timestamp import Timestamp
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -60,7 +60,7 @@ class Bucket:
     scale:     multiplies the update, after everything else.
     gradients: of this step; zeros for one that is missing.
     taken:     when they were taken, by time.perf_counter.
-    ready:     the moment when they are computed: on a GPU later than when they were taken.
+    ready:     the timestamp when they are computed: on a GPU later than when they were taken.
     lacking:   of each parameter, whether it had no gradient of its own when they were taken.
     sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
     largest:   the largest value of an update that is finite in every parameter's dtype.
@@ -89,7 +89,7 @@ class Bucket:
         self.lacking: list[bool] = []
         self.sparse: list[torch.nn.Parameter] = []
         self.taken = 0.0
-        self.ready = Moment(self.device)
+        self.ready = Timestamp(self.device)
         # The gradients' memory, looked up once a step; (None,) where they are to be copied.
         self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
         # For a bucket on the host: the GPUs of its gradients, which torch copies.
@@ -132,7 +132,7 @@ class Bucket:
         ]
         self._on_stream = self._current_stream()
         with self._on_stream():
-            self.ready = Moment(self.device)
+            self.ready = Timestamp(self.device)
         self._looked_up = None
 
     def take_nothing(self, scale: float) -> None:
@@ -144,7 +144,7 @@ class Bucket:
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
         self._on_stream = self._current_stream()
         with self._on_stream():
-            self.ready = Moment(self.device)
+            self.ready = Timestamp(self.device)
         self._looked_up = None
 
     @property
