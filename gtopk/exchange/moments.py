@@ -1,4 +1,4 @@
-"""Moments: Adam's moments of this rank's own gradients, applied before the selection.
+"""AdamMoments: Adam's moments of this rank's own gradients, applied before the selection.
 
     m = beta1 m + (1 - beta1) w g        w: this rank's share of the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2
@@ -28,7 +28,7 @@ EPS: Final = 1e-8
 _PIECE: Final = 1 << 16  # fits a cache with its moments
 
 
-class Moments:
+class AdamMoments:
     """Turns gradients, [n], of p parameters side by side into Adam's steps.
 
     first, second: m and v, of the gradients' dtype, [n]; ages: int64 [p], on the host. All are

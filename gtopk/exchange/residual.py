@@ -28,7 +28,7 @@ from collectives.vector import SparseVector, is_on_device
 
 from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import view_array, view_tensor, zeros
-from .moments import Moments
+from .moments import AdamMoments
 
 PART: Final = 0.5  # how long the share is that a dense step sends, over the gradient's length
 MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
@@ -442,7 +442,7 @@ class Residual:
         assert self._betas is not None
         if share:
             first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
-            moments = Moments(first, second, ages, self._sizes, self._betas)
+            moments = AdamMoments(first, second, ages, self._sizes, self._betas)
             moments.make_step(view_tensor(gradient), share)
         return 0.0
 
