@@ -20,12 +20,12 @@ the operation's own signature.
 Tensors on a GPU (`OnGpu`) are reduced there if every rank has its tensor on a GPU, as the flags
 say; else through the host. The engine's thread works on a CUDA stream of its own:
 
-    submitter's stream   ... make the tensor | moment                          | wait | use it
+    submitter's stream   ... make the tensor | event                           | wait | use it
                                              v                                 ^
-    engine's stream                            wait | scale, fuse, NCCL, scale | moment
+    engine's stream                            wait | scale, fuse, NCCL, scale | event
 
-So it does not wait for what backward does on the submitter's stream after that moment. Tensors on
-the host, as in tests, have no streams and no moments.
+So it does not wait for what backward does on the submitter's stream after that event. Tensors on
+the host, as in tests, have no streams and no events.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ON_HOST, ON_GPU = 1, 2
 
 _own: Final = threading.local()
 
-Moment = Any  # torch.cuda.Event, or None on the host
+Event = Any  # torch.cuda.Event, or None on the host
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class OnGpu:
     """
 
     tensor: torch.Tensor
-    made: Moment
+    made: Event
 
     @classmethod
     def now(cls, tensor: torch.Tensor) -> OnGpu:
         """Wrap a tensor whose values the work given to the current stream so far produces."""
-        return cls(tensor, moment(tensor.device))
+        return cls(tensor, record_event(tensor.device))
 
     def on_host(self) -> NDArray[Any]:
         """Return a copy on the host, once it has its values; bfloat16 as BFLOAT16."""
@@ -88,7 +88,7 @@ def all_on_gpu(all_flags: Sequence[int]) -> bool:
     return those == {ON_GPU}
 
 
-def moment(device: torch.device) -> Moment:
+def record_event(device: torch.device) -> Event:
     """Return an event after which a device's current stream has done its work so far."""
     if device.type != "cuda":
         return None
@@ -98,8 +98,8 @@ def moment(device: torch.device) -> Moment:
 
 
 @contextmanager
-def beside(device: torch.device, moments: Sequence[Moment] = ()) -> Iterator[None]:
-    """Work on this thread's own stream of a device, after these moments."""
+def beside(device: torch.device, events: Sequence[Event] = ()) -> Iterator[None]:
+    """Work on this thread's own stream of a device, after these events."""
     if device.type != "cuda":
         yield
         return
@@ -109,7 +109,7 @@ def beside(device: torch.device, moments: Sequence[Moment] = ()) -> Iterator[Non
         if index not in streams:
             streams[index] = torch.cuda.Stream(index)
         stream = streams[index]
-        for each in moments:
+        for each in events:
             if each is not None:
                 stream.wait_event(each)
         with torch.cuda.stream(stream):
@@ -121,14 +121,14 @@ class Finish:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._end: Moment = None
+        self._end: Event = None
 
     @contextmanager
-    def on(self, device: torch.device, made: Sequence[Moment] = ()) -> Iterator[None]:
+    def on(self, device: torch.device, made: Sequence[Event] = ()) -> Iterator[None]:
         """Work on this thread's own stream of a device, after `made`; record the end."""
         with beside(device, made):
             yield
-            self._device, self._end = device, moment(device)
+            self._device, self._end = device, record_event(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
         """Make the current stream wait for the end; the host does not wait.
@@ -183,7 +183,7 @@ def on_place(array: NDArray[np.generic], place: str, dtype: str) -> OnGpu:
     like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
     with beside(like.device):
         tensor = tensor_of(array, like)
-        return OnGpu(tensor, moment(like.device))
+        return OnGpu(tensor, record_event(like.device))
 
 
 # Called when a part of a reduction begins and ends.

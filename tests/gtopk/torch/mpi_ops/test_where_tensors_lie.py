@@ -246,7 +246,7 @@ def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch)
     waited: list[object] = []
     here = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    monkeypatch.setattr(fusion, "moment", lambda device: "the end")
+    monkeypatch.setattr(fusion, "record_event", lambda device: "the end")
     recorded: list[object] = []
     result = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
     finish = Finish()
