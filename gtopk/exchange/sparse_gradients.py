@@ -41,7 +41,7 @@ class SparseGradientExchange:
         self.parameters = [parameter]
         self.names = [parameter_name]
         self.elements = parameter.numel()
-        self._taken: tuple[torch.Tensor | None, int] = None, -1
+        self._captured: tuple[torch.Tensor | None, int] = None, -1
         self._indices, self._values = _entries(parameter, None)
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
@@ -69,7 +69,7 @@ class SparseGradientExchange:
         """Return the parameter."""
         return self.parameters
 
-    def take_sparse(self, names: Collection[str]) -> None:
+    def accept_sparse(self, names: Collection[str]) -> None:
         """Do nothing: this exchange takes sparse gradients anyway."""
 
     def send_along(self) -> None:
@@ -77,29 +77,29 @@ class SparseGradientExchange:
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
-    def take(self, weight: float, scale: float) -> None:
-        """Take the gradient as it is now."""
+    def capture_gradients(self, weight: float, scale: float) -> None:
+        """Capture the gradient as it is now."""
         gradient = self._parameter.grad
-        self._taken = gradient, -1 if gradient is None else gradient._version
+        self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 
     def weigh(self, weight: float, share: float) -> None:
-        """Set another weight for the entries that were taken."""
+        """Set another weight for the entries that were captured."""
         self._weight = weight
 
-    def take_nothing(self, scale: float) -> None:
+    def capture_zeros(self, scale: float) -> None:
         """Take part without entries."""
         self._scale = scale
         self._indices, self._values = _entries(self._parameter, None)
 
     def watch(self) -> None:
-        """Do nothing: `take` has noted all that `is_as_taken` needs."""
+        """Do nothing: `capture_gradients` has noted all that `is_unchanged` needs."""
 
-    def is_as_taken(self) -> bool:
-        """Tell whether the gradient has not changed since `take`, as torch counts changes."""
-        gradient, version = self._taken
+    def is_unchanged(self) -> bool:
+        """Tell whether the captured gradient has not changed, as torch counts changes."""
+        gradient, version = self._captured
         now = self._parameter.grad
         return now is gradient and (now is None or now._version == version)
 
@@ -195,7 +195,7 @@ class SparseGradientExchange:
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
         self._sent, self.unsent = self.unsent, None
-        self._let_go_of_taken()
+        self._forget_captured()
 
     def commit(self) -> None:
         """Make the step final: it cannot be undone any more."""
@@ -219,11 +219,11 @@ class SparseGradientExchange:
 
     def let_go(self) -> None:
         """Drop all references to gradients."""
-        self._let_go_of_taken()
+        self._forget_captured()
         self.commit()
 
-    def _let_go_of_taken(self) -> None:
-        self._taken = None, -1
+    def _forget_captured(self) -> None:
+        self._captured = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None
 

@@ -321,7 +321,7 @@ class OuterExchange:
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
-            bucket_exchange.take(1.0, 1.0)
+            bucket_exchange.capture_gradients(1.0, 1.0)
             frozen = bucket_exchange.missing()
             mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
             taken = [parameter.grad for parameter in bucket_exchange.parameters]

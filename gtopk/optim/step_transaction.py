@@ -69,13 +69,13 @@ class AnyBucketExchange(Protocol):
     def resume(self, record: Mapping[str, Any]) -> None: ...
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]: ...
-    def take_sparse(self, names: Collection[str]) -> None: ...
+    def accept_sparse(self, names: Collection[str]) -> None: ...
     def send_along(self) -> None: ...
-    def take(self, weight: float, scale: float) -> None: ...
+    def capture_gradients(self, weight: float, scale: float) -> None: ...
     def weigh(self, weight: float, share: float) -> None: ...
-    def take_nothing(self, scale: float) -> None: ...
+    def capture_zeros(self, scale: float) -> None: ...
     def watch(self) -> None: ...
-    def is_as_taken(self) -> bool: ...
+    def is_unchanged(self) -> bool: ...
     def missing(self) -> list[str]: ...
     def all_finite(self) -> bool: ...
     def not_finite(self) -> list[str]: ...
@@ -153,7 +153,7 @@ class StepTransaction:
 
     def submit_early(self, index: int) -> None:
         """Submit a bucket, not the last one, while the program goes on."""
-        self._take(index)
+        self._capture_gradients(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
         self.bucket_exchanges[index].watch()
 
@@ -184,12 +184,12 @@ class StepTransaction:
 
     def _submit_the_rest(self, unplanned: bool, preempted: bool) -> None:
         changed = self._invalid or not all(
-            self.bucket_exchanges[index].is_as_taken() for index in self.operations
+            self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
         late = self._late()
         if not unplanned:
             for index in late:
-                self._take(index)
+                self._capture_gradients(index)
         self._ready = time.perf_counter()
         bits = (
             (_CHANGED if changed else 0)
@@ -293,7 +293,7 @@ class StepTransaction:
         transaction has ended with an update.
         """
         self.shadowed.add(index)
-        self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
+        self.bucket_exchanges[index].capture_zeros(self._scale_of(self.bucket_exchanges[index]))
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             self._work(index, [], transport, all_flags)
@@ -309,14 +309,14 @@ class StepTransaction:
 
         return work
 
-    def _take(self, index: int) -> None:
+    def _capture_gradients(self, index: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
         if self.samples.count == 0:  # the gradients may be NaN
             for parameter in bucket_exchange.parameters:
                 if (gradient := parameter.grad) is None or lacks_gradient(parameter):
                     continue
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        bucket_exchange.take(
+        bucket_exchange.capture_gradients(
             self._factor(bucket_exchange, self._weight, self._share),
             self._scale_of(bucket_exchange),
         )

@@ -58,7 +58,7 @@ class Ran(NamedTuple):
 
 
 class RoundExchange:
-    """One rank's side of a round's exchange: call `take`, then `reduce` on the engine's thread.
+    """One rank's side of a round's exchange: `capture_sums`, then `reduce` on the engine's thread.
 
     bucket:   holds the sums; exchange: reduces them.
     progress: counts reductions that had an update.
@@ -152,13 +152,15 @@ class RoundExchange:
         if self.exchange.residual is not None:
             self.exchange.residual.clear()
 
-    def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
-        """Take a rank's sums, one for each parameter; return whether they are finite.
+    def capture_sums(
+        self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None
+    ) -> bool:
+        """Capture a rank's sums, one for each parameter; return whether they are finite.
 
         allowed_norm: this rank's part of the update is shortened to its share of this norm.
         """
         self._clip = LocalClip(sums, allowed_norm)
-        self.bucket.take(1.0, gradients=sums)
+        self.bucket.capture_gradients(1.0, gradients=sums)
         return self.bucket.all_finite()
 
     def reduce(
@@ -256,10 +258,10 @@ class Replica:
 
     def prepare(self) -> bool:
         """Take the offsets for a merge; return whether they are finite, else reset the replica."""
-        finite = self.reduction.take(self.offsets())
+        finite = self.reduction.capture_sums(self.offsets())
         if not finite:
             self.reset()
-            self.reduction.take(self.offsets())
+            self.reduction.capture_sums(self.offsets())
         return finite
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:

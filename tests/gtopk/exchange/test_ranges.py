@@ -95,7 +95,7 @@ def test_the_ranges_add_up_to_the_seconds_of_the_report(
         bucket_exchange = open_bucket_exchange(
             "bucket", [parameter], ["weight"], Compression.gtopk(0.1), Progress()
         )
-        bucket_exchange.take(0.5, 1.0)
+        bucket_exchange.capture_gradients(0.5, 1.0)
         exchanged = OneStep().run(bucket_exchange, transport, [0, 0])
         assert exchanged is not None
         return exchanged, ranges.seconds
