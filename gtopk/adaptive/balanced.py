@@ -217,7 +217,7 @@ class BalancedLoader(LoaderBase):
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         reduction = self._options.loss_reduction
-        self._current_batch.take(cut, self.num_samples, reduction, self._world)
+        self._current_batch.make_current(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))

@@ -71,7 +71,7 @@ class CurrentBatch(StepListener):
             optimizer.step_policy.listen(known)
         return known
 
-    def take(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
+    def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
         self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step

@@ -78,13 +78,13 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     intention = Intention(("float32 [1]",), None, (layout,))
     ready_names = [ReadyName(f"allreduce.{number}", intention, 0) for number in range(names)]
-    table.take(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
+    table.enter(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
 
     def negotiate() -> None:
         announcement = table.announcement_of([*ready_names], transport.rank)
-        outcome = table.take(exchange(transport, announcement, table.slots))
+        outcome = table.enter(exchange(transport, announcement, table.slots))
         assert len(outcome.ready) == names
 
     def allreduce() -> None:

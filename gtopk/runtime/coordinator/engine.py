@@ -331,7 +331,7 @@ class Engine:
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
                 announcements = exchange(self.transport, announcement, self._table.slots)
-            self._take(announcements)
+            self._enter(announcements)
         except BaseException as error:
             self._give_up(error)
         self.cycles += 1
@@ -369,7 +369,7 @@ class Engine:
         is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
         return operation.name if is_long else None
 
-    def _take(self, announcements: Sequence[Announcement]) -> None:
+    def _enter(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and do what follows."""
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
@@ -377,7 +377,7 @@ class Engine:
         now = time.perf_counter()
         if self._observers:
             self._tell_who_is_ready(announcements, now)
-        outcome = self._table.take(announcements)
+        outcome = self._table.enter(announcements)
         grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
         if self._observers:

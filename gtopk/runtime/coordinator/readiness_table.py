@@ -72,7 +72,7 @@ class _Open(NamedTuple):
 
 
 class ReadinessTable:
-    """Open names and cache slots; `take` enters a cycle's announcements and returns the outcome.
+    """Open names and cache slots; `enter` adds a cycle's announcements and returns the outcome.
 
     ranks: the ranks' numbers in the world, which errors name; here they are numbered 0, 1, ...
     """
@@ -97,7 +97,7 @@ class ReadinessTable:
         return len(self._slots)
 
     def announcement_of(self, ready_names: list[ReadyName], rank: int) -> Announcement:
-        """Return a rank's announcement of names that became ready there, for the next `take`.
+        """Return a rank's announcement of names that became ready there, for the next `enter`.
 
         The announcement of an equal list is reused: quick where the list holds the same objects.
         """
@@ -124,7 +124,7 @@ class ReadinessTable:
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:
-        """Return the names in an announcement; call it before `take`, which may move slots."""
+        """Return the names in an announcement; call it before `enter`, which may move slots."""
         cached = [slot.name for slot in self._cached(announcement.ready)]
         return cached + [name for name, _, _ in announcement.fresh]
 
@@ -151,16 +151,16 @@ class ReadinessTable:
         """Return the ranks that have not joined, by their numbers in the world."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
 
-    def take(self, announcements: Sequence[Announcement]) -> Outcome:
+    def enter(self, announcements: Sequence[Announcement]) -> Outcome:
         """Enter the ranks' announcements, in rank order; return the outcome."""
         first = announcements[0]
         if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
-            return self._take_any(announcements)
+            return self._enter_any(announcements)
         # The usual case: all ranks became ready for the same cached names. No rank was ready for
         # one of them before, so no other name changes.
         return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
-    def _take_any(self, announcements: Sequence[Announcement]) -> Outcome:
+    def _enter_any(self, announcements: Sequence[Announcement]) -> Outcome:
         for rank, announcement in enumerate(announcements):
             self._bits[rank] |= announcement.ready
             for number, flags in announcement.all_flags.items():
@@ -209,7 +209,7 @@ class ReadinessTable:
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
         bits = functools.reduce(all_of, waiting or self._bits)
-        ready, refused = self._take_slots(bits)
+        ready, refused = self._pop_slots(bits)
         for name, entry in list(self._open.items()):
             if any(rank not in entry.intentions for rank in needed):
                 continue
@@ -226,7 +226,7 @@ class ReadinessTable:
             self._cache(name, intention, all_flags.copy())
         return ready, refused
 
-    def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+    def _pop_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: those to run, and those a joined rank prevents."""
         there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]

@@ -23,7 +23,7 @@ def said(table: ReadinessTable, names: str, *, rank: int = 0, flags: int = 0) ->
 
 
 def done(table: ReadinessTable, *announcements: Announcement) -> list[str]:
-    return [ready.name for ready in table.take(announcements).ready]
+    return [ready.name for ready in table.enter(announcements).ready]
 
 
 def test_a_name_has_a_slot_from_the_first_time_it_was_done():
@@ -39,8 +39,8 @@ def test_a_name_has_a_slot_from_the_first_time_it_was_done():
 def test_a_rank_that_ran_out_of_batches_is_told_of_with_a_way_out():
     for reason, has_way_out in (("its program ended at step 8", True), ("failed at step 8", False)):
         table = ReadinessTable(range(2), capacity=2)
-        table.take([fresh("a"), Announcement()])
-        ((name, error),) = table.take([Announcement(), Announcement(leaves=reason)]).refused
+        table.enter([fresh("a"), Announcement()])
+        ((name, error),) = table.enter([Announcement(), Announcement(leaves=reason)]).refused
         assert name == "a"
         assert f"rank 1 left ({reason}) and was waited for in a" in str(error)
         assert ("give all ranks as many batches" in str(error)) == has_way_out
@@ -92,11 +92,11 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
 
 def test_who_waits_and_who_is_waited_for():
     table = ReadinessTable([4, 5, 6], capacity=10)
-    table.take([fresh("a"), Announcement(), fresh("a", "b")])
+    table.enter([fresh("a"), Announcement(), fresh("a", "b")])
     assert [table.waits(rank) for rank in range(3)] == [True, False, True]
     assert [table.is_waited_for(rank) for rank in range(3)] == [True, True, False]
     assert (table.missing("a"), table.missing("b")) == ([5], [4, 5])
-    table.take([Announcement(), Announcement(joins=True), Announcement()])
+    table.enter([Announcement(), Announcement(joins=True), Announcement()])
     assert table.missing("b") == [4]
     assert [table.waits(rank) for rank in range(3)] == [False, True, True]  # "a" was refused
     assert [table.is_waited_for(rank) for rank in range(3)] == [True, False, False]
@@ -109,18 +109,18 @@ def test_what_is_said_and_run_again_is_the_same_objects():
     one, other = said(table, "a"), said(table, "b")
     assert said(table, "a") is one
     assert said(table, "b") is other
-    ready = table.take([one, one]).ready
+    ready = table.enter([one, one]).ready
     assert [each.name for each in ready] == ["a"]
-    assert table.take([one, one]).ready is ready
+    assert table.enter([one, one]).ready is ready
     assert done(table, other, other) == ["b"]
 
 
 def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
     table = ReadinessTable(range(2), capacity=3)
-    table.take([fresh("a"), fresh("b")])
+    table.enter([fresh("a"), fresh("b")])
     stuck = [Announcement(stuck="a"), Announcement(stuck="b")]
-    assert table.take([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
-    assert [name for name, _ in table.take(stuck).refused] == ["a", "b"]
+    assert table.enter([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
+    assert [name for name, _ in table.enter(stuck).refused] == ["a", "b"]
 
 
 OTHER = Intention(("y",), None, ())
@@ -142,7 +142,7 @@ class Plainly:
         here = self.waiting.get(name, {})
         return rank not in here and rank not in self.joined and rank not in self.leaving
 
-    def take(
+    def enter(
         self, said: list[list[ReadyName]], more: list[Announcement]
     ) -> tuple[dict[str, tuple[Intention, list[int]]], Refused, int | None, str | None]:
         everyone = set(range(len(self.ranks)))
@@ -247,9 +247,9 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
                 one = one._replace(ready=ready, fresh=fresh, all_flags=flags)
                 assert sorted(table.names_in(one)) == sorted(name for name, *_ in names)
                 announcements.append(one)
-            outcomes = [table.take(announcements) for table in tables]
+            outcomes = [table.enter(announcements) for table in tables]
             assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
-            expected = plainly.take(said, more)
+            expected = plainly.enter(said, more)
             ready, refused, joined, left, expired, news = outcomes[0]
             assert (
                 {name: (intention, all_flags) for name, intention, all_flags in ready},
