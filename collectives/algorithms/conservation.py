@@ -62,7 +62,7 @@ def refused(selected: SparseVector, rank: int) -> Outcome:
     return Outcome(nothing, selected, nothing, rank)
 
 
-def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+def split_outcome(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
     """Return (update, returned); raise NonFiniteError when a rank refused."""
     if outcome.refused_by != NOBODY:
         raise NonFiniteError(outcome.refused_by)

@@ -30,7 +30,7 @@ from .conservation import (
     pack_alive,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
     unpack_alive,
 )
 from .gtopk_options import GtopkOptions, kept_sizes
@@ -53,7 +53,7 @@ def reduce(
               the merged list (`conservation`).
     """
     options = GtopkOptions(format, growth, put_back).checked()
-    return settle(reduce_list(selected, k, transport, options))
+    return split_outcome(reduce_list(selected, k, transport, options))
 
 
 def reduce_list(

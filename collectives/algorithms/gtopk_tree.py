@@ -29,7 +29,7 @@ from .conservation import (
     pack_alive,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
     unpack_alive,
 )
 
@@ -99,7 +99,7 @@ def reduce(
         transport.send(result.message, child)()
         survivors = among(before, survivors)
     if refused_by != NOBODY:
-        return settle(refused(selected, refused_by))
+        return split_outcome(refused(selected, refused_by))
     cleared = update if put_back == "published" else survivors
     dead = selected.where(~contains(cleared.indices, selected.indices))
-    return settle(Outcome(update, dead, error))
+    return split_outcome(Outcome(update, dead, error))

@@ -35,7 +35,7 @@ from .conservation import (
     pack_alive,
     put_together,
     refused,
-    settle,
+    split_outcome,
     unpack_alive,
 )
 from .gtopk_options import GtopkOptions
@@ -99,7 +99,7 @@ def reduce(
     format: of the messages across; inside a node values stay exact.
     """
     how = open_across(across, format, options, k, selected.length)
-    return settle(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+    return split_outcome(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
 
 
 class Hierarchy:
@@ -176,7 +176,7 @@ class Hierarchy:
         ]
         update = put_together([decoded.vector for decoded in parts])
         refused_by = lowest(*(decoded.refused_by for decoded in parts))
-        return settle(outcome._replace(update=update, refused_by=refused_by))
+        return split_outcome(outcome._replace(update=update, refused_by=refused_by))
 
 
 class _Step:

@@ -45,7 +45,7 @@ from .conservation import (
     put_together,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
 )
 from .regions import Cut, Regions
 from .threshold import share_out
@@ -89,7 +89,7 @@ def reduce(
              passes one that is as old, or none.
     """
     k_out = checked_k_out(k, k_out, selected.length)
-    return settle(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
+    return split_outcome(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
 
 
 def checked_k_out(k: int, k_out: int | None, length: int) -> int:

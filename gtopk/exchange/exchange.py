@@ -203,13 +203,15 @@ class SparseExchange:
         assert self._outcome is not None
         picked, update, returned, kept = self._outcome
         self._outcome, self._moved = None, (picked, returned)
-        self._settle(picked, returned, update)
+        self._remove_sent(picked, returned, update)
         if kept is not None:
             self.residual.add(kept)
         bucket.put(update)
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
-        self.residual.settle(picked, returned, update)
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
+        self.residual.remove_sent(picked, returned, update)
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part that this rank keeps of what the gradients' dtype cannot hold."""

@@ -85,11 +85,13 @@ class NodeExchange(SparseExchange):
             picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
         )
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
         assert self._hierarchy is not None
         if picked.length:
             own = self._hierarchy.shard(self._length)
             part = update.between(own.start, own.stop)
             part = SparseVector(part.indices - own.start, part.values, picked.length)
-            self.residual.settle(picked, returned, part, where=own)
+            self.residual.remove_sent(picked, returned, part, where=own)
         self.residual.astray = False

@@ -278,14 +278,14 @@ class Residual:
         )
         return picked
 
-    def settle(
+    def remove_sent(
         self,
         picked: SparseVector,
         returned: SparseVector,
         update: SparseVector,
         where: slice | None = None,
     ) -> None:
-        """Take out what was picked, and put back what returned from the reduction.
+        """Remove what was picked, and put back what returned from the reduction.
 
         With factor masking, the velocity of applied picks is cleared, too: of those that are in the
         update, and of which less than half returned. An index alone does not tell: it may be in the

@@ -97,8 +97,10 @@ class ShardExchange(SparseExchange):
         )
         return update.beside(picked.values), returned.beside(picked.values)
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
-        super()._settle(picked, returned, update)
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
+        super()._remove_sent(picked, returned, update)
         assert self._owned is not None
         self.residual.keep_owner_errors(*self._owned)
         self.residual.astray = False

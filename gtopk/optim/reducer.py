@@ -97,7 +97,7 @@ class Reducer:
         This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
         """
-        self._settle_applied()
+        self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
@@ -174,7 +174,7 @@ class Reducer:
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
         then as before.
         """
-        self._settle_applied()
+        self._commit_or_roll_back()
         self.hooks.check()
         try:
             if self.hooks.began:
@@ -268,7 +268,7 @@ class Reducer:
             return self._rolled_back
         return applied.is_discarded and not applied.may_have_stepped
 
-    def _settle_applied(self) -> None:
+    def _commit_or_roll_back(self) -> None:
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()
@@ -281,7 +281,7 @@ class Reducer:
             self.progress.steps -= 1
 
     def _open(self) -> StepTransaction:
-        self._settle_applied()
+        self._commit_or_roll_back()
         if self._shadow is not None:
             self._shadow.undo()  # in case it did not end
             self._shadow = None
@@ -396,7 +396,7 @@ class Reducer:
         An update that no step has used does not count: the parameters lack it, too.
         """
         if self._transaction is not None:
-            self._transaction.settle()
+            self._transaction.wait_for_operations()
         if self._applied is not None and self._applied.may_have_stepped:
             self.commit()
         return self.planned.take_state_out()

@@ -199,9 +199,10 @@ class StepTransaction:
         *others, last = late
         for index in others:
             self._submit(index, bits)
-        self.settle()  # operations that get ready with the last one may be run after it: wait first
+        # Operations that get ready with the last one may be run after it: wait for them first.
+        self.wait_for_operations()
         self._submit(last, bits | (_PREEMPTED if preempted else 0))
-        self.settle()
+        self.wait_for_operations()
 
     def _late(self) -> list[int]:
         """Return the buckets that are not submitted yet; the last bucket is one of them."""
@@ -211,14 +212,14 @@ class StepTransaction:
 
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
-        self.settle()
+        self.wait_for_operations()
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
         self._invalid = True
 
     def drop(self) -> None:
         """Undo what was exchanged; wait for what is still on its way first."""
-        self.settle()
+        self.wait_for_operations()
         self.undo()
 
     def undo(self) -> None:
@@ -227,7 +228,7 @@ class StepTransaction:
             bucket_exchange.undo()
             bucket_exchange.let_go()
 
-    def settle(self) -> None:
+    def wait_for_operations(self) -> None:
         """Wait until all submitted operations have ended; their errors are ignored."""
         for operation in self.operations.values():
             with suppress(Exception):

@@ -33,7 +33,7 @@ from collectives.transports.transport import say
 
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
-from .execution import Execution, Settings, Settled, Stalls, settings_from
+from .execution import Execution, Finished, Settings, Stalls, settings_from
 from .fusion import Dense, layout_of
 from .operation import (
     Announcement,
@@ -99,7 +99,7 @@ class Engine:
         self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
-        self._execution = Execution(transport, self._settle)
+        self._execution = Execution(transport, self._finish_operations)
         self._stalls = Stalls(self.settings, transport)
         self._said: dict[str, Operation] = {}  # announced, not done
         self._said_joining = self._said_leaving = False
@@ -404,9 +404,9 @@ class Engine:
         operation = self._said.get(name)
         if operation is not None:
             self._broken |= isinstance(error, PeerError) and not self._said_leaving
-            self._settle([(operation, None, error)])
+            self._finish_operations([(operation, None, error)])
 
-    def _settle(self, outcomes: Sequence[Settled]) -> None:
+    def _finish_operations(self, outcomes: Sequence[Finished]) -> None:
         """Set the outcome of operations, and free their names."""
         with self._changed:
             for operation, result, error in outcomes:

@@ -124,7 +124,7 @@ class Stalls:
 
 
 Notice = Callable[[Event], None]
-Settled = tuple[Operation, Any, BaseException | None]  # its result, its error
+Finished = tuple[Operation, Any, BaseException | None]  # its result, its error
 
 
 class Part(NamedTuple):
@@ -193,13 +193,13 @@ def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> 
 class Execution:
     """Runs operations on a transport.
 
-    settle: called with the outcomes of operations.
+    finish: called with the outcomes of operations.
     notice: called with every event; None: nobody observes.
     """
 
-    def __init__(self, transport: Transport, settle: Callable[[Sequence[Settled]], None]) -> None:
+    def __init__(self, transport: Transport, finish: Callable[[Sequence[Finished]], None]) -> None:
         self.transport = transport
-        self.settle = settle
+        self.finish = finish
         self.notice: Notice | None = None
         self.activity = ""  # the operation that is run now, or failed
         self._fuser = Fuser()
@@ -212,11 +212,11 @@ class Execution:
         fusion_threshold_bytes: int,
         stand_in: StandIn | None,
     ) -> None:
-        """Run operations that all ranks run now; settle each.
+        """Run operations that all ranks run now; finish each.
 
         operations: those that this rank submitted, by name; it stands in for the others.
         Raises an operation's error after which ranks may be at different messages; operations after
-        it are not settled then. A MismatchError is raised on all ranks alike, and only settled.
+        it are not finished then. A MismatchError is raised on all ranks alike, and only finished.
         """
         place = self.transport.tensor_place
         parts = [part_of(each, operations.get(each.name), stand_in, place) for each in ready]
@@ -225,7 +225,7 @@ class Execution:
         for step in self._steps(ready, fusion_threshold_bytes):
             members = [parts[number] for number in step.parts]
             self.activity = _title(members)
-            settled: list[Settled] = []
+            finished: list[Finished] = []
             # A sum that overflows is found by its result; NumPy's warning would name this line.
             quiet = np.errstate(over="ignore", invalid="ignore")
             try:
@@ -238,13 +238,13 @@ class Execution:
                             left[share.of] -= 1
                     for number in step.parts:
                         if left[number] == 0:
-                            settled += self._work(parts[number])
+                            finished += self._work(parts[number])
             except BaseException as error:
-                done = {operation for operation, _, _ in settled}
+                done = {operation for operation, _, _ in finished}
                 failed = [p.operation for p in members if p.operation and p.operation not in done]
-                self.settle(settled + [(operation, None, error) for operation in failed])
+                self.finish(finished + [(operation, None, error) for operation in failed])
                 raise
-            self.settle(settled)
+            self.finish(finished)
         self.activity = ""
 
     def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
@@ -271,7 +271,7 @@ class Execution:
         self._fuser.reduce(dense, first.layout, self.transport, notice, first.on_gpu)
         self._count(members[0])
 
-    def _work(self, part: Part) -> list[Settled]:
+    def _work(self, part: Part) -> list[Finished]:
         """Run an operation's work; return its outcome, or [] where this rank stands in."""
         result: Any = None
         error: MismatchError | None = None

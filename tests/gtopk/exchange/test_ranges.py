@@ -79,7 +79,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     takes(collectives.wire.message, "_encode", 10)
     takes(collectives.wire.message, "_decode", 100)
     takes(collectives.kernels._for_numpy, "merge", 1000)
-    takes(Residual, "settle", 10_000)
+    takes(Residual, "remove_sent", 10_000)
     ranges = Ranges(clock)
     monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     monkeypatch.setattr(torch.autograd.profiler, "record_function", ranges)

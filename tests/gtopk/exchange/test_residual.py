@@ -49,7 +49,7 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str)
         gradient = np.random.default_rng(transport.rank).standard_normal(length)
         picked = held.accumulate_and_select(gradient.astype(np.float32), k)
         update, returned = reduce(picked, k, transport, "gtopk", put_back=put_back)
-        held.settle(picked, returned, update)
+        held.remove_sent(picked, returned, update)
         return held, picked, update
 
     ranks = run_ranks(local_world(size), program)
@@ -104,7 +104,7 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
         again = plainly.accumulate_and_select(array, k, 0.5)
         assert posing.plain(picked.indices).tolist() == posing.plain(again.indices).tolist()
         for each, entries in ((held, picked), (plainly, again)):
-            each.settle(entries, nothing_like(entries, nothing), entries)
+            each.remove_sent(entries, nothing_like(entries, nothing), entries)
             each.forget()
         assert plain(held) == plain(plainly)
 
