@@ -268,7 +268,7 @@ class _DistributedOptimizer(Readings):
     def _makes_adam_steps(self) -> bool:
         """Whether the gradients are AdamW's agreed steps when they are synchronized."""
         reducer = self._reducer
-        exchanges = reducer.peers.takes_part and not reducer.aside_for
+        exchanges = reducer.peers.takes_part and not reducer.stepping_mode
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:

@@ -52,7 +52,7 @@ class Reducer:
     samples:  the number behind this rank's gradients; without one, `op` sets the weight.
     overlap:  whether buckets are exchanged while backward goes on.
     expected: the seconds that a step's exchange is expected to take.
-    aside_for: the mode of `adapt` that exchanges gradients in this one's place; "": none.
+    stepping_mode: the mode of `adapt` that exchanges gradients in this one's place; "": none.
     peers:    the ranks that reduce together, in the world that was entered last.
     stragglers: how fast these ranks compute, beside each other.
     """
@@ -78,7 +78,7 @@ class Reducer:
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
-        self.aside_for = ""
+        self.stepping_mode = ""
         self._optimizer = optimizer
         self._transaction: StepTransaction | None = None
         self._applied: StepTransaction | None = (
@@ -139,9 +139,9 @@ class Reducer:
             for p in group["params"]
         )
 
-    def stand_aside(self, mode: str) -> None:
+    def let_mode_step(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
-        self.aside_for, self.overlap.is_on = mode, False
+        self.stepping_mode, self.overlap.is_on = mode, False
         take_away(self.names)
         self.hooks = BackwardHooks(self.names)  # watches nothing; the old hooks are removed
 
@@ -352,7 +352,7 @@ class Reducer:
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` would forget complete gradients that are not finite on this rank."""
-        if self.aside_for or not self.hooks.order or self.peers.size == 1:
+        if self.stepping_mode or not self.hooks.order or self.peers.size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)

@@ -82,13 +82,13 @@ class StepPolicy:
         """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
         self._optimizer._tell_of_compression(by_mode=True)
 
-    def step_for(self, mode: str) -> None:
+    def let_mode_step(self, mode: str) -> None:
         """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
-        self._optimizer._reducer.stand_aside(mode)
+        self._optimizer._reducer.let_mode_step(mode)
 
     def mode(self) -> str:
         """Return the mode that steps in the optimizer's place; "": it steps itself."""
-        mode: str = self._optimizer._reducer.aside_for
+        mode: str = self._optimizer._reducer.stepping_mode
         return mode
 
     def note_step(self) -> None:
