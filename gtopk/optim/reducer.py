@@ -103,7 +103,7 @@ class Reducer:
         if transaction is not None:
             transaction.drop()
         self.planned.dissolve()
-        self.hooks.await_buckets([])
+        self.hooks.watch_buckets([])
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
@@ -211,7 +211,7 @@ class Reducer:
         bucket_exchanges = self.planned.bucket_exchanges
         if self.peers.size > 1:
             self.hooks.watch(trained)
-        self.hooks.await_buckets([each.parameters for each in bucket_exchanges])
+        self.hooks.watch_buckets([each.parameters for each in bucket_exchanges])
         self.overlap.warn_of_a_single_bucket(len(bucket_exchanges), self.peers)
         self.expected.measure(bucket_exchanges, self.peers)
 
