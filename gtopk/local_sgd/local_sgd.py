@@ -114,14 +114,14 @@ class _LocalSGD(Wrapping):
         return self._lost.count
 
     @property
-    def apart(self) -> Collection[torch.nn.Parameter]:
+    def diverging_parameters(self) -> Collection[torch.nn.Parameter]:
         """Return the parameters whose values differ between ranks now: all, within a round."""
         return self._names.keys() if self._center else ()
 
-    def besides(self) -> list[torch.optim.Optimizer]:
+    def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
 
-    def go_on_from(self, common: dict[str, Any]) -> None:
+    def load_shared_state(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
         self._receive()  # this rank's residual goes by it, as the others' do
         if self._before is not None and (outcome := self._before.outcome) is not None:
@@ -326,7 +326,7 @@ class _LocalSGD(Wrapping):
             if outcome.moves and is_sampling_due(self._exchange.steps):
                 sample_residual(recorder, [self._exchange])
 
-    def in_common(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """Return where this rank is in its round, and wait for the exchange of the one before."""
         self._receive()
         state = {
@@ -362,7 +362,7 @@ class _LocalSGD(Wrapping):
         replica then. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for an exchange
         that has begun.
         """
-        round_state = self.in_common()
+        round_state = self.shared_state()
         return {
             **super().state_dict(),
             optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._exchange),

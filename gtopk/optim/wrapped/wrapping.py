@@ -43,23 +43,23 @@ class Wrapping(torch.optim.Optimizer):
         self._wrapped.state = state
 
     @property
-    def apart(self) -> Collection[torch.nn.Parameter]:
+    def diverging_parameters(self) -> Collection[torch.nn.Parameter]:
         """Return the parameters whose values may now differ between ranks; others are the same."""
         return ()
 
-    def besides(self) -> list[torch.optim.Optimizer]:
+    def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return further optimizers, which all ranks step alike: LocalSGD's outer one."""
         return []
 
-    def in_common(self) -> Any:
+    def shared_state(self) -> Any:
         """Return what else all ranks share, beyond groups and `state`; None: nothing.
 
-        Of types that `runtime.object_codec` encodes: another rank's `go_on_from` may get it.
+        Of types that `runtime.object_codec` encodes: another rank's `load_shared_state` may get it.
         """
         return None
 
-    def go_on_from(self, common: Any) -> None:
-        """Take over the shared state of another rank, as its `in_common` returned it."""
+    def load_shared_state(self, common: Any) -> None:
+        """Take over the shared state of another rank, as its `shared_state` returned it."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, in the memory layout of its parameters here."""
