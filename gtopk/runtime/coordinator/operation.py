@@ -82,7 +82,7 @@ class Announcement(NamedTuple):
 
     ready:   the cached names that became ready, as bits.
     fresh:   names that became ready and are not cached, or with another intention.
-    all_flags: this rank's flags of cached names that changed since it last announced them, by
+    changed_flags: this rank's flags of cached names that changed since it last announced them, by
              slot number.
     joins:   whether this rank joins.
     leaves:  why this rank leaves; None: it stays.
@@ -94,7 +94,7 @@ class Announcement(NamedTuple):
 
     ready: int = 0
     fresh: tuple[ReadyName, ...] = ()
-    all_flags: Mapping[int, int] = {}
+    changed_flags: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
     expired: Mapping[str, str] = {}

@@ -107,7 +107,7 @@ class ReadinessTable:
             return said
         ready = 0
         fresh: list[ReadyName] = []
-        all_flags: dict[int, int] = {}
+        changed_flags: dict[int, int] = {}
         for each in ready_names:
             slot = self._named.get(each.name)
             if slot is None or slot.intention != each.intention:
@@ -115,9 +115,9 @@ class ReadinessTable:
                 continue
             ready |= 1 << slot.number
             if each.flags != slot.all_flags[rank]:
-                all_flags[slot.number] = each.flags
-        announcement = Announcement(ready, tuple(fresh), all_flags)
-        if all_flags:
+                changed_flags[slot.number] = each.flags
+        announcement = Announcement(ready, tuple(fresh), changed_flags)
+        if changed_flags:
             self._said.clear()  # earlier announcements leave out flags that have now changed
         else:
             self._said[first] = ready_names, announcement
@@ -163,7 +163,7 @@ class ReadinessTable:
     def _enter_any(self, announcements: Sequence[Announcement]) -> Outcome:
         for rank, announcement in enumerate(announcements):
             self._bits[rank] |= announcement.ready
-            for number, flags in announcement.all_flags.items():
+            for number, flags in announcement.changed_flags.items():
                 slot = self._slots[number]
                 assert slot is not None
                 slot.all_flags[rank] = flags

@@ -81,10 +81,10 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
     done(table, fresh(*"abc"), fresh(*"abc"))
     for _ in range(2):
         assert said(table, "ba") == Announcement(ready=0b11)
-    assert said(table, "ca", flags=7) == Announcement(ready=0b101, all_flags={0: 7, 2: 7})
+    assert said(table, "ca", flags=7) == Announcement(ready=0b101, changed_flags={0: 7, 2: 7})
     done(table, said(table, "ca", flags=7), said(table, "ca", rank=1))
     # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
-    assert said(table, "ba") == Announcement(ready=0b11, all_flags={0: 0})
+    assert said(table, "ba") == Announcement(ready=0b11, changed_flags={0: 0})
     assert said(table, "ba", rank=1) == Announcement(ready=0b11)
     done(table, fresh("b", intention=Intention(("y",), None, ())), Announcement())
     assert said(table, "ba", rank=1) == Announcement(0b1, (ReadyName("b", PLAIN, 0),))
@@ -244,7 +244,7 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
             announcements = []
             for rank, (table, names, one) in enumerate(zip(tables, said, more, strict=True)):
                 ready, fresh, flags, *_ = table.announcement_of(names, rank)
-                one = one._replace(ready=ready, fresh=fresh, all_flags=flags)
+                one = one._replace(ready=ready, fresh=fresh, changed_flags=flags)
                 assert sorted(table.names_in(one)) == sorted(name for name, *_ in names)
                 announcements.append(one)
             outcomes = [table.enter(announcements) for table in tables]
