@@ -24,7 +24,7 @@ from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
 from ...runtime.coordinator.fusion import Dense, layout_of
-from ...runtime.coordinator.operation import Announcement, Intention, ReadyName, exchange
+from ...runtime.coordinator.operation import Announcement, OperationSpec, ReadyName, exchange
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import Machine, load, this_machine
@@ -76,8 +76,8 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     """Time cycles in which every rank is ready for all names, each with a slot."""
     table = ReadinessTable(transport.ranks, capacity=names)
     layout = layout_of(Dense(np.zeros(1, np.float32)))
-    intention = Intention(("float32 [1]",), None, (layout,))
-    ready_names = [ReadyName(f"allreduce.{number}", intention, 0) for number in range(names)]
+    spec = OperationSpec(("float32 [1]",), None, (layout,))
+    ready_names = [ReadyName(f"allreduce.{number}", spec, 0) for number in range(names)]
     table.enter(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)

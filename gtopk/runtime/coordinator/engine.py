@@ -38,9 +38,9 @@ from .fusion import Dense, layout_of
 from .operation import (
     Announcement,
     Event,
-    Intention,
     Observer,
     Operation,
+    OperationSpec,
     ReadyName,
     StandIn,
     Work,
@@ -153,8 +153,8 @@ class Engine:
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
-        ready_name = ReadyName(name, intention, flags)
+        spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
+        ready_name = ReadyName(name, spec, flags)
         operation = Operation(ready_name, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
@@ -184,7 +184,7 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Until then
         `submit` raises ValueError.
         """
-        ready_name = ReadyName("join", Intention((), None, ()), 0)
+        ready_name = ReadyName("join", OperationSpec((), None, ()), 0)
         operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")

@@ -149,19 +149,19 @@ def part_of(
     place: the device of the tensors that the transport carries.
     Raises RuntimeError where nothing stands in for a rank that has joined.
     """
-    name, intention, all_flags = ready
+    name, spec, all_flags = ready
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
     work: Work = _nothing
-    if intention.join_descriptor is not None:
+    if spec.join_descriptor is not None:
         if stand_in is None:
             raise RuntimeError(
                 f"this rank has joined, and nothing stands in for it in '{name}': make the "
                 "optimizer on every rank, also where there is nothing to train on"
             )
-        work = stand_in(name, intention.join_descriptor)
+        work = stand_in(name, spec.join_descriptor)
     place = place if all_on_gpu(all_flags) else ""
-    return Part(name, all_flags, [neutral(layout, place) for layout in intention.dense], work, None)
+    return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
@@ -180,13 +180,13 @@ def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> 
     shares = (
         Share(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
-        for place, layout in enumerate(each.intention.dense)
+        for place, layout in enumerate(each.spec.dense)
     )
     steps = [
         Step(list(dict.fromkeys(share.of for share in group)), group)
         for group in bundle(shares, threshold_bytes, alone_bytes)
     ]
-    steps += [Step([number], []) for number, each in enumerate(ready) if not each.intention.dense]
+    steps += [Step([number], []) for number, each in enumerate(ready) if not each.spec.dense]
     return sorted(steps, key=lambda step: step.parts[0])
 
 

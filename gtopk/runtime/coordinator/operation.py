@@ -50,7 +50,7 @@ _PROTOCOL: Final = 0x67746B01 << 32
 _WORD_BITS: Final = 64
 
 
-class Intention(NamedTuple):
+class OperationSpec(NamedTuple):
     """A rank's description of an operation; the operation is refused unless all ranks' are equal.
 
     join_descriptor: the bytes from which a rank that has joined makes its part; None: it cannot
@@ -73,7 +73,7 @@ class ReadyName(NamedTuple):
     """A name that became ready on a rank; flags: int64 that may differ between ranks."""
 
     name: str
-    intention: Intention
+    spec: OperationSpec
     flags: int
 
 
@@ -81,7 +81,7 @@ class Announcement(NamedTuple):
     """One rank's message in a cycle.
 
     ready:   the cached names that became ready, as bits.
-    fresh:   names that became ready and are not cached, or with another intention.
+    fresh:   names that became ready and are not cached, or with another spec.
     changed_flags: this rank's flags of cached names that changed since it last announced them, by
              slot number.
     joins:   whether this rank joins.
@@ -159,9 +159,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         return Announcement(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple(
-            ReadyName(name, _intention(*intention), flags) for name, intention, flags in fresh
-        )
+        known = tuple(ReadyName(name, _spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
@@ -169,10 +167,10 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         ) from error
 
 
-def _intention(
+def _spec(
     signature: tuple[str, ...], join_descriptor: bytes | None, dense: tuple[tuple[Any, ...], ...]
-) -> Intention:
-    return Intention(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
+) -> OperationSpec:
+    return OperationSpec(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
 
 
 def cycle_bytes(ranks: int, names: int) -> int:

@@ -4,7 +4,7 @@ Every rank builds it from the announcements of all ranks. A name whose operation
 cache slot: the number of its bit in announcements. Any other name is open for as long as some ranks
 are ready for it and others are not.
 
-    slot   name             intention        ready on rank 0 1 2
+    slot   name             spec        ready on rank 0 1 2
     0      allreduce.w      float32 [3] ...                1 1 1     all are: it is run now
     1      allreduce.b      float32 [1] ...                1 0 1     rank 1 is missing
     open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          ranks 0 and 2 are
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .operation import Announcement, Intention, ReadyName
+from .operation import Announcement, OperationSpec, ReadyName
 
 
 class Ready(NamedTuple):
@@ -32,7 +32,7 @@ class Ready(NamedTuple):
     """
 
     name: str
-    intention: Intention
+    spec: OperationSpec
     all_flags: list[int]
 
 
@@ -60,14 +60,14 @@ class _CacheSlot(NamedTuple):
 
     number: int
     name: str
-    intention: Intention
+    spec: OperationSpec
     all_flags: list[int]
 
 
 class _Open(NamedTuple):
     """A name that some ranks are ready for and others are not: what each ready rank announced."""
 
-    intentions: dict[int, Intention]
+    specs: dict[int, OperationSpec]
     all_flags: dict[int, int]
 
 
@@ -110,7 +110,7 @@ class ReadinessTable:
         changed_flags: dict[int, int] = {}
         for each in ready_names:
             slot = self._named.get(each.name)
-            if slot is None or slot.intention != each.intention:
+            if slot is None or slot.spec != each.spec:
                 fresh.append(each)
                 continue
             ready |= 1 << slot.number
@@ -130,7 +130,7 @@ class ReadinessTable:
 
     def waits(self, rank: int) -> bool:
         """Tell whether a rank is ready for a name that is not run yet, or has joined."""
-        is_open = any(rank in entry.intentions for entry in self._open.values())
+        is_open = any(rank in entry.specs for entry in self._open.values())
         return rank in self.joined or self._bits[rank] != 0 or is_open
 
     def is_waited_for(self, rank: int) -> bool:
@@ -138,7 +138,7 @@ class ReadinessTable:
         if rank in self.joined:
             return False
         union = functools.reduce(int.__or__, self._bits)
-        is_open = any(rank not in entry.intentions for entry in self._open.values())
+        is_open = any(rank not in entry.specs for entry in self._open.values())
         return union & ~self._bits[rank] != 0 or is_open
 
     def missing(self, name: str) -> list[int]:
@@ -169,10 +169,10 @@ class ReadinessTable:
                 slot.all_flags[rank] = flags
                 self._last = 0, []
         for rank, announcement in enumerate(announcements):
-            for name, intention, flags in announcement.fresh:
+            for name, spec, flags in announcement.fresh:
                 self._uncache(name)
                 entry = self._open.setdefault(name, _Open({}, {}))
-                entry.intentions[rank] = intention
+                entry.specs[rank] = spec
                 entry.all_flags[rank] = flags
         joining = [rank for rank, announcement in enumerate(announcements) if announcement.joins]
         self.joined |= dict.fromkeys(joining)
@@ -196,7 +196,7 @@ class ReadinessTable:
         ready = []
         for slot in self._cached(bits):
             self._named.move_to_end(slot.name)
-            ready.append(Ready(slot.name, slot.intention, slot.all_flags.copy()))
+            ready.append(Ready(slot.name, slot.spec, slot.all_flags.copy()))
         self._last = bits, ready
         return ready
 
@@ -211,19 +211,17 @@ class ReadinessTable:
         bits = functools.reduce(all_of, waiting or self._bits)
         ready, refused = self._pop_slots(bits)
         for name, entry in list(self._open.items()):
-            if any(rank not in entry.intentions for rank in needed):
+            if any(rank not in entry.specs for rank in needed):
                 continue
             del self._open[name]
-            intention = entry.intentions[min(entry.intentions)]
-            error = self._disagreement(name, entry) or self._why_not(
-                name, intention, entry.intentions
-            )
+            spec = entry.specs[min(entry.specs)]
+            error = self._disagreement(name, entry) or self._why_not(name, spec, entry.specs)
             if error is not None:
                 refused.append((name, error))
                 continue
             all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
-            ready.append(Ready(name, intention, all_flags))
-            self._cache(name, intention, all_flags.copy())
+            ready.append(Ready(name, spec, all_flags))
+            self._cache(name, spec, all_flags.copy())
         return ready, refused
 
     def _pop_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
@@ -235,7 +233,7 @@ class ReadinessTable:
         ready: list[Ready] = []
         refused: list[tuple[str, CollectiveError]] = []
         for run, present in zip(self._run_slots(bits), there, strict=True):
-            error = self._why_not(run.name, run.intention, present)
+            error = self._why_not(run.name, run.spec, present)
             if error is None:
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
                 ready.append(run._replace(all_flags=all_flags))
@@ -250,21 +248,20 @@ class ReadinessTable:
             yield slot
 
     def _disagreement(self, name: str, entry: _Open) -> MismatchError | None:
-        first, *others = entry.intentions.values()
+        first, *others = entry.specs.values()
         if all(other == first for other in others):
             return None
         said = {
-            self._ranks[rank]: [name, *intention.words()]
-            for rank, intention in sorted(entry.intentions.items())
+            self._ranks[rank]: [name, *spec.words()] for rank, spec in sorted(entry.specs.items())
         }
         return MismatchError(describe_mismatch(said))
 
     def _why_not(
-        self, name: str, intention: Intention, there: Iterable[int]
+        self, name: str, spec: OperationSpec, there: Iterable[int]
     ) -> MismatchError | None:
         """Return the error of an operation in which ranks that joined cannot take part, or None."""
         lacking = self.joined.keys() - set(there)
-        if not lacking or intention.join_descriptor is not None or intention.dense:
+        if not lacking or spec.join_descriptor is not None or spec.dense:
             return None
         who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
         return MismatchError(
@@ -279,7 +276,7 @@ class ReadinessTable:
             who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
             union = functools.reduce(int.__or__, self._bits) & ~self._bits[rank]
             names = [slot.name for slot in self._cached(union)]
-            names += [name for name, e in self._open.items() if rank not in e.intentions]
+            names += [name for name, e in self._open.items() if rank not in e.specs]
             self._bits = [own & ~union for own in self._bits]
             for name in names:
                 self._open.pop(name, None)
@@ -312,20 +309,20 @@ class ReadinessTable:
     def _gone(self) -> tuple[int, str] | None:
         """Return a rank that leaves and is ready for nothing any more, and why it leaves."""
         for rank, reason in self._leaving.items():
-            is_open = any(rank in entry.intentions for entry in self._open.values())
+            is_open = any(rank in entry.specs for entry in self._open.values())
             if self._bits[rank] == 0 and not is_open:
                 return self._ranks[rank], reason
         return None
 
     def _there(self, name: str) -> set[int]:
         if name in self._open:
-            return set(self._open[name].intentions)
+            return set(self._open[name].specs)
         slot = self._named.get(name)
         if slot is None:
             return set()
         return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
 
-    def _cache(self, name: str, intention: Intention, all_flags: list[int]) -> None:
+    def _cache(self, name: str, spec: OperationSpec, all_flags: list[int]) -> None:
         """Give a name a slot: a new one, or that of the least recently used name.
 
         Names that a rank is ready for keep their slots; where all are, it gets none.
@@ -344,7 +341,7 @@ class ReadinessTable:
                 return
             del self._named[oldest.name]
             number = oldest.number
-        self._slots[number] = self._named[name] = _CacheSlot(number, name, intention, all_flags)
+        self._slots[number] = self._named[name] = _CacheSlot(number, name, spec, all_flags)
 
     def _forget(self) -> None:
         """Drop what was remembered of slots, as slots change."""
@@ -363,7 +360,7 @@ class ReadinessTable:
         self._slots[number] = None
         self._vacant.append(number)
         self._open[name] = _Open(
-            dict.fromkeys(there, slot.intention), {rank: slot.all_flags[rank] for rank in there}
+            dict.fromkeys(there, slot.spec), {rank: slot.all_flags[rank] for rank in there}
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from gtopk.runtime.coordinator.execution import steps_of
 from gtopk.runtime.coordinator.fusion import Layout
-from gtopk.runtime.coordinator.operation import Intention
+from gtopk.runtime.coordinator.operation import OperationSpec
 from gtopk.runtime.coordinator.readiness_table import Ready
 
 
 def ready(name: str, *lengths: int) -> Ready:
     dense = tuple(Layout("<f4", length, "sum", 1.0, 1.0) for length in lengths)
-    return Ready(name, Intention((), None, dense), [0])
+    return Ready(name, OperationSpec((), None, dense), [0])
 
 
 def drawn(*operations: Ready, threshold_bytes: int = 1000) -> list[str]:

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from collectives.errors import MismatchError, PeerError
-from gtopk.runtime.coordinator.operation import Announcement, Intention, ReadyName
+from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, ReadyName
 from gtopk.runtime.coordinator.readiness_table import ReadinessTable
 
-PLAIN = Intention(("x",), None, ())
+PLAIN = OperationSpec(("x",), None, ())
 
 
-def fresh(*names: str, intention: Intention = PLAIN) -> Announcement:
-    return Announcement(fresh=tuple(ReadyName(name, intention, 0) for name in names))
+def fresh(*names: str, spec: OperationSpec = PLAIN) -> Announcement:
+    return Announcement(fresh=tuple(ReadyName(name, spec, 0) for name in names))
 
 
 def said(table: ReadinessTable, names: str, *, rank: int = 0, flags: int = 0) -> Announcement:
@@ -68,10 +68,10 @@ def test_a_name_that_some_rank_is_ready_for_keeps_its_slot():
 
 def test_a_slot_that_changes_hands_is_used_again():
     table = ReadinessTable(range(2), capacity=2)
-    other = Intention(("y",), None, ())
+    other = OperationSpec(("y",), None, ())
     for _ in range(5):
-        for intention in (PLAIN, other):
-            said = fresh("a", intention=intention)
+        for spec in (PLAIN, other):
+            said = fresh("a", spec=spec)
             assert done(table, said, said) == ["a"]
     assert table.slots == 1
 
@@ -86,7 +86,7 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
     # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
     assert said(table, "ba") == Announcement(ready=0b11, changed_flags={0: 0})
     assert said(table, "ba", rank=1) == Announcement(ready=0b11)
-    done(table, fresh("b", intention=Intention(("y",), None, ())), Announcement())
+    done(table, fresh("b", spec=OperationSpec(("y",), None, ())), Announcement())
     assert said(table, "ba", rank=1) == Announcement(0b1, (ReadyName("b", PLAIN, 0),))
 
 
@@ -123,17 +123,17 @@ def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
     assert [name for name, _ in table.enter(stuck).refused] == ["a", "b"]
 
 
-OTHER = Intention(("y",), None, ())
+OTHER = OperationSpec(("y",), None, ())
 Refused = dict[str, type[Exception]]
-REDUCED = Intention(("z",), b"how", ())  # a rank that has joined takes part in it
+REDUCED = OperationSpec(("z",), b"how", ())  # a rank that has joined takes part in it
 
 
 class Plainly:
-    """The same without slots, bits and what is remembered: {name: {rank: (intention, flags)}}."""
+    """The same without slots, bits and what is remembered: {name: {rank: (spec, flags)}}."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = [*ranks]
-        self.waiting: dict[str, dict[int, tuple[Intention, int]]] = {}
+        self.waiting: dict[str, dict[int, tuple[OperationSpec, int]]] = {}
         self.joined: set[int] = set()
         self.leaving: dict[int, str] = {}
         self.events: Counter[str] = Counter()
@@ -144,26 +144,26 @@ class Plainly:
 
     def enter(
         self, said: list[list[ReadyName]], more: list[Announcement]
-    ) -> tuple[dict[str, tuple[Intention, list[int]]], Refused, int | None, str | None]:
+    ) -> tuple[dict[str, tuple[OperationSpec, list[int]]], Refused, int | None, str | None]:
         everyone = set(range(len(self.ranks)))
         for rank, names in enumerate(said):
-            for name, intention, flags in names:
-                self.waiting.setdefault(name, {})[rank] = intention, flags
+            for name, spec, flags in names:
+                self.waiting.setdefault(name, {})[rank] = spec, flags
         joining = [rank for rank in everyone if more[rank].joins]
         self.joined |= set(joining)
         self.leaving |= {r: more[r].leaves or "" for r in everyone if more[r].leaves is not None}
-        ready: dict[str, tuple[Intention, list[int]]] = {}
+        ready: dict[str, tuple[OperationSpec, list[int]]] = {}
         refused: Refused = {}
         for name, here in [*self.waiting.items()]:
             if not everyone - self.joined <= here.keys():
                 continue
             del self.waiting[name]
-            lacking, intentions = everyone - here.keys(), {one for one, _ in here.values()}
-            if len(intentions) > 1 or (lacking and intentions != {REDUCED}):
+            lacking, specs = everyone - here.keys(), {one for one, _ in here.values()}
+            if len(specs) > 1 or (lacking and specs != {REDUCED}):
                 refused[name] = MismatchError
                 continue
             flags = [here[rank][1] if rank in here else 0 for rank in everyone]
-            ready[name] = intentions.pop(), flags
+            ready[name] = specs.pop(), flags
         names = [name for one in more for name in one.expired if name in self.waiting]
         expired = f"{names[0]} expired" if names else None
         for rank in self.leaving:
@@ -206,12 +206,12 @@ def drawn(
     if draw.random() < 0.5:
         names = [n for n in "abcde" if draw.random() < 0.4]
         names = [n for n in names if all(plainly.may_be_ready(r, n) for r in range(size))]
-        flags, intention = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
-        return [[ReadyName(n, intention, flags) for n in names] for _ in range(size)], more
-    intention = draw.choice((PLAIN, REDUCED, REDUCED))
+        flags, spec = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
+        return [[ReadyName(n, spec, flags) for n in names] for _ in range(size)], more
+    spec = draw.choice((PLAIN, REDUCED, REDUCED))
     said = [
         [
-            ReadyName(n, OTHER if draw.random() < 0.05 else intention, draw.choice((0, 0, 1, 2)))
+            ReadyName(n, OTHER if draw.random() < 0.05 else spec, draw.choice((0, 0, 1, 2)))
             for n in draw.sample("abcde", 5)
             if draw.random() < draw.choice((0.0, 0.3)) and plainly.may_be_ready(rank, n)
         ]
@@ -252,7 +252,7 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
             expected = plainly.enter(said, more)
             ready, refused, joined, left, expired, news = outcomes[0]
             assert (
-                {name: (intention, all_flags) for name, intention, all_flags in ready},
+                {name: (spec, all_flags) for name, spec, all_flags in ready},
                 {name: type(error) for name, error in refused},
                 joined,
                 expired,
