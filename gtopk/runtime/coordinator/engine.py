@@ -41,7 +41,7 @@ from .operation import (
     Observer,
     Operation,
     OperationSpec,
-    ReadyName,
+    Request,
     StandIn,
     Work,
     exchange,
@@ -88,7 +88,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
-        self._ready_names: dict[str, ReadyName] = {}
+        self._requests: dict[str, Request] = {}
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
@@ -154,8 +154,8 @@ class Engine:
         after `close`.
         """
         spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
-        ready_name = ReadyName(name, spec, flags)
-        operation = Operation(ready_name, self.transport.size, work, fusion, self._hurry, self._at)
+        request = Request(name, spec, flags)
+        operation = Operation(request, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -171,7 +171,7 @@ class Engine:
                 operation.finish(error=self._over)
                 return operation
             self._submitters.add(threading.get_ident())
-            operation.ready_name = self._recognize(ready_name)
+            operation.request = self._recognize(request)
             self._pending[name] = operation
             self._submitted.append(operation)
             if len(self._submitted) == 1:
@@ -184,8 +184,8 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Until then
         `submit` raises ValueError.
         """
-        ready_name = ReadyName("join", OperationSpec((), None, ()), 0)
-        operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
+        request = Request("join", OperationSpec((), None, ()), 0)
+        operation = Operation(request, self.transport.size, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -213,15 +213,15 @@ class Engine:
         self._thread.join()
         return self._staying
 
-    def _recognize(self, ready_name: ReadyName) -> ReadyName:
+    def _recognize(self, request: Request) -> Request:
         """Return the earlier object that equals this one, so that comparisons are by identity."""
-        before = self._ready_names.get(ready_name.name)
-        if before == ready_name:
+        before = self._requests.get(request.name)
+        if before == request:
             return before
-        if len(self._ready_names) > self._limits[0]:
-            self._ready_names.clear()  # else names that are used once would be kept for ever
-        self._ready_names[ready_name.name] = ready_name
-        return ready_name
+        if len(self._requests) > self._limits[0]:
+            self._requests.clear()  # else names that are used once would be kept for ever
+        self._requests[request.name] = request
+        return request
 
     def _refuse_when_closed(self, what: str) -> None:
         if self._outlived:
@@ -341,8 +341,8 @@ class Engine:
     def _announcement(
         self, submitted: Sequence[Operation], joins: bool, leaves: str | None
     ) -> Announcement:
-        ready_names = [operation.ready_name for operation in submitted]
-        announcement = self._table.announcement_of(ready_names, self.transport.rank)
+        requests = [operation.request for operation in submitted]
+        announcement = self._table.announcement_of(requests, self.transport.rank)
         # A rank that leaves waits for the others without a limit.
         expired = (
             {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)

@@ -69,7 +69,7 @@ class OperationSpec(NamedTuple):
         return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
-class ReadyName(NamedTuple):
+class Request(NamedTuple):
     """A name that became ready on a rank; flags: int64 that may differ between ranks."""
 
     name: str
@@ -93,7 +93,7 @@ class Announcement(NamedTuple):
     """
 
     ready: int = 0
-    fresh: tuple[ReadyName, ...] = ()
+    fresh: tuple[Request, ...] = ()
     changed_flags: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
@@ -159,7 +159,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         return Announcement(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple(ReadyName(name, _spec(*spec), flags) for name, spec, flags in fresh)
+        known = tuple(Request(name, _spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
@@ -221,7 +221,7 @@ class Operation:
 
     def __init__(
         self,
-        ready_name: ReadyName,
+        request: Request,
         ranks: int,
         work: Work,
         fusion: Sequence[Dense],
@@ -232,8 +232,8 @@ class Operation:
 
         where: returns at which step this rank is.
         """
-        self.name = ready_name.name
-        self.ready_name = ready_name
+        self.name = request.name
+        self.request = request
         self.ranks = ranks
         self.work = work
         self.fusion = fusion

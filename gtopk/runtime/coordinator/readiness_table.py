@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .operation import Announcement, OperationSpec, ReadyName
+from .operation import Announcement, OperationSpec, Request
 
 
 class Ready(NamedTuple):
@@ -86,7 +86,7 @@ class ReadinessTable:
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
         self._last: tuple[int, list[Ready]] = 0, []  # the slots run last, as bits and as Ready
-        self._said: dict[str, tuple[list[ReadyName], Announcement]] = {}  # by the first name
+        self._said: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -96,19 +96,19 @@ class ReadinessTable:
         """The number of ready bits in an announcement."""
         return len(self._slots)
 
-    def announcement_of(self, ready_names: list[ReadyName], rank: int) -> Announcement:
+    def announcement_of(self, requests: list[Request], rank: int) -> Announcement:
         """Return a rank's announcement of names that became ready there, for the next `enter`.
 
         The announcement of an equal list is reused: quick where the list holds the same objects.
         """
-        first = ready_names[0].name if ready_names else ""
+        first = requests[0].name if requests else ""
         before, said = self._said.get(first, ([], _NOTHING))
-        if before == ready_names:
+        if before == requests:
             return said
         ready = 0
-        fresh: list[ReadyName] = []
+        fresh: list[Request] = []
         changed_flags: dict[int, int] = {}
-        for each in ready_names:
+        for each in requests:
             slot = self._named.get(each.name)
             if slot is None or slot.spec != each.spec:
                 fresh.append(each)
@@ -120,7 +120,7 @@ class ReadinessTable:
         if changed_flags:
             self._said.clear()  # earlier announcements leave out flags that have now changed
         else:
-            self._said[first] = ready_names, announcement
+            self._said[first] = requests, announcement
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:

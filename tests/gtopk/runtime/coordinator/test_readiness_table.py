@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Iterable
 
 from collectives.errors import MismatchError, PeerError
-from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, ReadyName
+from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, Request
 from gtopk.runtime.coordinator.readiness_table import ReadinessTable
 
 PLAIN = OperationSpec(("x",), None, ())
 
 
 def fresh(*names: str, spec: OperationSpec = PLAIN) -> Announcement:
-    return Announcement(fresh=tuple(ReadyName(name, spec, 0) for name in names))
+    return Announcement(fresh=tuple(Request(name, spec, 0) for name in names))
 
 
 def said(table: ReadinessTable, names: str, *, rank: int = 0, flags: int = 0) -> Announcement:
     """What a rank says when these become ready there, each as it always was."""
-    return table.announcement_of([ReadyName(name, PLAIN, flags) for name in names], rank)
+    return table.announcement_of([Request(name, PLAIN, flags) for name in names], rank)
 
 
 def done(table: ReadinessTable, *announcements: Announcement) -> list[str]:
@@ -87,7 +87,7 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
     assert said(table, "ba") == Announcement(ready=0b11, changed_flags={0: 0})
     assert said(table, "ba", rank=1) == Announcement(ready=0b11)
     done(table, fresh("b", spec=OperationSpec(("y",), None, ())), Announcement())
-    assert said(table, "ba", rank=1) == Announcement(0b1, (ReadyName("b", PLAIN, 0),))
+    assert said(table, "ba", rank=1) == Announcement(0b1, (Request("b", PLAIN, 0),))
 
 
 def test_who_waits_and_who_is_waited_for():
@@ -143,7 +143,7 @@ class Plainly:
         return rank not in here and rank not in self.joined and rank not in self.leaving
 
     def enter(
-        self, said: list[list[ReadyName]], more: list[Announcement]
+        self, said: list[list[Request]], more: list[Announcement]
     ) -> tuple[dict[str, tuple[OperationSpec, list[int]]], Refused, int | None, str | None]:
         everyone = set(range(len(self.ranks)))
         for rank, names in enumerate(said):
@@ -200,18 +200,18 @@ class Plainly:
 
 def drawn(
     draw: random.Random, plainly: Plainly, size: int
-) -> tuple[list[list[ReadyName]], list[Announcement]]:
+) -> tuple[list[list[Request]], list[Announcement]]:
     """What the ranks say in a cycle: more often than not all the same, of few names."""
     more = [Announcement() for _ in range(size)]
     if draw.random() < 0.5:
         names = [n for n in "abcde" if draw.random() < 0.4]
         names = [n for n in names if all(plainly.may_be_ready(r, n) for r in range(size))]
         flags, spec = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
-        return [[ReadyName(n, spec, flags) for n in names] for _ in range(size)], more
+        return [[Request(n, spec, flags) for n in names] for _ in range(size)], more
     spec = draw.choice((PLAIN, REDUCED, REDUCED))
     said = [
         [
-            ReadyName(n, OTHER if draw.random() < 0.05 else spec, draw.choice((0, 0, 1, 2)))
+            Request(n, OTHER if draw.random() < 0.05 else spec, draw.choice((0, 0, 1, 2)))
             for n in draw.sample("abcde", 5)
             if draw.random() < draw.choice((0.0, 0.3)) and plainly.may_be_ready(rank, n)
         ]
