@@ -46,7 +46,7 @@ from .operation import (
     Work,
     exchange,
 )
-from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
+from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # between two checks of an idle engine whether the program has ended
@@ -393,7 +393,7 @@ class Engine:
             self._end(*outcome.left)
         self._stalls.warn(self._said.values(), self._table)
 
-    def _execute(self, ready: Sequence[Ready], agreed: float) -> None:
+    def _execute(self, ready: Sequence[ReadyOperation], agreed: float) -> None:
         for each in ready:
             operation = self._said.get(each.name)
             if operation is not None:
@@ -485,7 +485,7 @@ class Engine:
                     self._tell(Event("begin", "negotiate", name, now))
                 self._tell(Event("mark", "ready", name, now, rank))
 
-    def _tell_what_follows(self, outcome: Outcome, now: float) -> None:
+    def _tell_what_follows(self, outcome: CycleOutcome, now: float) -> None:
         for name, *_ in (*outcome.ready, *outcome.refused):
             if name in self._negotiating:
                 self._negotiating.remove(name)

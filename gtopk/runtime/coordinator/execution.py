@@ -26,7 +26,7 @@ from ... import settings
 from .agreement import name_ranks
 from .fusion import Dense, Fuser, Share, all_on_gpu, bundle, neutral
 from .operation import Event, Operation, Phase, StandIn, What, Work
-from .readiness_table import ReadinessTable, Ready
+from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
 
@@ -141,7 +141,7 @@ class Part(NamedTuple):
 
 
 def part_of(
-    ready: Ready, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
+    ready: ReadyOperation, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
 ) -> Part:
     """Return this rank's part in an operation.
 
@@ -175,7 +175,7 @@ class Step(NamedTuple):
     shares: list[Share]
 
 
-def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
+def steps_of(ready: Sequence[ReadyOperation], threshold_bytes: int, alone_bytes: int) -> list[Step]:
     """Return the steps, in the order in which they are run."""
     shares = (
         Share(number, place, layout, all_on_gpu(each.all_flags))
@@ -203,11 +203,11 @@ class Execution:
         self.notice: Notice | None = None
         self.activity = ""  # the operation that is run now, or failed
         self._fuser = Fuser()
-        self._planned: tuple[Sequence[Ready], list[Step]] = [], []
+        self._planned: tuple[Sequence[ReadyOperation], list[Step]] = [], []
 
     def run(
         self,
-        ready: Sequence[Ready],
+        ready: Sequence[ReadyOperation],
         operations: Mapping[str, Operation],
         fusion_threshold_bytes: int,
         stand_in: StandIn | None,
@@ -247,7 +247,7 @@ class Execution:
             self.finish(finished)
         self.activity = ""
 
-    def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
+    def _steps(self, ready: Sequence[ReadyOperation], fusion_threshold_bytes: int) -> list[Step]:
         """Return the steps; last time's where the table returned the same list."""
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes

@@ -25,7 +25,7 @@ from .agreement import describe_mismatch, describe_tangle, name_ranks
 from .operation import Announcement, OperationSpec, Request
 
 
-class Ready(NamedTuple):
+class ReadyOperation(NamedTuple):
     """An operation that is run now; all_flags: every rank's flags, 0 for one that has joined.
 
     When the same operations are run again, the same objects are returned.
@@ -36,7 +36,7 @@ class Ready(NamedTuple):
     all_flags: list[int]
 
 
-class Outcome(NamedTuple):
+class CycleOutcome(NamedTuple):
     """The result of a cycle, the same on every rank.
 
     ready:   the operations to run now, in this order.
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     news:    whether an announcement may have changed which operations run (`is_news`).
     """
 
-    ready: list[Ready]
+    ready: list[ReadyOperation]
     refused: list[tuple[str, CollectiveError]]
     joined: int | None
     left: tuple[int, str] | None
@@ -85,7 +85,10 @@ class ReadinessTable:
         self._slots: list[_CacheSlot | None] = []
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
-        self._last: tuple[int, list[Ready]] = 0, []  # the slots run last, as bits and as Ready
+        self._last: tuple[int, list[ReadyOperation]] = (
+            0,
+            [],
+        )  # the slots run last, as bits and as ReadyOperation
         self._said: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}
@@ -151,16 +154,16 @@ class ReadinessTable:
         """Return the ranks that have not joined, by their numbers in the world."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
 
-    def enter(self, announcements: Sequence[Announcement]) -> Outcome:
+    def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         """Enter the ranks' announcements, in rank order; return the outcome."""
         first = announcements[0]
         if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
             return self._enter_any(announcements)
         # The usual case: all ranks became ready for the same cached names. No rank was ready for
         # one of them before, so no other name changes.
-        return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
+        return CycleOutcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
-    def _enter_any(self, announcements: Sequence[Announcement]) -> Outcome:
+    def _enter_any(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         for rank, announcement in enumerate(announcements):
             self._bits[rank] |= announcement.ready
             for number, flags in announcement.changed_flags.items():
@@ -187,20 +190,20 @@ class ReadinessTable:
         news = any(announcement.is_news for announcement in announcements)
         if not news:
             refused += self._untangle(announcements)
-        return Outcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
+        return CycleOutcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
 
-    def _run_slots(self, bits: int) -> list[Ready]:
+    def _run_slots(self, bits: int) -> list[ReadyOperation]:
         """Return the operations of these slots, and mark the slots as used most recently."""
         if bits == self._last[0]:
             return self._last[1]
         ready = []
         for slot in self._cached(bits):
             self._named.move_to_end(slot.name)
-            ready.append(Ready(slot.name, slot.spec, slot.all_flags.copy()))
+            ready.append(ReadyOperation(slot.name, slot.spec, slot.all_flags.copy()))
         self._last = bits, ready
         return ready
 
-    def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+    def _complete(self) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Take the names that every rank that has not joined is ready for.
 
         Returns the operations to run, and those that are refused, with their errors.
@@ -220,17 +223,19 @@ class ReadinessTable:
                 refused.append((name, error))
                 continue
             all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
-            ready.append(Ready(name, spec, all_flags))
+            ready.append(ReadyOperation(name, spec, all_flags))
             self._cache(name, spec, all_flags.copy())
         return ready, refused
 
-    def _pop_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+    def _pop_slots(
+        self, bits: int
+    ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: those to run, and those a joined rank prevents."""
         there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
             return [*self._run_slots(bits)], []
-        ready: list[Ready] = []
+        ready: list[ReadyOperation] = []
         refused: list[tuple[str, CollectiveError]] = []
         for run, present in zip(self._run_slots(bits), there, strict=True):
             error = self._why_not(run.name, run.spec, present)
