@@ -30,7 +30,7 @@ from ..telemetry.stragglers import Stragglers
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
-from .join_shadow import stands_in
+from .join_shadow import register_shadow
 from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
@@ -107,7 +107,7 @@ class Reducer:
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
-        stands_in(self, self.peers.engine, self.peers.name)
+        register_shadow(self, self.peers.engine, self.peers.name)
 
     def place_zeros(self) -> None:
         """Set the gradients to zeros, where there are other ranks to reduce with."""
@@ -317,7 +317,7 @@ class Reducer:
             self._transaction.break_off()
             self._shadow, self._transaction = self._transaction, None
 
-    def stand_in(self, index: int) -> Work:
+    def shadow_work(self, index: int) -> Work:
         """Return this rank's work for a bucket of the others' transaction, once it has joined."""
         here = self.peers.world
         if index >= len(self.planned.bucket_exchanges):
@@ -329,7 +329,7 @@ class Reducer:
         if shadow is None or index in shadow.shadowed:
             shadow = self._open()
         self._shadow = shadow
-        reduce = shadow.stand_in(index)
+        reduce = shadow.shadow_work(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
             self.progress.steps += reduce(transport, all_flags)

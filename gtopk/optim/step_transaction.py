@@ -287,7 +287,7 @@ class StepTransaction:
             bucket_exchange.undo()
             bucket_exchange.poison()
 
-    def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
+    def shadow_work(self, index: int) -> Callable[[Transport, list[int]], bool]:
         """Return the work for a bucket of a rank that has joined.
 
         The work sends the residual alone; parameters stay as they are. It returns whether the

@@ -42,7 +42,7 @@ from .operation import (
     Operation,
     OperationSpec,
     Request,
-    StandIn,
+    ShadowWork,
     Work,
     exchange,
 )
@@ -61,7 +61,7 @@ class Engine:
 
     The owner sets these:
 
-    stand_in: makes the work of a rank that has joined, for operations with a join descriptor.
+    shadow_work: makes the work of a rank that has joined, for operations with a join descriptor.
     sign: takes the reason why this rank leaves; returns it with who and where this rank is.
     where: returns at which step this rank is, for errors.
     ranks_may_leave: whether the ranks go on when one dies, for as long as they run no operation.
@@ -77,7 +77,7 @@ class Engine:
         self.sign: Callable[[str], str] = lambda how: how
         self.where: Callable[[], str] = lambda: ""
         self.failed_in = ""
-        self.stand_in: StandIn | None = None
+        self.shadow_work: ShadowWork | None = None
         self.ranks_may_leave = False
         self.finishes_later: Callable[[], bool] = lambda: False
         self.cycles = 0
@@ -147,7 +147,7 @@ class Engine:
         signature: texts that must be equal on all ranks, as the name must; an error quotes those
                 that differ.
         flags:   int64 that may differ; `work` gets every rank's, and must not change the list.
-        join_descriptor: the bytes from which a rank that has joined makes its part (`stand_in`),
+        join_descriptor: the bytes from which a rank that has joined makes its part (`shadow_work`),
                 equal on all ranks; None: such a rank cannot take part.
         fusion: arrays to be reduced before `work` is called; see fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
@@ -398,7 +398,7 @@ class Engine:
             operation = self._said.get(each.name)
             if operation is not None:
                 operation.agreed = agreed
-        self._execution.run(ready, self._said, self._limits[1], self.stand_in)
+        self._execution.run(ready, self._said, self._limits[1], self.shadow_work)
 
     def _refuse(self, name: str, error: CollectiveError) -> None:
         operation = self._said.get(name)

@@ -25,7 +25,7 @@ from collectives.transports.transport import say
 from ... import settings
 from .agreement import name_ranks
 from .fusion import Dense, Fuser, Share, all_on_gpu, bundle, neutral
-from .operation import Event, Operation, Phase, StandIn, What, Work
+from .operation import Event, Operation, Phase, ShadowWork, What, Work
 from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
@@ -141,7 +141,10 @@ class Part(NamedTuple):
 
 
 def part_of(
-    ready: ReadyOperation, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
+    ready: ReadyOperation,
+    operation: Operation | None,
+    shadow_work: ShadowWork | None,
+    place: str = "cpu",
 ) -> Part:
     """Return this rank's part in an operation.
 
@@ -154,12 +157,12 @@ def part_of(
         return Part(name, all_flags, operation.fusion, operation.work, operation)
     work: Work = _nothing
     if spec.join_descriptor is not None:
-        if stand_in is None:
+        if shadow_work is None:
             raise RuntimeError(
                 f"this rank has joined, and nothing stands in for it in '{name}': make the "
                 "optimizer on every rank, also where there is nothing to train on"
             )
-        work = stand_in(name, spec.join_descriptor)
+        work = shadow_work(name, spec.join_descriptor)
     place = place if all_on_gpu(all_flags) else ""
     return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
 
@@ -210,7 +213,7 @@ class Execution:
         ready: Sequence[ReadyOperation],
         operations: Mapping[str, Operation],
         fusion_threshold_bytes: int,
-        stand_in: StandIn | None,
+        shadow_work: ShadowWork | None,
     ) -> None:
         """Run operations that all ranks run now; finish each.
 
@@ -219,7 +222,7 @@ class Execution:
         it are not finished then. A MismatchError is raised on all ranks alike, and only finished.
         """
         place = self.transport.tensor_place
-        parts = [part_of(each, operations.get(each.name), stand_in, place) for each in ready]
+        parts = [part_of(each, operations.get(each.name), shadow_work, place) for each in ready]
         left = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
         for step in self._steps(ready, fusion_threshold_bytes):

@@ -206,7 +206,7 @@ Observer = Callable[[Event], None]
 Work = Callable[[Transport, list[int]], Any]
 
 # Makes the work of a rank that has joined, from an operation's name and join descriptor.
-StandIn = Callable[[str, bytes], Work]
+ShadowWork = Callable[[str, bytes], Work]
 
 
 class Operation:
