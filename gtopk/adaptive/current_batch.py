@@ -75,7 +75,7 @@ class CurrentBatch(StepListener):
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
         self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
-        self._optimizer.step_policy.stand_in(samples == 0)
+        self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
 
     def let_go(self, batch: object) -> None:
@@ -84,7 +84,7 @@ class CurrentBatch(StepListener):
             return
         said, self._batch, self._said = self._said, None, None
         self.factor = 1.0
-        self._optimizer.step_policy.stand_in(False)
+        self._optimizer.step_policy.set_weightless(False)
         if (
             said is None or said is self._optimizer.step_policy.samples()
         ):  # the script has set no other number
@@ -101,7 +101,7 @@ class CurrentBatch(StepListener):
         if self._optimizer.last_step is not self._step_before:
             self.let_go(batch)
         else:
-            self._optimizer.step_policy.stand_in(False)
+            self._optimizer.step_policy.set_weightless(False)
             self._said = self._optimizer.step_policy.samples()
 
     def enter(self, here: World) -> None:

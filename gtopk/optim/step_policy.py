@@ -61,9 +61,9 @@ class StepPolicy:
         said: Samples = self._optimizer._reducer.samples
         return said
 
-    def stand_in(self, stands_in: bool) -> None:
+    def set_weightless(self, is_weightless: bool) -> None:
         """Say whether the current batch is a stand-in, whose gradients weigh nothing."""
-        self._optimizer._stands_in = stands_in
+        self._optimizer._is_weightless = is_weightless
 
     def listener(self) -> StepListener:
         """Return the listener that is told of the steps."""
