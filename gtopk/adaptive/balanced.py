@@ -169,12 +169,12 @@ class BalancedLoader(LoaderBase):
             self._has_warned = True
             if self._world.rank == 0:
                 _log.warning(
-                    "whether all ranks read the same stream cannot be told from its first step: "
-                    "the columns that agree are alike in all samples (one class, say), and the "
-                    "others differ from rank to rank, by random augmentation or because ranks read "
-                    "unlike samples. Make sure that the data set yields the same samples, in the "
-                    "same order, on all ranks, and none by rank; with its classes mixed, or "
-                    "augmented in collate_fn, the stream can be told"
+                    "adapt cannot check that all ranks read the same stream: in its first step, "
+                    "columns either hold one value only (one class, say) or differ from rank to "
+                    "rank, by random augmentation or because the ranks read other samples. Make "
+                    "sure that the data set yields the same samples, in the same order, on all "
+                    "ranks, and none by rank. To have it checked, mix the classes, or augment in "
+                    "collate_fn"
                 )
 
     @property
