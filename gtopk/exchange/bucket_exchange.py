@@ -19,10 +19,10 @@ from .buckets.buckets import Bucket
 from .buckets.placeholders import are_lacking
 from .exchange import (
     DenseExchange,
+    DrainingExchange,
     Exchange,
     Exchanged,
     Progress,
-    SendingAlong,
     SparseExchange,
     open_residual,
 )
@@ -89,13 +89,13 @@ class BucketExchange:
         named = zip(self.names, self.parameters, strict=True)
         self.bucket.sparse = [parameter for name, parameter in named if name in names]
 
-    def send_along(self) -> None:
+    def start_draining(self) -> None:
         """Make room for a residual, which dense steps then send, if the exchange has none.
 
         All ranks call it alike: their next step is dense.
         """
         if self.exchange.residual is None:
-            self.exchange = SendingAlong(self.bucket, self.exchange)
+            self.exchange = DrainingExchange(self.bucket, self.exchange)
 
     @property
     def has_room(self) -> bool:
@@ -212,8 +212,8 @@ class BucketExchange:
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
-        if isinstance(self.exchange, SendingAlong):
-            self.exchange.was_last = False
+        if isinstance(self.exchange, DrainingExchange):
+            self.exchange.is_drained = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Replace the gradients by the sum; see `Bucket.keep` for those that are missing.
@@ -237,8 +237,8 @@ class BucketExchange:
         """Make the step final: it cannot be undone any more."""
         if self.exchange.residual is not None:
             self.exchange.residual.forget()
-        if isinstance(self.exchange, SendingAlong) and self.exchange.was_last:
-            self.exchange = self.exchange.then
+        if isinstance(self.exchange, DrainingExchange) and self.exchange.is_drained:
+            self.exchange = self.exchange.next_exchange
 
     def residual_size(self) -> ResidualSize | None:
         """Return the size of the residual after the last step; reads all of it."""

@@ -388,36 +388,36 @@ class CompressorExchange:
         return 0.0
 
 
-class SendingAlong:
+class DrainingExchange:
     """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
 
     All ranks begin so together, also those without a residual. In the last such step, as in each
     step after it, the part of a sum that 16 bits cannot hold is lost.
 
-    then: the exchange that follows.
-    was_last: whether the step applied last has sent the rest, on all ranks. `then` takes this
-        one's place once that step cannot be undone any more.
+    next_exchange: the exchange that follows.
+    is_drained: whether the step applied last has sent the rest, on all ranks. `next_exchange`
+        takes this one's place once that step cannot be undone any more.
     """
 
-    def __init__(self, bucket: Bucket, then: Exchange) -> None:
-        self.then = then
+    def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
+        self.next_exchange = next_exchange
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
-        self.was_last = False
+        self.is_drained = False
         self._dense = DenseExchange(self.residual)
         self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
-        self._is_last = False  # whether the current step sends the rest
+        self._drains_now = False  # whether the current step sends the rest
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
-        self._is_last = not left[0]
+        self._drains_now = not left[0]
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
         self._dense.apply(bucket)
-        self.was_last = self._is_last
+        self.is_drained = self._drains_now
 
     def sent_mass(self) -> float:
         """Return 0: there is no residual."""

@@ -36,7 +36,7 @@ def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
 def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
     """Put residuals into the buckets; parameters that are not among them get none.
 
-    Buckets without room for a residual take none: see `BucketExchange.send_along`.
+    Buckets without room for a residual take none: see `BucketExchange.start_draining`.
     Raises ValueError for a tensor of another shape than its parameter's.
     """
     for name, views in _views(bucket_exchanges):

@@ -72,7 +72,7 @@ class SparseGradientExchange:
     def accept_sparse(self, names: Collection[str]) -> None:
         """Do nothing: this exchange takes sparse gradients anyway."""
 
-    def send_along(self) -> None:
+    def start_draining(self) -> None:
         """Make room for a residual, which the next step sends; all ranks call it alike."""
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")

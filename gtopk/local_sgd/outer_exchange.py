@@ -292,7 +292,7 @@ class OuterExchange:
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
         if of_any:
-            self._bucket_exchange.send_along()
+            self._bucket_exchange.start_draining()
             put_in([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:

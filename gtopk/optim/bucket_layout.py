@@ -101,7 +101,7 @@ class Plan:
         for bucket_exchange in bucket_exchanges:
             bucket_exchange.accept_sparse(agreed.sparse)
             if not agreed.unsent.isdisjoint(bucket_exchange.names):
-                bucket_exchange.send_along()
+                bucket_exchange.start_draining()
         return bucket_exchanges
 
     def _elements(self, part: Part) -> int:
