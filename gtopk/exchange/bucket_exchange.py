@@ -98,12 +98,12 @@ class BucketExchange:
             self.exchange = DrainingExchange(self.bucket, self.exchange)
 
     @property
-    def has_room(self) -> bool:
+    def has_residual(self) -> bool:
         """Tell whether there is room for a residual."""
         return self.exchange.residual is not None
 
     @property
-    def looks_first(self) -> bool:
+    def checks_finite_first(self) -> bool:
         """Tell whether gradients are checked for NaN and infinity before they are exchanged.
 
         Not where the exchange finds them, and not on a GPU, where the host would have to wait.

@@ -33,7 +33,7 @@ class SparseGradientExchange:
         sends it along, dense. None: it was sent, or no rank had one.
     """
 
-    looks_first = True
+    checks_finite_first = True
     signature = "sparse gradient"
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
@@ -53,7 +53,7 @@ class SparseGradientExchange:
         return self.parameters[0]
 
     @property
-    def has_room(self) -> bool:
+    def has_residual(self) -> bool:
         """Tell whether there is room for a residual."""
         return self.unsent is not None
 

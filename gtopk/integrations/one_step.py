@@ -26,7 +26,11 @@ CLEARED: Final = 8  # some of those gradients were cleared since
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
     """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
-    return NOT_FINITE if bucket_exchange.looks_first and not bucket_exchange.all_finite() else 0
+    return (
+        NOT_FINITE
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
+        else 0
+    )
 
 
 class OneStep:

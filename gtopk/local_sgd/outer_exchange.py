@@ -261,7 +261,7 @@ class OuterExchange:
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
         put_in([self._bucket_exchange], residuals)
         # Residuals that the bucket has no room for, until the ranks agree to send them along.
-        self._residuals = {} if self._bucket_exchange.has_room else dict(residuals)
+        self._residuals = {} if self._bucket_exchange.has_residual else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
         """Return the residual, by parameter name."""

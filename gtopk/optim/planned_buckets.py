@@ -66,7 +66,7 @@ class PlannedBuckets:
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return not self.takes(trained)
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
-        if any(self.bucket_exchanges[self._index[parameter]].has_room for parameter in gone):
+        if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
             return True  # its residual waits until it is there again
         known = [parameter for parameter in trained if parameter in self._index]
         is_new = any(p.grad is not None for p in trained if p not in self._index)

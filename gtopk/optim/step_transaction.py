@@ -62,9 +62,9 @@ class AnyBucketExchange(Protocol):
     @property
     def signature(self) -> str: ...
     @property
-    def looks_first(self) -> bool: ...
+    def checks_finite_first(self) -> bool: ...
     @property
-    def has_room(self) -> bool: ...
+    def has_residual(self) -> bool: ...
     def record(self) -> dict[str, Any]: ...
     def resume(self, record: Mapping[str, Any]) -> None: ...
     @property
@@ -321,7 +321,7 @@ class StepTransaction:
             self._factor(bucket_exchange, self._weight, self._share),
             self._scale_of(bucket_exchange),
         )
-        if bucket_exchange.looks_first:
+        if bucket_exchange.checks_finite_first:
             self._finite[index] = bucket_exchange.all_finite()
 
     def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
@@ -329,7 +329,7 @@ class StepTransaction:
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
         # A residual may be resumed in a run, or a bucket, with another predivide factor.
-        return self._scale if bucket_exchange.has_room else self._scale * self._predivide
+        return self._scale if bucket_exchange.has_residual else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
