@@ -209,7 +209,7 @@ class BalancedLoader(LoaderBase):
                 except GeneratorExit:  # the script has broken it off
                     self._current_batch.leave(cut)
                     raise
-                self._current_batch.let_go(cut)
+                self._current_batch.finish(cut)
                 self.drain()
 
     def _hand_over(self, cut: Cut) -> None:

@@ -78,7 +78,7 @@ class CurrentBatch(StepListener):
         self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
 
-    def let_go(self, batch: object) -> None:
+    def finish(self, batch: object) -> None:
         """Finish a batch, unless another one is current."""
         if batch is not self._batch:
             return
@@ -99,7 +99,7 @@ class CurrentBatch(StepListener):
         if batch is not self._batch or self._optimizer is None:
             return
         if self._optimizer.last_step is not self._step_before:
-            self.let_go(batch)
+            self.finish(batch)
         else:
             self._optimizer.step_policy.set_weightless(False)
             self._said = self._optimizer.step_policy.samples()
@@ -107,19 +107,19 @@ class CurrentBatch(StepListener):
     def enter(self, here: World) -> None:
         """Finish a batch that was left in an earlier world: its step failed, or never came."""
         if self._said is not None and self._world is not here:
-            self.let_go(self._batch)
+            self.finish(self._batch)
 
     def end_step(self) -> None:
         """Finish a batch whose loop was left before this step."""
         if self._said is not None:
-            self.let_go(self._batch)
+            self.finish(self._batch)
         elif self._batch is None:
             self.factor = 1.0
 
     def drop(self) -> None:
         """Finish a batch whose loop was left, and whose gradients a GradScaler did not apply."""
         if self._said is not None and self._optimizer.last_step is not self._step_before:
-            self.let_go(self._batch)
+            self.finish(self._batch)
 
     def _multiply(self, optimizer: Any, *step: Any) -> None:
         # The plain optimizer and its other wrappers share these hooks. A step that calls its base

@@ -225,7 +225,7 @@ class BucketExchange:
         if missing_everywhere:
             missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
         self.bucket.keep(missing)
-        self._forget_captured()
+        self._release_captured()
 
     def _apply(self) -> None:
         with profiled("apply"), self.bucket.on_stream():
@@ -251,21 +251,21 @@ class BucketExchange:
     def apply_to_nothing(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make every gradient NaN: the step is skipped."""
         self.bucket.poison()
-        self._forget_captured()
+        self._release_captured()
         self.commit()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop all references to gradients, and make the step final."""
-        self.bucket.let_go()
-        self._forget_captured()
+        self.bucket.release_gradients()
+        self._release_captured()
         self.commit()
 
-    def _forget_captured(self) -> None:
+    def _release_captured(self) -> None:
         self._captured, self._versions = [], []
         self._mark = None
 

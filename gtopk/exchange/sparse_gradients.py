@@ -195,7 +195,7 @@ class SparseGradientExchange:
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
         self._sent, self.unsent = self.unsent, None
-        self._forget_captured()
+        self._release_captured()
 
     def commit(self) -> None:
         """Make the step final: it cannot be undone any more."""
@@ -208,21 +208,21 @@ class SparseGradientExchange:
     def apply_to_nothing(self) -> None:
         """End a step of a rank that has joined: its residual is sent, its parameter stays."""
         self.unsent = None
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make the gradient's values NaN: the step is skipped."""
         gradient = self._parameter.grad
         if gradient is not None and not lacks_gradient(self._parameter):
             (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
-        self.let_go()
+        self.release_gradients()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop all references to gradients."""
-        self._forget_captured()
+        self._release_captured()
         self.commit()
 
-    def _forget_captured(self) -> None:
+    def _release_captured(self) -> None:
         self._captured = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None

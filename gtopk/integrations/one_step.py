@@ -104,7 +104,7 @@ class OneStep:
         """End the step, and tell whether it counted."""
         counted = not self._void
         for bucket_exchange in self._ran:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
         self._ran, self._void = [], False
         return counted
 

@@ -337,7 +337,7 @@ class OuterExchange:
                 | (_FROZEN if frozen else 0),
             )
         except BaseException:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
             raise
         self._under_way = operation, taken
 
@@ -368,7 +368,7 @@ class OuterExchange:
             bucket_exchange.undo()
             raise
         finally:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
 
     @contextmanager
     def _gradients_for_a_while(self) -> Iterator[None]:

@@ -88,7 +88,7 @@ class AnyBucketExchange(Protocol):
     def residual_size(self) -> ResidualSize | None: ...
     def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
-    def let_go(self) -> None: ...
+    def release_gradients(self) -> None: ...
 
 
 class StepTransaction:
@@ -226,7 +226,7 @@ class StepTransaction:
         """Undo what was exchanged; all submitted operations must have ended."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
 
     def wait_for_operations(self) -> None:
         """Wait until all submitted operations have ended; their errors are ignored."""

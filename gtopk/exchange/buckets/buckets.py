@@ -346,7 +346,7 @@ class Bucket:
         for parameter in self.sparse:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make every gradient NaN, so that a GradScaler, too, finds that the step is skipped.
@@ -356,9 +356,9 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None and not lacks_gradient(parameter):
                 parameter.grad.fill_(float("nan"))
-        self.let_go()
+        self.release_gradients()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop references to this step's gradients, so that `zero_grad` frees their memory."""
         self.gradients = []
         self._looked_up = None
