@@ -249,7 +249,7 @@ class GTopKState:
         scale = loss_scale(self.scaler)
         bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
         if handed.is_joined:
-            bucket_exchange.weigh(bucket_exchange.bucket.weight, 0.0)
+            bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.hand_over(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(

@@ -115,7 +115,7 @@ class BucketExchange:
         self.bucket.capture_gradients(weight, scale)
         self._read_options()
 
-    def weigh(self, weight: float, share: float) -> None:
+    def set_weight(self, weight: float, share: float) -> None:
         """Set another weight for the gradients that were captured.
 
         share: this rank's, of all ranks' samples.

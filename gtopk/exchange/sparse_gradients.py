@@ -85,7 +85,7 @@ class SparseGradientExchange:
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 
-    def weigh(self, weight: float, share: float) -> None:
+    def set_weight(self, weight: float, share: float) -> None:
         """Set another weight for the entries that were captured."""
         self._weight = weight
 

@@ -402,7 +402,7 @@ class OuterExchange:
         began = time.perf_counter()
         self._bucket_exchange.remember()
         share = steps[transport.rank] / sum(steps)
-        self._bucket_exchange.weigh(share, share)
+        self._bucket_exchange.set_weight(share, share)
         exchanged = self._bucket_exchange.reduce(transport)
         self._span = began, time.perf_counter()
         return preempted, lost, everywhere, exchanged

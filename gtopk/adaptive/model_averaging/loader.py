@@ -295,7 +295,7 @@ class MergingLoader(LoaderBase):
         def work(transport: Transport, all_flags: list[int]) -> Any:
             told = [decode(message) for message in transport.allgather(message)]
             reports = [report for report, _ in told]
-            weights = batches.weigh(reports)
+            weights = batches.merge_weights(reports)
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])

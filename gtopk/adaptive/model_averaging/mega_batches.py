@@ -106,7 +106,7 @@ class MegaBatches:
         stretches = max(1, round(len(self._left) / wanted))
         return -(-len(self._left) // stretches)
 
-    def weigh(self, reports: Sequence[Report]) -> list[float]:
+    def merge_weights(self, reports: Sequence[Report]) -> list[float]:
         """Return each replica's weight in the merge, or its force; 0 where it is not finite."""
         strategy, options = self.strategy, self.options
         if strategy.force:

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _look_at_job(job, options.ranks)
         return 0
     findings: list[Finding] = []
-    examined = map(weigh, _examine(job, not options.no_run, options.ranks))
+    examined = map(grade, _examine(job, not options.no_run, options.ranks))
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
@@ -118,7 +118,7 @@ def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
         yield ranks.look_at_new_ranks()
 
 
-def weigh(finding: Finding) -> Finding:
+def grade(finding: Finding) -> Finding:
     """Give a finding the state that it has for training, which an optional package cannot stop."""
     if finding.name in NEEDED and finding.state is State.MISSING:
         return finding._replace(state=State.FAIL)
