@@ -168,7 +168,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        learning_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
+        sampling_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Timestamp(bucket.device)
             picked = self._pick(bucket, transport)
@@ -184,16 +184,16 @@ class SparseExchange:
             kept = None if rest is None else self._kept(rest, transport)
             self._outcome = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
-        learns = self.residual.learns
+        shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
             picked.entries,
             self._outcome[1].entries if self._outcome else 0,
             select_seconds,
-            communicate_seconds + learning_seconds,
+            communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._outcome is not None,
-            bytes_counted=not learns or transport.counts_allreduce,
+            bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
             coded=coded().since(coded_before),
         )
@@ -292,10 +292,10 @@ class DenseExchange:
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        learning_seconds = make_adam_step(bucket, self.residual, transport)
+        sampling_seconds = make_adam_step(bucket, self.residual, transport)
         begun = Timestamp(bucket.device)
         with profiled("select"):
-            gradient = bucket.gather() if learning_seconds is None else bucket.flat
+            gradient = bucket.gather() if sampling_seconds is None else bucket.flat
             if self.residual is not None:
                 self._share = self.residual.add_to(gradient)
         added = Timestamp(bucket.device)
@@ -308,7 +308,7 @@ class DenseExchange:
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounded_away() if keeps else None
             dense = _dense(bucket, transport, begun, added)
-        more = dense.communicate_seconds + (learning_seconds or 0.0)
+        more = dense.communicate_seconds + (sampling_seconds or 0.0)
         return replace(dense, communicate_seconds=more)
 
     def apply(self, bucket: Bucket) -> None:
@@ -331,7 +331,7 @@ class DenseExchange:
         """Tell whether nothing is left after this step."""
         if self.residual is None:
             return True
-        sends = self.residual.holds_nothing or self._share == 1.0
+        sends = self.residual.is_empty or self._share == 1.0
         return sends and not self.residual.has_aside
 
     def sent_mass(self) -> float:

@@ -296,7 +296,7 @@ class OuterExchange:
             put_in([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
-            residual.astray = True  # any rank may have loaded a state
+            residual.may_be_misplaced = True  # any rank may have loaded a state
         self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 

@@ -128,8 +128,8 @@ class RoundExchange:
         for name, tensor in residuals.items():
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
         if (residual := self.exchange.residual) is not None:
-            residual.holds_nothing = state["residual"] is None
-            residual.astray = True
+            residual.is_empty = state["residual"] is None
+            residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
         if self._regions is not None and state["regions"] is not None:
             self._regions.resume(state["regions"])
@@ -143,7 +143,7 @@ class RoundExchange:
     def unsent(self) -> list[torch.Tensor] | None:
         """Return the residual by parameter, as views of its memory; None where it is empty."""
         residual = self.exchange.residual
-        if residual is None or residual.holds_nothing:
+        if residual is None or residual.is_empty:
             return None
         return self.bucket.split(view_tensor(residual.values))
 

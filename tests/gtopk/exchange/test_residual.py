@@ -22,7 +22,7 @@ def check_a_dense_step(device: str) -> None:
     held = Residual(4, np.dtype(np.float32), 0.5, gradient.device)
     values, velocity = held.after_last_step().values()
     velocity[1], values[2] = 4 * TINY, 3 * TINY
-    held.holds_nothing = False
+    held.is_empty = False
     assert held.add_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
     assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
@@ -131,17 +131,17 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     assert plain(held) == before
     held.restore()
     assert plain(held) == before
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() -> None:
     held = Residual(6, np.dtype(np.float32))
     held.remember()
     held.add_dense(torch.ones(6))
-    held.astray = False  # as an exchange does that has brought all home
+    held.may_be_misplaced = False  # as an exchange does that has brought all home
     held.restore()
-    assert held.holds_nothing
-    assert held.astray
+    assert held.is_empty
+    assert held.may_be_misplaced
 
 
 def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> None:
@@ -164,7 +164,7 @@ def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(en
     after = plain(held)
     held.restore()
     assert plain(held) == after
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 def test_what_was_remembered_last_is_restored() -> None:
@@ -175,7 +175,7 @@ def test_what_was_remembered_last_is_restored() -> None:
         held.add_dense(torch.ones(6))
     held.restore()
     assert plain(held) == before
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -183,7 +183,7 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
     held = Residual(6, np.dtype(np.float32), momentum)
     for array in held.arrays():
         array[:] = range(1, 7)
-    held.holds_nothing = False
+    held.is_empty = False
     before = plain(held)
     held.remember()
     held.set_aside({0: slice(0, 4)})
@@ -191,11 +191,11 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
     held.restore()
     assert plain(held) == before
     held.remember()  # a step in which every parameter has a gradient
-    held.astray = False
+    held.may_be_misplaced = False
     held.bring_back()
     held.forget()
     assert plain(held) == before
-    assert not held.astray
+    assert not held.may_be_misplaced
     assert not held.has_aside
 
 
@@ -207,12 +207,12 @@ def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
     held.set_aside({1: slice(4, 6)})
     assert held.values.tolist() == [1, 2, 3, 4, 0, 0]
     held.clear()
-    held.astray = False
+    held.may_be_misplaced = False
     held.bring_back()
     held.forget()
     assert held.values.tolist() == [0, 0, 0, 0, 5, 6]
-    assert not held.holds_nothing
-    assert held.astray
+    assert not held.is_empty
+    assert held.may_be_misplaced
 
 
 @pytest.mark.gpu
