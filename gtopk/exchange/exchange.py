@@ -297,7 +297,7 @@ class DenseExchange:
         with profiled("select"):
             gradient = bucket.gather() if sampling_seconds is None else bucket.flat
             if self.residual is not None:
-                self._share = self.residual.add_to(gradient)
+                self._share = self.residual.add_share_to(gradient)
         added = Timestamp(bucket.device)
         with profiled("exchange"):
             if is_on_device(gradient) and not transport.supports_device_messages:
@@ -321,7 +321,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
-            self.residual.take_out(self._share)
+            self.residual.subtract_share(self._share)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
         self._kept = None

@@ -446,7 +446,7 @@ class Residual:
             moments.make_step(view_tensor(gradient), share)
         return 0.0
 
-    def add_to(self, gradient: NDArray[Any]) -> float:
+    def add_share_to(self, gradient: NDArray[Any]) -> float:
         """Add a share of the residual to the weighted gradient, in place, and return the share.
 
         For a step that sends every entry; `share_to_send` says why not all of the residual goes at
@@ -465,7 +465,7 @@ class Residual:
         total.add_(here, alpha=share)
         return share
 
-    def take_out(self, share: float) -> None:
+    def subtract_share(self, share: float) -> None:
         """Remove this share of the residual: it has been sent."""
         if share == 1.0:
             self.clear()

@@ -25,7 +25,7 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
-def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
+def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
@@ -33,7 +33,7 @@ def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     }
 
 
-def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
+def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
     """Put residuals into the buckets; parameters that are not among them get none.
 
     Buckets without room for a residual take none: see `BucketExchange.start_draining`.

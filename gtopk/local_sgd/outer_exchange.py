@@ -28,7 +28,7 @@ from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
 from ..exchange.residual_names import unmatched
-from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
+from ..exchange.residual_state import ResidualState, copy_residuals, load_residuals, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
@@ -259,13 +259,13 @@ class OuterExchange:
         self._put_residuals(residuals)
 
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
-        put_in([self._bucket_exchange], residuals)
+        load_residuals([self._bucket_exchange], residuals)
         # Residuals that the bucket has no room for, until the ranks agree to send them along.
         self._residuals = {} if self._bucket_exchange.has_residual else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
         """Return the residual, by parameter name."""
-        return {**self._residuals, **take_out([self._bucket_exchange])}
+        return {**self._residuals, **copy_residuals([self._bucket_exchange])}
 
     def meet(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
@@ -293,7 +293,7 @@ class OuterExchange:
         self._bucket_exchange.resume(record)
         if of_any:
             self._bucket_exchange.start_draining()
-            put_in([self._bucket_exchange], self._residuals)
+            load_residuals([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
             residual.may_be_misplaced = True  # any rank may have loaded a state
@@ -419,11 +419,11 @@ class OuterExchange:
     def known_names(self) -> Collection[str]:
         return set(self._bucket_exchange.names)
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter, and the bucket's record."""
         return {**self._unmatched, **self._take_out()}, [self._bucket_exchange.record()]
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Replace the residual, and go on from these steps; `meet` before an exchange."""

@@ -370,7 +370,7 @@ class _DistributedOptimizer(Readings):
 
     def forget_steps(self) -> None:
         """Empty the residual, as before the first step; a state_dict from then cannot do that."""
-        self._reducer.put_state_in({}, [], 0)
+        self._reducer.import_state({}, [], 0)
 
 
 def DistributedOptimizer(

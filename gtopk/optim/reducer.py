@@ -17,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames
-from ..exchange.buckets.placeholders import lacks_gradient, place, take_away
+from ..exchange.buckets.placeholders import lacks_gradient, place, remove_placeholders
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..reduce_ops import Average
@@ -142,7 +142,7 @@ class Reducer:
     def let_mode_step(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
         self.stepping_mode, self.overlap.is_on = mode, False
-        take_away(self.names)
+        remove_placeholders(self.names)
         self.hooks = BackwardHooks(self.names)  # watches nothing; the old hooks are removed
 
     def _complete(self, index: int) -> None:
@@ -390,7 +390,7 @@ class Reducer:
         """Return the names of all parameters, with those that no step has included yet."""
         return self.names.known()
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter after the last step, and the buckets' records.
 
         An update that no step has used does not count: the parameters lack it, too.
@@ -399,13 +399,13 @@ class Reducer:
             self._transaction.wait_for_operations()
         if self._applied is not None and self._applied.may_have_stepped:
             self.commit()
-        return self.planned.take_state_out()
+        return self.planned.export_state()
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and go on from these steps; see `PlannedBuckets.put_state_in`."""
+        """Replace the residual, and go on from these steps; see `PlannedBuckets.import_state`."""
         if self._transaction is not None:
             self._transaction.invalidate()
         self.commit()
-        self.planned.put_state_in(residuals, records, steps)
+        self.planned.import_state(residuals, records, steps)

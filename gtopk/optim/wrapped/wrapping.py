@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...exchange.buckets.placeholders import placeholders, renew, take_away
+from ...exchange.buckets.placeholders import placeholders, remove_placeholders, renew
 from .tree import lay_out_as_parameters
 
 
@@ -90,13 +90,13 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
-        take_away(_parameters(self))
+        remove_placeholders(_parameters(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call this in place of the wrapped optimizer's step, between that one's hooks."""
-        take_away(_parameters(self))
+        remove_placeholders(_parameters(self))
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 

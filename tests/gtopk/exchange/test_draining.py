@@ -19,7 +19,7 @@ def drained(gradient: float, held: float) -> list[float]:
     while not residual.is_empty:
         total = np.array([gradient, 0.0, 0.0])
         before = residual.values[1]
-        residual.take_out(residual.add_to(total))
+        residual.subtract_share(residual.add_share_to(total))
         sent.append(float(total[1]))
         assert total[1] + residual.values[1] == pytest.approx(before, rel=1e-15)
     return sent
@@ -53,7 +53,7 @@ def test_a_model_at_rest_is_not_thrown_off() -> None:
         for _ in range(400):
             total = np.array([x])
             if shares:
-                residual.take_out(residual.add_to(total))
+                residual.subtract_share(residual.add_share_to(total))
             else:
                 total += residual.values
                 residual.clear()

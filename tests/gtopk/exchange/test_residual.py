@@ -23,7 +23,7 @@ def check_a_dense_step(device: str) -> None:
     values, velocity = held.after_last_step().values()
     velocity[1], values[2] = 4 * TINY, 3 * TINY
     held.is_empty = False
-    assert held.add_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
+    assert held.add_share_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
     assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
     assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
@@ -114,7 +114,9 @@ def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
     return SparseVector(entries.indices[:0], entries.values[:0], nothing.length)
 
 
-@pytest.mark.parametrize("change", ["add", "add_dense", "take_out", "clear", "arrays", "velocity"])
+@pytest.mark.parametrize(
+    "change", ["add", "add_dense", "subtract_share", "clear", "arrays", "velocity"]
+)
 def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     held = Residual(6, np.dtype(np.float32), 0.5)
     held.add_dense(torch.arange(6.0))
@@ -123,10 +125,10 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     {
         "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
         "add_dense": lambda: held.add_dense(torch.ones(6)),
-        "take_out": lambda: held.take_out(0.25),
+        "subtract_share": lambda: held.subtract_share(0.25),
         "clear": held.clear,
         "arrays": lambda: [array.fill(9) for array in held.arrays()],
-        "velocity": lambda: held.add_to(np.ones(6, np.float32)),
+        "velocity": lambda: held.add_share_to(np.ones(6, np.float32)),
     }[change]()
     assert plain(held) == before
     held.restore()
@@ -149,9 +151,9 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
     held.add_dense(torch.ones(6))
     for number in range(6):
         held.remember()
-        held.take_out(0.25)
+        held.subtract_share(0.25)
         held.forget() if number % 2 else held.restore()
-    assert held.add_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
+    assert held.add_share_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
 
 
 @pytest.mark.parametrize("end", ["restore", "forget"])
