@@ -101,8 +101,8 @@ class Engine:
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._finish_operations)
         self._stalls = Stalls(self.settings, transport)
-        self._said: dict[str, Operation] = {}  # announced, not done
-        self._said_joining = self._said_leaving = False
+        self._announced: dict[str, Operation] = {}  # announced, not done
+        self._announced_joining = self._announced_leaving = False
         self._negotiating: set[str] = set()  # names whose "begin negotiate" observers were told
         self._waiting_in = ""
         self._ended = False  # in good order
@@ -288,9 +288,9 @@ class Engine:
                 self._submitted[-1].submitted + settings.cycle_seconds,
                 self._submitted[0].submitted + burst_seconds,
             )
-        if self._closing is not None and not self._said_leaving:
+        if self._closing is not None and not self._announced_leaving:
             return 0.0
-        if self._joining is not None and not self._said_joining:
+        if self._joining is not None and not self._announced_joining:
             return 0.0
         if not self._table.waits(rank):
             return self._cycle_ended + settings.idle_seconds
@@ -318,16 +318,16 @@ class Engine:
         with self._changed:
             submitted, self._submitted = self._submitted, []
             self._hurried = False
-            joins = self._joining is not None and not self._said_joining
-            leaves = self._closing if not self._said_leaving else None
+            joins = self._joining is not None and not self._announced_joining
+            leaves = self._closing if not self._announced_leaving else None
         begun = time.perf_counter()
         for operation in submitted:
-            operation.said = begun
-            self._said[operation.name] = operation
-        self._said_joining |= joins
-        self._said_leaving |= leaves is not None
+            operation.announced = begun
+            self._announced[operation.name] = operation
+        self._announced_joining |= joins
+        self._announced_leaving |= leaves is not None
         announcement = self._announcement(submitted, joins, leaves)
-        self._waiting_in = next(iter(self._said), "join" if self._said_joining else "")
+        self._waiting_in = next(iter(self._announced), "join" if self._announced_joining else "")
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
                 announcements = exchange(self.transport, announcement, self._table.slots)
@@ -345,7 +345,9 @@ class Engine:
         announcement = self._table.announcement_of(requests, self.transport.rank)
         # A rank that leaves waits for the others without a limit.
         expired = (
-            {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
+            {}
+            if self._announced_leaving
+            else self._stalls.expired(self._announced.values(), self._table)
         )
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
@@ -363,10 +365,10 @@ class Engine:
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
-        operation = self._said.get(self._waits.get(thread, ""))
+        operation = self._announced.get(self._waits.get(thread, ""))
         if operation is None or operation.finished is None:
             return None
-        is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
+        is_long = time.perf_counter() - operation.announced > _STUCK_SECONDS
         return operation.name if is_long else None
 
     def _enter(self, announcements: Sequence[Announcement]) -> None:
@@ -391,26 +393,26 @@ class Engine:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
             self._end(*outcome.left)
-        self._stalls.warn(self._said.values(), self._table)
+        self._stalls.warn(self._announced.values(), self._table)
 
     def _execute(self, ready: Sequence[ReadyOperation], agreed: float) -> None:
         for each in ready:
-            operation = self._said.get(each.name)
+            operation = self._announced.get(each.name)
             if operation is not None:
                 operation.agreed = agreed
-        self._execution.run(ready, self._said, self._limits[1], self.shadow_work)
+        self._execution.run(ready, self._announced, self._limits[1], self.shadow_work)
 
     def _refuse(self, name: str, error: CollectiveError) -> None:
-        operation = self._said.get(name)
+        operation = self._announced.get(name)
         if operation is not None:
-            self._broken |= isinstance(error, PeerError) and not self._said_leaving
+            self._broken |= isinstance(error, PeerError) and not self._announced_leaving
             self._finish_operations([(operation, None, error)])
 
     def _finish_operations(self, outcomes: Sequence[Finished]) -> None:
         """Set the outcome of operations, and free their names."""
         with self._changed:
             for operation, result, error in outcomes:
-                del self._said[operation.name], self._pending[operation.name]
+                del self._announced[operation.name], self._pending[operation.name]
                 operation.finish(result, error)
 
     def _finish_joining(self, last: int) -> None:
@@ -418,13 +420,13 @@ class Engine:
             if self._joining is not None:
                 self._joining.finish(last)
             self._joining = None
-            self._said_joining = False
+            self._announced_joining = False
 
     def _end(self, rank: int, reason: str) -> None:
         """Begin no further cycle, as a rank left in good order; all ranks do so in this cycle."""
         with self._changed:
             self._ended = True
-            if not self._said_leaving:
+            if not self._announced_leaving:
                 self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
 
     def _give_up(self, error: BaseException) -> None:
@@ -450,7 +452,7 @@ class Engine:
             self._pending.clear()
             self._submitted.clear()
             self._joining = None
-            self._broken |= bool(left) and not self._said_leaving
+            self._broken |= bool(left) and not self._announced_leaving
             for operation in left:
                 operation.finish(error=error)
 

@@ -237,7 +237,7 @@ class Operation:
         self.ranks = ranks
         self.work = work
         self.fusion = fusion
-        self.submitted = self.said = self.agreed = time.perf_counter()
+        self.submitted = self.announced = self.agreed = time.perf_counter()
         self.queue_seconds = self.agree_seconds = 0.0
         self.done = False  # whether `wait` would return at once
         self.result: Any = None
@@ -278,7 +278,7 @@ class Operation:
 
     def begin(self) -> None:
         """Note that its execution begins."""
-        self.agree_seconds = self.agreed - self.said
+        self.agree_seconds = self.agreed - self.announced
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:

@@ -89,7 +89,7 @@ class ReadinessTable:
             0,
             [],
         )  # the slots run last, as bits and as ReadyOperation
-        self._said: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
+        self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -105,9 +105,9 @@ class ReadinessTable:
         The announcement of an equal list is reused: quick where the list holds the same objects.
         """
         first = requests[0].name if requests else ""
-        before, said = self._said.get(first, ([], _NOTHING))
+        before, announced = self._announcements.get(first, ([], _NOTHING))
         if before == requests:
-            return said
+            return announced
         ready = 0
         fresh: list[Request] = []
         changed_flags: dict[int, int] = {}
@@ -121,9 +121,9 @@ class ReadinessTable:
                 changed_flags[slot.number] = each.flags
         announcement = Announcement(ready, tuple(fresh), changed_flags)
         if changed_flags:
-            self._said.clear()  # earlier announcements leave out flags that have now changed
+            self._announcements.clear()  # earlier ones leave out flags that have now changed
         else:
-            self._said[first] = requests, announcement
+            self._announcements[first] = requests, announcement
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:
@@ -256,10 +256,10 @@ class ReadinessTable:
         first, *others = entry.specs.values()
         if all(other == first for other in others):
             return None
-        said = {
+        announced = {
             self._ranks[rank]: [name, *spec.words()] for rank, spec in sorted(entry.specs.items())
         }
-        return MismatchError(describe_mismatch(said))
+        return MismatchError(describe_mismatch(announced))
 
     def _why_not(
         self, name: str, spec: OperationSpec, there: Iterable[int]
@@ -351,7 +351,7 @@ class ReadinessTable:
     def _forget(self) -> None:
         """Drop what was remembered of slots, as slots change."""
         self._last = 0, []
-        self._said.clear()
+        self._announcements.clear()
 
     def _uncache(self, name: str) -> None:
         """Take a name's slot away; the name becomes open for the ranks that are ready for it."""

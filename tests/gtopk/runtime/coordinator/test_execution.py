@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.execution import steps_of
+from gtopk.runtime.coordinator.execution import fusion_groups
 from gtopk.runtime.coordinator.fusion import Layout
 from gtopk.runtime.coordinator.operation import OperationSpec
 from gtopk.runtime.coordinator.readiness_table import ReadyOperation
@@ -14,7 +14,7 @@ def ready(name: str, *lengths: int) -> ReadyOperation:
 
 
 def drawn(*operations: ReadyOperation, threshold_bytes: int = 1000) -> list[str]:
-    steps = steps_of(operations, threshold_bytes, alone_bytes=1000)
+    steps = fusion_groups(operations, threshold_bytes, alone_bytes=1000)
     return [" ".join(operations[number].name for number in step.parts) for step in steps]
 
 
