@@ -215,14 +215,16 @@ def parser() -> argparse.ArgumentParser:
         "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
         launched=True,
     )
-    described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    described.add_argument(
+        "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"
+    )
     add_words(
         described,
         "--gradients",
         one_of(_GRADIENTS),
         list(_GRADIENTS),
         may_be_none=True,
-        help=f"of {', '.join(_GRADIENTS)}; default: all",
+        help=f"models whose gradients are reduced, from {', '.join(_GRADIENTS)}; default: all",
     )
     return described
 
