@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, find_nodes, reduce_where_supported
 from collectives.cost_model import predict
 from collectives.errors import NonFiniteError
 from collectives.ranges import profiled
@@ -242,7 +242,9 @@ class SparseExchange:
             format=format,
             **self.options,
         )
-        return where_it_works(reduction, picked, transport, self.compression.algorithm, format)
+        return reduce_where_supported(
+            reduction, picked, transport, self.compression.algorithm, format
+        )
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
