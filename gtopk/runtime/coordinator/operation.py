@@ -159,7 +159,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         return Announcement(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple(Request(name, _spec(*spec), flags) for name, spec, flags in fresh)
+        known = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
@@ -167,7 +167,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         ) from error
 
 
-def _spec(
+def _read_spec(
     signature: tuple[str, ...], join_descriptor: bytes | None, dense: tuple[tuple[Any, ...], ...]
 ) -> OperationSpec:
     return OperationSpec(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
