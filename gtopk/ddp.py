@@ -247,9 +247,9 @@ class GTopKState:
         """Begin to exchange a bucket; factor: multiplies its gradients."""
         bucket_exchange, buffer = handed.bucket_exchange, handed.buffer
         scale = loss_scale(self.scaler)
-        bucket_exchange.take(factor / (len(self._members.ranks) * scale), scale)
+        bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
         if handed.is_joined:
-            bucket_exchange.weigh(bucket_exchange.bucket.weight, 0.0)
+            bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.hand_over(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(

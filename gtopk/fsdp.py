@@ -255,7 +255,7 @@ class ReplicaState:
         )
         scale = loss_scale(self.scaler)
         bucket_exchange.parameters[0].grad = gradients
-        bucket_exchange.take(1.0 / (self.process_set.size() or 1) / scale, scale)
+        bucket_exchange.capture_gradients(1.0 / (self.process_set.size() or 1) / scale, scale)
         number = self._steps.hand_over(bucket_exchange)
         flags = flags_of(bucket_exchange)
 

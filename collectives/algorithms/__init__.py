@@ -40,7 +40,7 @@ __all__ = [
     "Regions",
     "find_nodes",
     "reduce",
-    "where_it_works",
+    "reduce_where_supported",
 ]
 
 
@@ -96,10 +96,10 @@ def reduce(
     run = partial(
         _reduce, k=k, transport=transport, algorithm=algorithm, format=format, options=options
     )
-    return where_it_works(run, selected, transport, algorithm, format)
+    return reduce_where_supported(run, selected, transport, algorithm, format)
 
 
-def where_it_works(
+def reduce_where_supported(
     reduction: Reduction,
     selected: SparseVector,
     transport: Transport,

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     refused_by: int = NOBODY
 
 
-def lowest(*ranks: int) -> int:
+def lowest_refusing(*ranks: int) -> int:
     """Return the lowest of the ranks that refused, or NOBODY."""
     return min((rank for rank in ranks if rank != NOBODY), default=NOBODY)
 
@@ -52,7 +52,7 @@ def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[
     rank: refuses when the vector is not finite. refused_by: the rank that has already.
     """
     if not all_finite(vector.values):
-        refused_by = lowest(rank, refused_by)
+        refused_by = lowest_refusing(rank, refused_by)
     return (vector if refused_by == NOBODY else vector.at(slice(0)), refused_by)
 
 
@@ -62,14 +62,14 @@ def refused(selected: SparseVector, rank: int) -> Outcome:
     return Outcome(nothing, selected, nothing, rank)
 
 
-def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+def split_outcome(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
     """Return (update, returned); raise NonFiniteError when a rank refused."""
     if outcome.refused_by != NOBODY:
         raise NonFiniteError(outcome.refused_by)
-    return outcome.update, put_together([outcome.dead, outcome.extra])
+    return outcome.update, sum_vectors([outcome.dead, outcome.extra])
 
 
-def put_together(vectors: list[SparseVector]) -> SparseVector:
+def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
     """Return the sum, in new memory; if only one list is not empty, that list itself."""
     filled = [vector for vector in vectors if vector.entries]
     if len(filled) == 2:
@@ -78,7 +78,7 @@ def put_together(vectors: list[SparseVector]) -> SparseVector:
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 
-def among(vector: SparseVector, others: SparseVector) -> SparseVector:
+def entries_also_in(vector: SparseVector, others: SparseVector) -> SparseVector:
     """Return the entries whose index the other vector has, too."""
     if not vector.entries:
         return vector  # saves the wait for a GPU's result
@@ -100,7 +100,7 @@ class Conservation:
 
     def note_rounding(self, error: SparseVector) -> None:
         """Add errors that are this rank's to put back."""
-        self._errors = put_together([self._errors, error])
+        self._errors = sum_vectors([self._errors, error])
 
     def note_merge(self, merged: SparseVector, dropped: SparseVector, holders: int) -> None:
         """Take in a merge whose result `holders` ranks hold."""
@@ -108,16 +108,16 @@ class Conservation:
             self._shares.append(dropped._replace(values=dropped.values / holders))
         else:
             self.alive = self.alive & contains(merged.indices, self.picks.indices)
-            self._errors = among(self._errors, merged)
+            self._errors = entries_also_in(self._errors, merged)
 
     def note_fate(self, alive: Array) -> None:
         """Take in which picks are alive, bool [picks], as another rank found out for this one."""
         self.alive = self.alive & alive
-        self._errors = among(self._errors, self.picks.where(self.alive))
+        self._errors = entries_also_in(self._errors, self.picks.where(self.alive))
 
     def close(self, update: SparseVector) -> Outcome:
         """Return the outcome."""
-        extra = put_together([self._errors, *self._shares])
+        extra = sum_vectors([self._errors, *self._shares])
         return Outcome(update, self.picks.where(~self.alive), extra)
 
 

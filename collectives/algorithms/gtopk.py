@@ -26,11 +26,11 @@ from .conservation import (
     Outcome,
     alive_bytes,
     examine,
-    lowest,
+    lowest_refusing,
     pack_alive,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
     unpack_alive,
 )
 from .gtopk_options import GtopkOptions, kept_sizes
@@ -53,7 +53,7 @@ def reduce(
               the merged list (`conservation`).
     """
     options = GtopkOptions(format, growth, put_back).checked()
-    return settle(reduce_list(selected, k, transport, options))
+    return split_outcome(reduce_list(selected, k, transport, options))
 
 
 def reduce_list(
@@ -165,7 +165,7 @@ def swap_and_merge(
     error = rounding_error(mine, encoded.vector, options.format, place, holders)
     theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
     merged, dropped = merge(encoded.vector, theirs, keep)
-    return Swapped(merged, dropped, error, lowest(refused_by, their_refusal))
+    return Swapped(merged, dropped, error, lowest_refusing(refused_by, their_refusal))
 
 
 def _read(
@@ -195,7 +195,7 @@ def _receive_picks(
 ) -> tuple[SparseVector, int]:
     """Return the picks of a rank that is folded in, and the lowest rank that has refused."""
     picks, refusal = _read(transport.receive(guest), like, k, transport, guest, options)
-    return picks, lowest(refused_by, refusal)
+    return picks, lowest_refusing(refused_by, refusal)
 
 
 def _as_guest(

@@ -23,13 +23,13 @@ from ..wire import EXACT, NOBODY, Format
 from .conservation import (
     Outcome,
     alive_bytes,
-    among,
+    entries_also_in,
     examine,
-    lowest,
+    lowest_refusing,
     pack_alive,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
     unpack_alive,
 )
 
@@ -68,7 +68,7 @@ def reduce(
             )
             inputs.append((child, theirs, merged))
             merged, _ = merge(merged, theirs, k)
-            refused_by = lowest(refused_by, theirs_refused)
+            refused_by = lowest_refusing(refused_by, theirs_refused)
             merged, refused_by = examine(merged, ranks[rank], refused_by)
         distance *= 2
 
@@ -90,16 +90,16 @@ def reduce(
             number=number,
         )
         survivors = merged.where(unpack_alive(bits, merged.entries))
-        error = among(error, survivors)
+        error = entries_also_in(error, survivors)
 
     # Down the way it came: the last list merged is the first to learn its fate.
     for child, theirs, before in reversed(inputs):
         bits = pack_alive(contains(survivors.indices, theirs.indices))
         result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
-        survivors = among(before, survivors)
+        survivors = entries_also_in(before, survivors)
     if refused_by != NOBODY:
-        return settle(refused(selected, refused_by))
+        return split_outcome(refused(selected, refused_by))
     cleared = update if put_back == "published" else survivors
     dead = selected.where(~contains(cleared.indices, selected.indices))
-    return settle(Outcome(update, dead, error))
+    return split_outcome(Outcome(update, dead, error))

@@ -31,11 +31,11 @@ from .conservation import (
     Outcome,
     alive_bytes,
     examine,
-    lowest,
+    lowest_refusing,
     pack_alive,
-    put_together,
     refused,
-    settle,
+    split_outcome,
+    sum_vectors,
     unpack_alive,
 )
 from .gtopk_options import GtopkOptions
@@ -99,7 +99,7 @@ def reduce(
     format: of the messages across; inside a node values stay exact.
     """
     how = open_across(across, format, options, k, selected.length)
-    return settle(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+    return split_outcome(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
 
 
 class Hierarchy:
@@ -174,9 +174,9 @@ class Hierarchy:
             wire.decode(message, part, k, sender, number=number)
             for message, sender in zip(inside.allgather(message), inside.ranks, strict=True)
         ]
-        update = put_together([decoded.vector for decoded in parts])
-        refused_by = lowest(*(decoded.refused_by for decoded in parts))
-        return settle(outcome._replace(update=update, refused_by=refused_by))
+        update = sum_vectors([decoded.vector for decoded in parts])
+        refused_by = lowest_refusing(*(decoded.refused_by for decoded in parts))
+        return split_outcome(outcome._replace(update=update, refused_by=refused_by))
 
 
 class _Step:
@@ -211,14 +211,14 @@ class _Step:
             outcomes[shard] = self._receive_outcome(shard)
         for sent in self.sends:
             sent()
-        refused_by = lowest(*(outcome.refused_by for outcome in outcomes.values()))
+        refused_by = lowest_refusing(*(outcome.refused_by for outcome in outcomes.values()))
         if refused_by != NOBODY:
             return refused(self.selected, refused_by)
         parts = [outcomes[shard] for shard in range(self.shards)]
         return Outcome(
-            put_together([part.update for part in parts]),
-            put_together([part.dead for part in parts]),
-            put_together([part.extra for part in parts]),
+            sum_vectors([part.update for part in parts]),
+            sum_vectors([part.dead for part in parts]),
+            sum_vectors([part.extra for part in parts]),
         )
 
     def _reduce_shard(self) -> Outcome:
@@ -233,7 +233,7 @@ class _Step:
             message, sender = inside.receive(member), inside.ranks[member]
             decoded = wire.decode(message, part, self.k, sender, number=self.number)
             lists.append(decoded.vector)
-            refused_by = lowest(refused_by, decoded.refused_by)
+            refused_by = lowest_refusing(refused_by, decoded.refused_by)
         k = share(self.k, self.shards, place)
         k_out = share(self.how.k_out, self.shards, place)
         kept = part

@@ -39,13 +39,13 @@ from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
     Outcome,
-    among,
+    entries_also_in,
     examine,
-    lowest,
-    put_together,
+    lowest_refusing,
     refused,
     rounding_error,
-    settle,
+    split_outcome,
+    sum_vectors,
 )
 from .regions import Cut, Regions
 from .threshold import share_out
@@ -89,7 +89,7 @@ def reduce(
              passes one that is as old, or none.
     """
     k_out = checked_k_out(k, k_out, selected.length)
-    return settle(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
+    return split_outcome(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
 
 
 def checked_k_out(k: int, k_out: int | None, length: int) -> int:
@@ -131,7 +131,7 @@ def reduce_list(
     update = step.gather(block, k_out)
 
     dead = selected.where(~contains(update.indices, selected.indices))
-    return Outcome(update, dead, among(put_together(step.errors), update))
+    return Outcome(update, dead, entries_also_in(sum_vectors(step.errors), update))
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
@@ -174,7 +174,7 @@ class _Step:
                     "age"
                 )
             lists[source] = theirs
-            refused_by = lowest(refused_by, decoded.refused_by)
+            refused_by = lowest_refusing(refused_by, decoded.refused_by)
         for sent in sends:
             sent()
         return [lists[rank] for rank in range(size)], refused_by
@@ -196,7 +196,7 @@ class _Step:
                 parts.append(self._receive(owners[region], entries, k_out).vector)
         for sent in sends:
             sent()
-        return put_together(parts)
+        return sum_vectors(parts)
 
     def gather(self, block: SparseVector, k_out: int) -> SparseVector:
         """Return the blocks of all ranks as one vector."""

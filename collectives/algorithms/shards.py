@@ -31,7 +31,7 @@ from ..kernels import all_finite
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector, index_dtype, module_of
 from ..wire import NOBODY, Encoded, Format
-from .conservation import lowest
+from .conservation import lowest_refusing
 from .hierarchical import shard_bounds
 
 BLOCK = 256  # elements that have their turn together, and share a scale
@@ -139,7 +139,7 @@ def to_owners(
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
         theirs, their_refusal = _decode(message, total, source, transport, shard, code)
         total += theirs
-        refused_by = lowest(refused_by, their_refusal)
+        refused_by = lowest_refusing(refused_by, their_refusal)
     return Summed(total, lost, refused_by)
 
 
@@ -161,7 +161,7 @@ def _from_owners(
             part[:] = rounded
             continue
         part[:], their_refusal = _decode(message, part, source, transport, shard, code)
-        refused_by = lowest(refused_by, their_refusal)
+        refused_by = lowest_refusing(refused_by, their_refusal)
     return update, rounded, refused_by
 
 

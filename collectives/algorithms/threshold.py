@@ -27,7 +27,7 @@ from ..errors import MessageError
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import NOBODY
-from .conservation import lowest
+from .conservation import lowest_refusing
 from .regions import at_positions, quantile_ends
 
 _QUANTILES: Final = 64
@@ -81,7 +81,7 @@ def share_out(
         shares = Shares(
             [region.high for region in told],
             [region.load for region in told],
-            lowest(*(region.refused_by for region in told)),
+            lowest_refusing(*(region.refused_by for region in told)),
         )
         if shares.refused_by != NOBODY or sum(shares.counts) <= wanted:
             return shares

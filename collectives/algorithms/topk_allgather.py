@@ -10,7 +10,7 @@ from ..kernels import sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
-from .conservation import Outcome, examine, lowest, refused, rounding_error, settle
+from .conservation import Outcome, examine, lowest_refusing, refused, rounding_error, split_outcome
 
 
 def reduce(
@@ -27,8 +27,8 @@ def reduce(
     ]
     update = sum_by_index([decoded.vector for decoded in lists])
     # All ranks see that the sum is not finite; so the lowest of them is named as its finder.
-    update, refused_by = examine(update, ranks[0], lowest(*(d.refused_by for d in lists)))
+    update, refused_by = examine(update, ranks[0], lowest_refusing(*(d.refused_by for d in lists)))
     if refused_by != wire.NOBODY:
-        return settle(refused(selected, refused_by))
+        return split_outcome(refused(selected, refused_by))
     error = rounding_error(picks, encoded.vector, format)
-    return settle(Outcome(update, selected.at(slice(0)), error))
+    return split_outcome(Outcome(update, selected.at(slice(0)), error))

@@ -68,12 +68,12 @@ class FileLocks:
         """Tell whether a rank's process lives."""
         if place == self.place:
             return True
-        if place not in self._gone and self.take(place, fcntl.LOCK_SH):
+        if place not in self._gone and self.try_lock(place, fcntl.LOCK_SH):
             self.release(place)
             self._gone.add(place)
         return place not in self._gone
 
-    def take(self, offset: int, kind: int = fcntl.LOCK_EX) -> bool:
+    def try_lock(self, offset: int, kind: int = fcntl.LOCK_EX) -> bool:
         """Lock a byte; False where another process has locked it."""
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, offset)
@@ -111,7 +111,7 @@ class FileMemory:
         """Lock; a holder that is frozen is waited for no longer than any peer is."""
         deadline = time.monotonic() + self._timeout_seconds
         pause_seconds = _SHORTEST_SLEEP_SECONDS
-        while not self._locks.take(self._offset):
+        while not self._locks.try_lock(self._offset):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"the memory of this host's {self.places} ranks has been locked for "

@@ -169,12 +169,12 @@ class BalancedLoader(LoaderBase):
             self._has_warned = True
             if self._world.rank == 0:
                 _log.warning(
-                    "whether all ranks read the same stream cannot be told from its first step: "
-                    "the columns that agree are alike in all samples (one class, say), and the "
-                    "others differ from rank to rank, by random augmentation or because ranks read "
-                    "unlike samples. Make sure that the data set yields the same samples, in the "
-                    "same order, on all ranks, and none by rank; with its classes mixed, or "
-                    "augmented in collate_fn, the stream can be told"
+                    "adapt cannot check that all ranks read the same stream: in its first step, "
+                    "columns either hold one value only (one class, say) or differ from rank to "
+                    "rank, by random augmentation or because the ranks read other samples. Make "
+                    "sure that the data set yields the same samples, in the same order, on all "
+                    "ranks, and none by rank. To have it checked, mix the classes, or augment in "
+                    "collate_fn"
                 )
 
     @property
@@ -209,7 +209,7 @@ class BalancedLoader(LoaderBase):
                 except GeneratorExit:  # the script has broken it off
                     self._current_batch.leave(cut)
                     raise
-                self._current_batch.let_go(cut)
+                self._current_batch.finish(cut)
                 self.drain()
 
     def _hand_over(self, cut: Cut) -> None:
@@ -217,7 +217,7 @@ class BalancedLoader(LoaderBase):
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         reduction = self._options.loss_reduction
-        self._current_batch.take(cut, self.num_samples, reduction, self._world)
+        self._current_batch.make_current(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))

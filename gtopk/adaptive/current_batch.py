@@ -71,20 +71,20 @@ class CurrentBatch(StepListener):
             optimizer.step_policy.listen(known)
         return known
 
-    def take(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
+    def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
         self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
-        self._optimizer.step_policy.stand_in(samples == 0)
+        self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
 
-    def let_go(self, batch: object) -> None:
+    def finish(self, batch: object) -> None:
         """Finish a batch, unless another one is current."""
         if batch is not self._batch:
             return
         said, self._batch, self._said = self._said, None, None
         self.factor = 1.0
-        self._optimizer.step_policy.stand_in(False)
+        self._optimizer.step_policy.set_weightless(False)
         if (
             said is None or said is self._optimizer.step_policy.samples()
         ):  # the script has set no other number
@@ -99,27 +99,27 @@ class CurrentBatch(StepListener):
         if batch is not self._batch or self._optimizer is None:
             return
         if self._optimizer.last_step is not self._step_before:
-            self.let_go(batch)
+            self.finish(batch)
         else:
-            self._optimizer.step_policy.stand_in(False)
+            self._optimizer.step_policy.set_weightless(False)
             self._said = self._optimizer.step_policy.samples()
 
     def enter(self, here: World) -> None:
         """Finish a batch that was left in an earlier world: its step failed, or never came."""
         if self._said is not None and self._world is not here:
-            self.let_go(self._batch)
+            self.finish(self._batch)
 
     def end_step(self) -> None:
         """Finish a batch whose loop was left before this step."""
         if self._said is not None:
-            self.let_go(self._batch)
+            self.finish(self._batch)
         elif self._batch is None:
             self.factor = 1.0
 
     def drop(self) -> None:
         """Finish a batch whose loop was left, and whose gradients a GradScaler did not apply."""
         if self._said is not None and self._optimizer.last_step is not self._step_before:
-            self.let_go(self._batch)
+            self.finish(self._batch)
 
     def _multiply(self, optimizer: Any, *step: Any) -> None:
         # The plain optimizer and its other wrappers share these hooks. A step that calls its base

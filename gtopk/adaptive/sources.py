@@ -307,7 +307,7 @@ def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
     elif draws is SequentialSampler.__iter__:
         return lambda epoch: range(length)
     raise ValueError(
-        "adapt divides one order of all samples over the ranks, and cannot tell it from a "
+        "adapt divides one order of all samples over the ranks, and cannot read it from a "
         f"{type(sampler).__name__}; pass order=, a function from the epoch to the indices of all "
         "samples, equal on every rank"
     )

@@ -133,8 +133,8 @@ class _Before(NamedTuple):
 class AdamSteps:
     """Turns one bucket's gradients into AdamW's steps.
 
-    In every step the program calls `read`, then the engine `make`, a collective. `undo` takes back
-    what `make` has changed since the last `forget`.
+    In every step the program calls `read`, then the engine `make_step`, a collective. `undo` takes
+    back what `make_step` has changed since the last `forget`.
 
     ranks: how many exchange the bucket; with one, its own second moment is the mean gradient's.
     parameters: that lie in the bucket side by side, where one other stands for them; None: the
@@ -233,7 +233,7 @@ class AdamSteps:
             self._split(own.second)[number].copy_(square).mul_(share)
             own.ages[number] = steps
 
-    def make(
+    def make_step(
         self, gradient: torch.Tensor, share: float, transport: Transport, own: OwnMoments
     ) -> float:
         """Turn the weighted gradient, [n], in place into the weighted step, to be subtracted.
@@ -381,7 +381,7 @@ class AdamSteps:
         }
 
     def undo(self) -> None:
-        """Restore the shared state of all parameters from before `make`."""
+        """Restore the shared state of all parameters from before `make_step`."""
         if self._before is not None:
             places, shared, rows, steps = self._before
             self._shared[places] = shared
@@ -390,9 +390,10 @@ class AdamSteps:
             self._before = None
 
     def leave(self, numbers: Sequence[int]) -> None:
-        """Restore the shared state of some parameters from before `make`; all ranks call it alike.
+        """Restore the shared state of some parameters from before `make_step`.
 
         numbers: of parameters without a gradient on any rank: plain AdamW passes over them, too.
+            The same on all ranks.
         """
         if self._before is None:
             return

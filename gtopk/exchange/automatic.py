@@ -111,7 +111,7 @@ class AutomaticExchange:
     def _room_seconds(self, bucket: Bucket) -> float:
         """Return how long this step's exchange could take without making the step longer."""
         backward_ended = self._progress.backward_began + self._progress.backward_seconds
-        return self.room_share * max(0.0, backward_ended - bucket.taken)
+        return self.room_share * max(0.0, backward_ended - bucket.captured_at)
 
     def sent_mass(self) -> float:
         """Return the sent mass of the exchange that runs."""

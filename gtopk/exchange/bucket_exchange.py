@@ -19,10 +19,10 @@ from .buckets.buckets import Bucket
 from .buckets.placeholders import are_lacking
 from .exchange import (
     DenseExchange,
+    DrainingExchange,
     Exchange,
     Exchanged,
     Progress,
-    SendingAlong,
     SparseExchange,
     open_residual,
 )
@@ -33,7 +33,7 @@ from .residual import ResidualSize
 class BucketExchange:
     """One of an optimizer's buckets, exchanged as one operation of this name.
 
-    In a step: `take`, `remember`, `reduce`, then `apply` and `commit`, or `undo`.
+    In a step: `capture_gradients`, `remember`, `reduce`, then `apply` and `commit`, or `undo`.
 
     parameters, names: in their order in the bucket.
     """
@@ -51,7 +51,7 @@ class BucketExchange:
         self.names = list(names)
         self.bucket = bucket
         self.exchange = exchange
-        self._taken: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
+        self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
         self._mark: torch.Tensor | None = None
         self._marks_whole = False
@@ -84,47 +84,47 @@ class BucketExchange:
         """Return the parameters whose sparse gradients this bucket takes."""
         return self.bucket.sparse
 
-    def take_sparse(self, names: Collection[str]) -> None:
-        """Take these parameters' sparse gradients, if they are here; all ranks call it alike."""
+    def accept_sparse(self, names: Collection[str]) -> None:
+        """Accept these parameters' sparse gradients, if they are here; all ranks call it alike."""
         named = zip(self.names, self.parameters, strict=True)
         self.bucket.sparse = [parameter for name, parameter in named if name in names]
 
-    def send_along(self) -> None:
+    def start_draining(self) -> None:
         """Make room for a residual, which dense steps then send, if the exchange has none.
 
         All ranks call it alike: their next step is dense.
         """
         if self.exchange.residual is None:
-            self.exchange = SendingAlong(self.bucket, self.exchange)
+            self.exchange = DrainingExchange(self.bucket, self.exchange)
 
     @property
-    def has_room(self) -> bool:
+    def has_residual(self) -> bool:
         """Tell whether there is room for a residual."""
         return self.exchange.residual is not None
 
     @property
-    def looks_first(self) -> bool:
+    def checks_finite_first(self) -> bool:
         """Tell whether gradients are checked for NaN and infinity before they are exchanged.
 
         Not where the exchange finds them, and not on a GPU, where the host would have to wait.
         """
         return not (self._on_gpu or self.exchange.finds_nonfinite)
 
-    def take(self, weight: float, scale: float) -> None:
-        """Take the gradients as they are now."""
-        self.bucket.take(weight, scale)
+    def capture_gradients(self, weight: float, scale: float) -> None:
+        """Capture the gradients as they are now."""
+        self.bucket.capture_gradients(weight, scale)
         self._read_options()
 
-    def weigh(self, weight: float, share: float) -> None:
-        """Set another weight for the gradients that were taken.
+    def set_weight(self, weight: float, share: float) -> None:
+        """Set another weight for the gradients that were captured.
 
         share: this rank's, of all ranks' samples.
         """
         self.bucket.weight, self.bucket.share = weight, share
 
-    def take_nothing(self, scale: float) -> None:
+    def capture_zeros(self, scale: float) -> None:
         """Take part without gradients: only this rank's residual is exchanged."""
-        self.bucket.take_nothing(scale)
+        self.bucket.capture_zeros(scale)
         self._read_options()
 
     def _read_options(self) -> None:
@@ -135,20 +135,22 @@ class BucketExchange:
             self.bucket.share = share  # clipping and scaling of gradients do not change it
 
     def watch(self) -> None:
-        """Note the gradients that were taken, for `is_as_taken`; before the program goes on."""
-        self._taken = [p.grad for p in self.parameters]
-        self._versions = _versions_of(self._taken)
+        """Note the gradients that were captured, for `is_unchanged`; before the program goes on."""
+        self._captured = [p.grad for p in self.parameters]
+        self._versions = _versions_of(self._captured)
         self._marks_whole = settings.CHECK_GRADIENTS.read()
         self._mark = self.bucket.mark(self._marks_whole)
 
-    def is_as_taken(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Tell whether no gradient has changed since `watch`.
 
         torch counts changes in place, but not those by `.data`, by NumPy and by a GradScaler: these
         show in the gradients' values, on the host only, as far as `Bucket.mark` reads them.
         """
         here = [p.grad for p in self.parameters]
-        alike = all(map(operator.is_, here, self._taken)) and _versions_of(here) == self._versions
+        alike = (
+            all(map(operator.is_, here, self._captured)) and _versions_of(here) == self._versions
+        )
         residual = self.exchange.residual
         alike = alike and (residual is None or residual.options_are_as_read())
         look = alike and self._mark is not None
@@ -183,7 +185,7 @@ class BucketExchange:
     def decay(self, factor: float) -> None:
         """Multiply the residual by a factor; call it after `remember`."""
         residual = self.exchange.residual
-        if residual is not None and not residual.holds_nothing and factor != 1.0:
+        if residual is not None and not residual.is_empty and factor != 1.0:
             with self.bucket.on_stream():
                 residual.decay(factor)
 
@@ -217,8 +219,8 @@ class BucketExchange:
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
-        if isinstance(self.exchange, SendingAlong):
-            self.exchange.was_last = False
+        if isinstance(self.exchange, DrainingExchange):
+            self.exchange.is_drained = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Replace the gradients by the sum; see `Bucket.keep` for those that are missing.
@@ -230,7 +232,7 @@ class BucketExchange:
         if missing_everywhere:
             missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
         self.bucket.keep(missing)
-        self._let_go_of_taken()
+        self._release_captured()
 
     def _apply(self) -> None:
         with profiled("apply"), self.bucket.on_stream():
@@ -242,8 +244,8 @@ class BucketExchange:
         """Make the step final: it cannot be undone any more."""
         if self.exchange.residual is not None:
             self.exchange.residual.forget()
-        if isinstance(self.exchange, SendingAlong) and self.exchange.was_last:
-            self.exchange = self.exchange.then
+        if isinstance(self.exchange, DrainingExchange) and self.exchange.is_drained:
+            self.exchange = self.exchange.next_exchange
 
     def residual_size(self) -> ResidualSize | None:
         """Return the size of the residual after the last step; reads all of it."""
@@ -256,22 +258,22 @@ class BucketExchange:
     def apply_to_nothing(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make every gradient NaN: the step is skipped."""
         self.bucket.poison()
-        self._let_go_of_taken()
+        self._release_captured()
         self.commit()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop all references to gradients, and make the step final."""
-        self.bucket.let_go()
-        self._let_go_of_taken()
+        self.bucket.release_gradients()
+        self._release_captured()
         self.commit()
 
-    def _let_go_of_taken(self) -> None:
-        self._taken, self._versions = [], []
+    def _release_captured(self) -> None:
+        self._captured, self._versions = [], []
         self._mark = None
 
 

@@ -21,7 +21,7 @@ from collectives.transports import Transport
 
 from .. import __version__
 from .buckets.arrays import current_stream, located
-from .buckets.moment import Moment
+from .buckets.timestamp import Timestamp
 from .residual import Residual
 
 _ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with
@@ -76,7 +76,7 @@ def measure_on(home: torch.device) -> list[float]:
 def _seconds(work: Callable[[], None], home: torch.device) -> float:
     rounds = []
     for _ in range(_WARM_UP + _ROUNDS):
-        begun = Moment(home)
+        begun = Timestamp(home)
         work()
-        rounds.append(begun.seconds_until(Moment(home)))
+        rounds.append(begun.seconds_until(Timestamp(home)))
     return statistics.median(rounds[_WARM_UP:])

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, find_nodes, reduce_where_supported
 from collectives.cost_model import predict
 from collectives.errors import NonFiniteError
 from collectives.ranges import profiled
@@ -28,7 +28,7 @@ from collectives.wire import NOTHING_CODED, Coded, Format, coded
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .buckets.arrays import from_array, to_array
 from .buckets.buckets import Bucket
-from .buckets.moment import Moment
+from .buckets.timestamp import Timestamp
 from .calibration import calibration_of
 from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
@@ -168,11 +168,11 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        learning_seconds = direct(bucket, self.residual, transport) or 0.0
+        sampling_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
-            begun = Moment(bucket.device)
+            begun = Timestamp(bucket.device)
             picked = self._pick(bucket, transport)
-            chosen = Moment(bucket.device)
+            chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
@@ -184,16 +184,16 @@ class SparseExchange:
             kept = None if rest is None else self._kept(rest, transport)
             self._outcome = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
-        learns = self.residual.learns
+        shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
             picked.entries,
             self._outcome[1].entries if self._outcome else 0,
             select_seconds,
-            communicate_seconds + learning_seconds,
+            communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._outcome is not None,
-            bytes_counted=not learns or transport.counts_allreduce,
+            bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
             coded=coded().since(coded_before),
         )
@@ -203,13 +203,15 @@ class SparseExchange:
         assert self._outcome is not None
         picked, update, returned, kept = self._outcome
         self._outcome, self._moved = None, (picked, returned)
-        self._settle(picked, returned, update)
+        self._remove_sent(picked, returned, update)
         if kept is not None:
             self.residual.add(kept)
         bucket.put(update)
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
-        self.residual.settle(picked, returned, update)
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
+        self.residual.remove_sent(picked, returned, update)
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
@@ -240,7 +242,9 @@ class SparseExchange:
             format=format,
             **self.options,
         )
-        return where_it_works(reduction, picked, transport, self.compression.algorithm, format)
+        return reduce_where_supported(
+            reduction, picked, transport, self.compression.algorithm, format
+        )
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
@@ -280,23 +284,23 @@ class DenseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
-            self._is_alone, begun = True, Moment(bucket.device)
+            self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
-            begun = Moment(bucket.device)
+            begun = Timestamp(bucket.device)
             with profiled("exchange"):
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        learning_seconds = direct(bucket, self.residual, transport)
-        begun = Moment(bucket.device)
+        sampling_seconds = make_adam_step(bucket, self.residual, transport)
+        begun = Timestamp(bucket.device)
         with profiled("select"):
-            gradient = bucket.gather() if learning_seconds is None else bucket.flat
+            gradient = bucket.gather() if sampling_seconds is None else bucket.flat
             if self.residual is not None:
-                self._share = self.residual.add_to(gradient)
-        added = Moment(bucket.device)
+                self._share = self.residual.add_share_to(gradient)
+        added = Timestamp(bucket.device)
         with profiled("exchange"):
             if is_on_device(gradient) and not transport.supports_device_messages:
                 with bucket.flat_on_host() as on_host:
@@ -306,7 +310,7 @@ class DenseExchange:
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounded_away() if keeps else None
             dense = _dense(bucket, transport, begun, added)
-        more = dense.communicate_seconds + (learning_seconds or 0.0)
+        more = dense.communicate_seconds + (sampling_seconds or 0.0)
         return replace(dense, communicate_seconds=more)
 
     def apply(self, bucket: Bucket) -> None:
@@ -319,7 +323,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
-            self.residual.take_out(self._share)
+            self.residual.subtract_share(self._share)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
         self._kept = None
@@ -329,7 +333,7 @@ class DenseExchange:
         """Tell whether nothing is left after this step."""
         if self.residual is None:
             return True
-        sends = self.residual.holds_nothing or self._share == 1.0
+        sends = self.residual.is_empty or self._share == 1.0
         return sends and not self.residual.has_aside
 
     def sent_mass(self) -> float:
@@ -349,7 +353,7 @@ class CompressorExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        began = Moment(bucket.device)
+        began = Timestamp(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -386,36 +390,36 @@ class CompressorExchange:
         return 0.0
 
 
-class SendingAlong:
+class DrainingExchange:
     """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
 
     All ranks begin so together, also those without a residual. In the last such step, as in each
     step after it, the part of a sum that 16 bits cannot hold is lost.
 
-    then: the exchange that follows.
-    was_last: whether the step applied last has sent the rest, on all ranks. `then` takes this
-        one's place once that step cannot be undone any more.
+    next_exchange: the exchange that follows.
+    is_drained: whether the step applied last has sent the rest, on all ranks. `next_exchange`
+        takes this one's place once that step cannot be undone any more.
     """
 
-    def __init__(self, bucket: Bucket, then: Exchange) -> None:
-        self.then = then
+    def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
+        self.next_exchange = next_exchange
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
-        self.was_last = False
+        self.is_drained = False
         self._dense = DenseExchange(self.residual)
         self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
-        self._is_last = False  # whether the current step sends the rest
+        self._drains_now = False  # whether the current step sends the rest
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
-        self._is_last = not left[0]
+        self._drains_now = not left[0]
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
         self._dense.apply(bucket)
-        self.was_last = self._is_last
+        self.is_drained = self._drains_now
 
     def sent_mass(self) -> float:
         """Return 0: there is no residual."""
@@ -425,8 +429,8 @@ class SendingAlong:
 def _dense(
     bucket: Bucket,
     transport: Transport,
-    begun: Moment,
-    added: Moment | None = None,
+    begun: Timestamp,
+    added: Timestamp | None = None,
     communicate_seconds: float = 0.0,
     finite: bool | None = None,
 ) -> Exchanged:
@@ -435,7 +439,7 @@ def _dense(
     added: when the sum began; None: it took communicate_seconds in all, between other work.
     finite: whether the sum is, also in the gradients' dtypes; None: look at the bucket's vector.
     """
-    ended = Moment(bucket.device)
+    ended = Timestamp(bucket.device)
     if finite is None:
         finite = bucket.holds_sum()
     if added is not None:
@@ -458,10 +462,10 @@ def carrying(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
     return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 
 
-def ready(bucket: Bucket, now: Moment) -> float | None:
+def ready(bucket: Bucket, now: Timestamp) -> float | None:
     """Return when a bucket's gradients were computed on a GPU; None on the host.
 
-    now: a moment that the GPU has reached.
+    now: a time that the GPU has reached.
     """
     if bucket.device.type == "cpu":
         return None
@@ -481,7 +485,7 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+def make_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
     """Put Adam's weighted steps into `flat`, in the gradients' place.
 
     It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
@@ -489,4 +493,4 @@ def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> f
     """
     if residual is None or not residual.has_moments:
         return None
-    return residual.direct(bucket.gather(), bucket.share, transport)
+    return residual.make_adam_step(bucket.gather(), bucket.share, transport)

@@ -1,4 +1,4 @@
-"""Moments: Adam's moments of this rank's own gradients, applied before the selection.
+"""AdamMoments: Adam's moments of this rank's own gradients, applied before the selection.
 
     m = beta1 m + (1 - beta1) w g        w: this rank's share of the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2
@@ -28,7 +28,7 @@ EPS: Final = 1e-8
 _PIECE: Final = 1 << 16  # fits a cache with its moments
 
 
-class Moments:
+class AdamMoments:
     """Turns gradients, [n], of p parameters side by side into Adam's steps.
 
     first, second: m and v, of the gradients' dtype, [n]; ages: int64 [p], on the host. All are
@@ -47,7 +47,7 @@ class Moments:
         self._first, self._second, self._ages = first, second, ages
         self._sizes, self._betas = list(sizes), betas
 
-    def direct(self, gradient: torch.Tensor, share: float) -> None:
+    def make_step(self, gradient: torch.Tensor, share: float) -> None:
         """Turn a weighted gradient, [n], into the weighted step, in place.
 
         share: of this rank in the sum; 0: it has no gradient, and its moments stay.
@@ -58,7 +58,7 @@ class Moments:
         ages, lengths = zip(*self._alike(), strict=True)
         parts = (each.split(lengths) for each in (gradient, self._first, self._second))
         for age, g, m, v in zip(ages, *parts, strict=True):
-            self._direct(age, share, g, m, v)
+            self._make_step(age, share, g, m, v)
 
     def _alike(self) -> Iterator[tuple[int, int]]:
         """Return runs of neighbouring parameters of one age: the age, and how many elements."""
@@ -66,7 +66,7 @@ class Moments:
         for age, group in itertools.groupby(each, key=lambda one: one[0]):
             yield age, sum(size for _, size in group)
 
-    def _direct(
+    def _make_step(
         self,
         age: int,
         share: float,

@@ -46,10 +46,10 @@ class NodeExchange(SparseExchange):
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         hierarchy, own = self._place(transport)
-        if self.residual.astray:
+        if self.residual.may_be_misplaced:
             self._bring_home(hierarchy)
         shard = hierarchy.scatter(bucket.gather())
-        self.residual.holds_nothing = False
+        self.residual.is_empty = False
         if not shard.size:
             return SparseVector.empty(0, shard.dtype)
         k = hierarchy.shard_k(self.k)
@@ -58,7 +58,9 @@ class NodeExchange(SparseExchange):
     @property
     def signature(self) -> str:
         """Return the options, and whether shards are to be brought home first."""
-        return super().signature + (", shards to be brought home" if self.residual.astray else "")
+        return super().signature + (
+            ", shards to be brought home" if self.residual.may_be_misplaced else ""
+        )
 
     def _bring_home(self, hierarchy: Hierarchy) -> None:
         """Move the residuals of a node's ranks to the owners of the shards, and sum them there.
@@ -85,11 +87,13 @@ class NodeExchange(SparseExchange):
             picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
         )
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
         assert self._hierarchy is not None
         if picked.length:
             own = self._hierarchy.shard(self._length)
             part = update.between(own.start, own.stop)
             part = SparseVector(part.indices - own.start, part.values, picked.length)
-            self.residual.settle(picked, returned, part, where=own)
-        self.residual.astray = False
+            self.residual.remove_sent(picked, returned, part, where=own)
+        self.residual.may_be_misplaced = False

@@ -28,7 +28,7 @@ from collectives.vector import SparseVector, is_on_device
 
 from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import view_array, view_tensor, zeros
-from .moments import Moments
+from .moments import AdamMoments
 
 PART: Final = 0.5  # how long the share is that a dense step sends, over the gradient's length
 MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
@@ -112,8 +112,8 @@ class Residual:
     masked: whether the velocity of an applied entry is cleared (factor masking).
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
     sizes: of the parameters, which lie side by side; only Adam's moments need them.
-    astray: whether entries may be here that another rank is to go on with (`NodeExchange`,
-        `ShardExchange`): the same on all ranks.
+    may_be_misplaced: whether entries may be here that another rank is to go on with
+        (`NodeExchange`, `ShardExchange`): the same on all ranks.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class Residual:
         self._swapped: set[int] = set()  # parts changed since `remember`: old values are beside
         self._betas, self._sizes = betas, sizes
         self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
-        self.holds_nothing = True
+        self.is_empty = True
         self._drained_steps = 0
-        self.astray = True
-        self._remembered: tuple[bool, int, bool] | None = None  # holds_nothing, drained, astray
+        self.may_be_misplaced = True
+        # At `remember`: is_empty, _drained_steps, may_be_misplaced.
+        self._remembered: tuple[bool, int, bool] | None = None
         # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
         self._aside: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
@@ -208,7 +209,7 @@ class Residual:
         return self._betas is not None or self._steps is not None
 
     @property
-    def learns(self) -> bool:
+    def shares_second_moment(self) -> bool:
         """Tell whether the ranks share a second moment, for which they exchange a sample."""
         return self._steps is not None and self._steps.share < 1.0
 
@@ -217,7 +218,7 @@ class Residual:
         return {} if self._steps is None else self._steps.state_before()
 
     def row_sums(self) -> tuple[float, float]:
-        """Return sums of sampled squares, of the mean gradient and this rank's; needs `learns`."""
+        """Return sums of sampled squares of a shared second moment: the mean's and this rank's."""
         assert self._steps is not None
         own = float(self.after_last_step()[ROWS].sum()) / self._steps.share
         return self._steps.square_of_mean(), own
@@ -231,7 +232,7 @@ class Residual:
         total = view_tensor(gradient)
         if self.momentum:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
-        self.holds_nothing, self._drained_steps = False, 0
+        self.is_empty, self._drained_steps = False, 0
         self._writable(0).tensor.add_(total)
 
     def accumulate_and_select(
@@ -242,7 +243,7 @@ class Residual:
         where: the part of the vector that the gradient covers and entries are selected from; None:
             all of it.
         """
-        self.holds_nothing, self._drained_steps = False, 0
+        self.is_empty, self._drained_steps = False, 0
         if where is not None:
             return self._add_to_part(gradient, k, weight, where)
         # The pass writes the sum into the second buffer: no copy is needed.
@@ -276,14 +277,14 @@ class Residual:
         )
         return picked
 
-    def settle(
+    def remove_sent(
         self,
         picked: SparseVector,
         returned: SparseVector,
         update: SparseVector,
         where: slice | None = None,
     ) -> None:
-        """Take out what was picked, and put back what returned from the reduction.
+        """Remove what was picked, and put back what returned from the reduction.
 
         With factor masking, the velocity of applied picks is cleared, too: of those that are in the
         update, and of which less than half returned. An index alone does not tell: it may be in the
@@ -302,12 +303,12 @@ class Residual:
 
     def add(self, entries: SparseVector) -> None:
         """Add entries of a vector as long as this one."""
-        self.holds_nothing = False
+        self.is_empty = False
         add_at(self._writable(0).array, entries)
 
     def add_dense(self, values: torch.Tensor) -> None:
         """Add values: [n]."""
-        self.holds_nothing = False
+        self.is_empty = False
         self._writable(0).tensor.add_(values)
 
     def decay(self, factor: float) -> None:
@@ -316,7 +317,7 @@ class Residual:
 
     def residual_size(self, sent_mass: float) -> ResidualSize:
         """Return the size of the residual; reads all of it."""
-        if self.holds_nothing:
+        if self.is_empty:
             return ResidualSize(sent_mass=sent_mass)
         here = self._memory[0].tensor
         if here.is_cuda:
@@ -334,7 +335,7 @@ class Residual:
         """Let `restore` bring back what is here now; the first call makes room for it."""
         self._beside = self._beside or [one.like() for one in self._memory]
         self.forget()
-        self._remembered = self.holds_nothing, self._drained_steps, self.astray
+        self._remembered = self.is_empty, self._drained_steps, self.may_be_misplaced
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; do nothing where nothing was."""
@@ -344,7 +345,7 @@ class Residual:
             self._swap(number)
         if self._steps is not None:
             self._steps.undo()
-        self.holds_nothing, self._drained_steps, self.astray = self._remembered
+        self.is_empty, self._drained_steps, self.may_be_misplaced = self._remembered
         self._aside = None
         self.forget()
 
@@ -364,7 +365,7 @@ class Residual:
         self._aside = []
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         for number, name in enumerate(self._names):
-            if number == 0 and self.holds_nothing:
+            if number == 0 and self.is_empty:
                 continue
             tensor = self._writable(number).tensor
             for place, part in parts.items():
@@ -392,10 +393,10 @@ class Residual:
                 here.add_(values)  # entries may have returned from the reduction meanwhile
             if name == AGE:
                 places.append(where.start)
-            self.holds_nothing &= number != 0
+            self.is_empty &= number != 0
         if self._steps is not None:
             self._steps.leave(places)
-        self.astray |= self._remembered[2]  # values set aside were not brought home
+        self.may_be_misplaced |= self._remembered[2]  # values set aside were not brought home
         self._aside = None
 
     @property
@@ -433,22 +434,22 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def direct(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def make_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
         """
         if self._steps is not None:
             own = OwnMoments(*(self._writable(number).tensor for number in (1, 2, 3, 4)))
-            return self._steps.make(view_tensor(gradient), share, transport, own)
+            return self._steps.make_step(view_tensor(gradient), share, transport, own)
         assert self._betas is not None
         if share:
             first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
-            moments = Moments(first, second, ages, self._sizes, self._betas)
-            moments.direct(view_tensor(gradient), share)
+            moments = AdamMoments(first, second, ages, self._sizes, self._betas)
+            moments.make_step(view_tensor(gradient), share)
         return 0.0
 
-    def add_to(self, gradient: NDArray[Any]) -> float:
+    def add_share_to(self, gradient: NDArray[Any]) -> float:
         """Add a share of the residual to the weighted gradient, in place, and return the share.
 
         For a step that sends every entry; `share_to_send` says why not all of the residual goes at
@@ -459,7 +460,7 @@ class Residual:
         total = view_tensor(gradient)
         if self.momentum:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
-        if self.holds_nothing:
+        if self.is_empty:
             return 1.0
         here = self._memory[0].tensor
         held, coming = _squares(here, total)
@@ -467,22 +468,22 @@ class Residual:
         total.add_(here, alpha=share)
         return share
 
-    def take_out(self, share: float) -> None:
+    def subtract_share(self, share: float) -> None:
         """Remove this share of the residual: it has been sent."""
         if share == 1.0:
             self.clear()
-        elif not self.holds_nothing:
+        elif not self.is_empty:
             self._drained_steps += 1
             self._writable(0).tensor.mul_(1.0 - share)
 
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""
-        if not self.holds_nothing:
+        if not self.is_empty:
             if self._into(0) is not None:
                 self._swap(0)
             self._memory[0].tensor.zero_()  # by torch, on its current stream
             self.threshold = 0.0
-            self.holds_nothing = True
+            self.is_empty = True
 
 
 def _squares(*tensors: torch.Tensor) -> list[float]:

@@ -25,7 +25,7 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
-def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
+def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
@@ -33,10 +33,10 @@ def take_out(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     }
 
 
-def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
+def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
     """Put residuals into the buckets; parameters that are not among them get none.
 
-    Buckets without room for a residual take none: see `BucketExchange.send_along`.
+    Buckets without room for a residual take none: see `BucketExchange.start_draining`.
     Raises ValueError for a tensor of another shape than its parameter's.
     """
     for name, views in _views(bucket_exchanges):
@@ -56,7 +56,7 @@ def put_in(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualStat
             view.copy_(tensor)
     for bucket_exchange in bucket_exchanges:
         if (residual := _residual(bucket_exchange)) is not None:
-            residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
+            residual.is_empty = not bool(residual.after_last_step()["residual"].any())
 
 
 def without_owner_errors(parts: ResidualState) -> ResidualState:
@@ -136,7 +136,7 @@ def residuals_of(
     """
     for bucket_exchange in bucket_exchanges:
         residual = _residual(bucket_exchange)
-        if residual is None or residual.holds_nothing:
+        if residual is None or residual.is_empty:
             continue
         yield from zip(
             bucket_exchange.parameters,
@@ -164,7 +164,7 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
     found = [
         residual.row_sums()
         for bucket_exchange in bucket_exchanges
-        if (residual := _residual(bucket_exchange)) is not None and residual.learns
+        if (residual := _residual(bucket_exchange)) is not None and residual.shares_second_moment
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0

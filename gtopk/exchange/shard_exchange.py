@@ -55,8 +55,9 @@ class ShardExchange(SparseExchange):
         The number of the shard is in the messages instead: a signature that changes in every step
         would have to be announced in full each time.
         """
-        astray = ", owner errors to be brought home" if self.residual.astray else ""
-        return super().signature + astray
+        if self.residual.may_be_misplaced:
+            return super().signature + ", owner errors to be brought home"
+        return super().signature
 
     @property
     def _shard(self) -> int:
@@ -64,7 +65,7 @@ class ShardExchange(SparseExchange):
         return self._progress.steps % self.compression.period
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
-        if self.residual.astray:
+        if self.residual.may_be_misplaced:
             self._bring_home(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
         # Of the whole gradient: NaN outside this shard would show only in a later step.
@@ -97,11 +98,13 @@ class ShardExchange(SparseExchange):
         )
         return update.beside(picked.values), returned.beside(picked.values)
 
-    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
-        super()._settle(picked, returned, update)
+    def _remove_sent(
+        self, picked: SparseVector, returned: SparseVector, update: SparseVector
+    ) -> None:
+        super()._remove_sent(picked, returned, update)
         assert self._owned is not None
         self.residual.keep_owner_errors(*self._owned)
-        self.residual.astray = False
+        self.residual.may_be_misplaced = False
         self._owned = None
 
     def _bring_home(self, transport: Transport) -> None:

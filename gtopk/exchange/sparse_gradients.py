@@ -33,7 +33,7 @@ class SparseGradientExchange:
         sends it along, dense. None: it was sent, or no rank had one.
     """
 
-    looks_first = True
+    checks_finite_first = True
     signature = "sparse gradient"
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
@@ -41,7 +41,7 @@ class SparseGradientExchange:
         self.parameters = [parameter]
         self.names = [parameter_name]
         self.elements = parameter.numel()
-        self._taken: tuple[torch.Tensor | None, int] = None, -1
+        self._captured: tuple[torch.Tensor | None, int] = None, -1
         self._indices, self._values = _entries(parameter, None)
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class SparseGradientExchange:
         return self.parameters[0]
 
     @property
-    def has_room(self) -> bool:
+    def has_residual(self) -> bool:
         """Tell whether there is room for a residual."""
         return self.unsent is not None
 
@@ -69,37 +69,37 @@ class SparseGradientExchange:
         """Return the parameter."""
         return self.parameters
 
-    def take_sparse(self, names: Collection[str]) -> None:
+    def accept_sparse(self, names: Collection[str]) -> None:
         """Do nothing: this exchange takes sparse gradients anyway."""
 
-    def send_along(self) -> None:
+    def start_draining(self) -> None:
         """Make room for a residual, which the next step sends; all ranks call it alike."""
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
-    def take(self, weight: float, scale: float) -> None:
-        """Take the gradient as it is now."""
+    def capture_gradients(self, weight: float, scale: float) -> None:
+        """Capture the gradient as it is now."""
         gradient = self._parameter.grad
-        self._taken = gradient, -1 if gradient is None else gradient._version
+        self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 
-    def weigh(self, weight: float, share: float) -> None:
-        """Set another weight for the entries that were taken."""
+    def set_weight(self, weight: float, share: float) -> None:
+        """Set another weight for the entries that were captured."""
         self._weight = weight
 
-    def take_nothing(self, scale: float) -> None:
+    def capture_zeros(self, scale: float) -> None:
         """Take part without entries."""
         self._scale = scale
         self._indices, self._values = _entries(self._parameter, None)
 
     def watch(self) -> None:
-        """Do nothing: `take` has noted all that `is_as_taken` needs."""
+        """Do nothing: `capture_gradients` has noted all that `is_unchanged` needs."""
 
-    def is_as_taken(self) -> bool:
-        """Tell whether the gradient has not changed since `take`, as torch counts changes."""
-        gradient, version = self._taken
+    def is_unchanged(self) -> bool:
+        """Tell whether the captured gradient has not changed, as torch counts changes."""
+        gradient, version = self._captured
         now = self._parameter.grad
         return now is gradient and (now is None or now._version == version)
 
@@ -195,7 +195,7 @@ class SparseGradientExchange:
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
         self._sent, self.unsent = self.unsent, None
-        self._let_go_of_taken()
+        self._release_captured()
 
     def commit(self) -> None:
         """Make the step final: it cannot be undone any more."""
@@ -208,22 +208,22 @@ class SparseGradientExchange:
     def apply_to_nothing(self) -> None:
         """End a step of a rank that has joined: its residual is sent, its parameter stays."""
         self.unsent = None
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make the gradient's values NaN: the step is skipped."""
         gradient = self._parameter.grad
         if gradient is not None and not lacks_gradient(self._parameter):
             (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
-        self.let_go()
+        self.release_gradients()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop all references to gradients."""
-        self._let_go_of_taken()
+        self._release_captured()
         self.commit()
 
-    def _let_go_of_taken(self) -> None:
-        self._taken = None, -1
+    def _release_captured(self) -> None:
+        self._captured = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None
 

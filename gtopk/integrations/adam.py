@@ -111,7 +111,7 @@ class HookedAdam:
         self._watched: dict[torch.Tensor, Any] = {}
         self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
         if (owner := _owners.get(optimizer)) is not None:
-            owner.let_go()
+            owner.detach()
         _owners[optimizer] = self
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._others = [
@@ -125,7 +125,7 @@ class HookedAdam:
         """Return the optimizer's parameters; only the model has their names."""
         return {p: "" for group in self._optimizer.param_groups for p in group["params"]}
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Remove all hooks: the optimizer steps as usual, or for another state."""
         self.forget()
         if self._local is not None:

@@ -103,8 +103,10 @@ class BucketExchanges:
             part.copy_(residuals[what]) if what in residuals else part.zero_()
         residual = self._homes[parameter][0].exchange.residual
         assert residual is not None
-        residual.holds_nothing = False
-        residual.astray |= OWNER_ERROR in residuals  # owners differ in other buckets, or ranks
+        residual.is_empty = False
+        residual.may_be_misplaced |= (
+            OWNER_ERROR in residuals
+        )  # owners differ in other buckets, or ranks
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
@@ -137,7 +139,7 @@ class BucketExchanges:
                 yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
         for parameter, (bucket_exchange, _, start) in self._homes.items():
             residual = bucket_exchange.exchange.residual
-            if parameter in self._residuals or residual is None or residual.holds_nothing:
+            if parameter in self._residuals or residual is None or residual.is_empty:
                 continue
             part = residual.after_last_step()["residual"][start : start + parameter.numel()]
             yield parameter, as_shaped(part, parameter)  # type: ignore[misc]

@@ -26,7 +26,11 @@ CLEARED: Final = 8  # some of those gradients were cleared since
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
     """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
-    return NOT_FINITE if bucket_exchange.looks_first and not bucket_exchange.all_finite() else 0
+    return (
+        NOT_FINITE
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
+        else 0
+    )
 
 
 class OneStep:
@@ -100,7 +104,7 @@ class OneStep:
         """End the step, and tell whether it counted."""
         counted = not self._void
         for bucket_exchange in self._ran:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
         self._ran, self._void = [], False
         return counted
 

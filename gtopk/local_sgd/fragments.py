@@ -335,19 +335,19 @@ class Fragments:
     def known_names(self) -> Collection[str]:
         return {name for each in self for name in each.exchange.known_names()}
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter, and the buckets' records."""
-        found, records = zip(*(each.exchange.take_state_out() for each in self), strict=True)
+        found, records = zip(*(each.exchange.export_state() for each in self), strict=True)
         own = {name: parts for residuals in found for name, parts in residuals.items()}
         ordered = {name: own[name] for name in self._names.values() if name in own}
         return {**self._unmatched, **ordered}, [*records]
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Replace the residuals, and go on from the records; `meet` before an exchange."""
         for each in self:
-            each.exchange.put_state_in(residuals, records, steps)
+            each.exchange.import_state(residuals, records, steps)
         self._unmatched = unmatched(
             residuals,
             self.known_names(),

@@ -130,14 +130,14 @@ class _LocalSGD(Wrapping):
         return self._lost.count
 
     @property
-    def apart(self) -> Collection[torch.nn.Parameter]:
+    def diverging_parameters(self) -> Collection[torch.nn.Parameter]:
         """Return the parameters whose values differ between ranks now: those within a round."""
         return [p for each in self._fragments if each.center for p in each.parameters]
 
-    def besides(self) -> list[torch.optim.Optimizer]:
+    def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
 
-    def go_on_from(self, common: dict[str, Any]) -> None:
+    def load_shared_state(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
         self._receive()  # this rank's residual goes by it, as the others' do
         for fragment in self._fragments:
@@ -318,7 +318,7 @@ class _LocalSGD(Wrapping):
             if outcome.moves and is_sampling_due(fragment.exchange.steps):
                 sample_residual(recorder, [fragment.exchange])  # others may be in use
 
-    def in_common(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """Return where this rank is in its rounds, and wait for the exchanges of those before."""
         self._receive()
         return self._fragments.state(self.outer_steps)
@@ -331,7 +331,7 @@ class _LocalSGD(Wrapping):
         `outer_step()`. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for exchanges
         that have begun.
         """
-        round_state = self.in_common()
+        round_state = self.shared_state()
         return {
             **super().state_dict(),
             optimizer_checkpoint.KEY: optimizer_checkpoint.save(self._fragments),

@@ -28,7 +28,7 @@ from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..exchange.residual_state import ResidualState, put_in, take_out, unsent
+from ..exchange.residual_state import ResidualState, copy_residuals, load_residuals, unsent
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
@@ -272,13 +272,13 @@ class OuterExchange:
         self._put_residuals(residuals)
 
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
-        put_in([self._bucket_exchange], residuals)
+        load_residuals([self._bucket_exchange], residuals)
         # Residuals that the bucket has no room for, until the ranks agree to send them along.
-        self._residuals = {} if self._bucket_exchange.has_room else dict(residuals)
+        self._residuals = {} if self._bucket_exchange.has_residual else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
         """Return the residual, by parameter name."""
-        return {**self._residuals, **take_out([self._bucket_exchange])}
+        return {**self._residuals, **copy_residuals([self._bucket_exchange])}
 
     def meet(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
@@ -305,11 +305,11 @@ class OuterExchange:
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
         if of_any:
-            self._bucket_exchange.send_along()
-            put_in([self._bucket_exchange], self._residuals)
+            self._bucket_exchange.start_draining()
+            load_residuals([self._bucket_exchange], self._residuals)
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
-            residual.astray = True  # any rank may have loaded a state
+            residual.may_be_misplaced = True  # any rank may have loaded a state
         self.expected.measure([self._bucket_exchange], self._peers)
         return outer_steps
 
@@ -340,7 +340,7 @@ class OuterExchange:
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
-            bucket_exchange.take(1.0, 1.0)
+            bucket_exchange.capture_gradients(1.0, 1.0)
             frozen = bucket_exchange.missing()
             mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
             taken = [parameter.grad for parameter in bucket_exchange.parameters]
@@ -356,7 +356,7 @@ class OuterExchange:
                 | (_FROZEN if frozen else 0),
             )
         except BaseException:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
             raise
         self._under_way = operation, taken
 
@@ -387,7 +387,7 @@ class OuterExchange:
             bucket_exchange.undo()
             raise
         finally:
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
 
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
@@ -410,7 +410,7 @@ class OuterExchange:
         self._bucket_exchange.remember()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
-        self._bucket_exchange.weigh(share, share)
+        self._bucket_exchange.set_weight(share, share)
         exchanged = self._bucket_exchange.reduce(transport)
         self._span = began, time.perf_counter()
         return preempted, lost, everywhere, exchanged
@@ -427,11 +427,11 @@ class OuterExchange:
     def known_names(self) -> Collection[str]:
         return set(self._bucket_exchange.names)
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], dict[str, Any]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], dict[str, Any]]:
         """Return the residual of each parameter, and the bucket's record with its steps."""
         return self._take_out(), {**self._bucket_exchange.record(), "steps": self.steps}
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Replace the residual, and go on from the record's steps; `meet` before an exchange.

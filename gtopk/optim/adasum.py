@@ -128,7 +128,7 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size > 1:
             trained = self._trained()
             self._hooks.watch(trained)
-            self._hooks.await_buckets([trained])
+            self._hooks.watch_buckets([trained])
             place(self._parameter_names)
         self._enter(self._world)
         self._begun = time.perf_counter()  # of this step: the end of the last one

@@ -99,9 +99,9 @@ class Plan:
             for index, part in enumerate(parts)
         ]
         for bucket_exchange in bucket_exchanges:
-            bucket_exchange.take_sparse(agreed.sparse)
+            bucket_exchange.accept_sparse(agreed.sparse)
             if not agreed.unsent.isdisjoint(bucket_exchange.names):
-                bucket_exchange.send_along()
+                bucket_exchange.start_draining()
         return bucket_exchanges
 
     def _elements(self, part: Part) -> int:

@@ -72,7 +72,7 @@ class _DistributedOptimizer(Readings):
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
-        self._stands_in = False  # the batch is a stand-in where this rank has none: it weighs 0
+        self._is_weightless = False  # the batch is a stand-in where this rank has none: it weighs 0
         self._listener = StepListener()
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
@@ -112,7 +112,7 @@ class _DistributedOptimizer(Readings):
             raise ValueError("set_num_samples weights an average: use op=Average")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-        if self._stands_in and samples is not None:
+        if self._is_weightless and samples is not None:
             samples = 0
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
@@ -268,7 +268,7 @@ class _DistributedOptimizer(Readings):
     def _makes_adam_steps(self) -> bool:
         """Whether the gradients are AdamW's agreed steps when they are synchronized."""
         reducer = self._reducer
-        exchanges = reducer.peers.takes_part and not reducer.aside_for
+        exchanges = reducer.peers.takes_part and not reducer.stepping_mode
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:
@@ -370,7 +370,7 @@ class _DistributedOptimizer(Readings):
 
     def forget_steps(self) -> None:
         """Empty the residual, as before the first step; a state_dict from then cannot do that."""
-        self._reducer.put_state_in({}, [], 0)
+        self._reducer.import_state({}, [], 0)
 
 
 def DistributedOptimizer(

@@ -39,22 +39,22 @@ class BackwardHooks:
         limit: int = 1,
         on_complete: Callable[[int], None] | None = None,
     ) -> None:
-        """on_complete: a method, called with the place of each awaited bucket that is complete."""
+        """on_complete: a method, called with the place of each watched bucket that is complete."""
         self.began = self._ended = 0.0
         self._names = names
         # Function and weak reference apart: a WeakMethod runs Python code at each call.
         method = cast(MethodType | None, on_complete)
-        self._hear: Any = None if method is None else method.__func__
+        self._notify: Any = None if method is None else method.__func__
         self._listener = None if method is None else weakref.ref(method.__self__)
-        self._heard: list[torch.nn.Parameter] = []  # since `forget`
-        self._counted = 0  # how many of _heard
+        self._accumulated: list[torch.nn.Parameter] = []  # since `forget`
+        self._counted = 0  # how many of _accumulated
         self._passes: Counter[int] = Counter()
         self._order: list[torch.nn.Parameter] = []
         self._seen: list[torch.nn.Parameter] = []  # in the step before
         self._complete: set[int] = set()
         self._watched: list[torch.nn.Parameter] = []
-        self._members: list[frozenset[int]] = []  # of the awaited buckets
-        self._untold: list[int] = []  # places of those that are not complete yet
+        self._members: list[frozenset[int]] = []  # of the watched buckets
+        self._incomplete: list[int] = []  # places of those that are not complete yet
         self._recording: list[RemovableHandle] = []
         self._counting: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
@@ -77,12 +77,12 @@ class BackwardHooks:
         asked = {id(p): p for p in parameters if p.requires_grad}
         news = [parameter for key, parameter in asked.items() if key not in known]
         self._watched += news
-        append = self._heard.append
+        append = self._accumulated.append
         self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
         if not self._members:
             self._count_at(news)
 
-    def await_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def watch_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Call on_complete for each of these buckets once it is complete; call `watch` before.
 
         buckets: the parameters of each, in the order in which their gradients are complete. In a
@@ -90,7 +90,7 @@ class BackwardHooks:
             empty list: count at every gradient.
         """
         self._members = [frozenset(map(id, parameters)) for parameters in buckets]
-        self._untold = [*range(len(buckets))]
+        self._incomplete = [*range(len(buckets))]
         _remove(self._counting)
         known = set(map(id, self._watched))
         trained = [[p for p in each if p.requires_grad and id(p) in known] for each in buckets]
@@ -114,7 +114,7 @@ class BackwardHooks:
     @property
     def has_counted(self) -> bool:
         """Tell whether a watched parameter had a gradient since `forget`."""
-        return bool(self._heard)
+        return bool(self._accumulated)
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
@@ -124,14 +124,14 @@ class BackwardHooks:
     def forget(self) -> None:
         """Count anew: what was computed belongs to no step any more."""
         self._count()
-        self._heard.clear()
+        self._accumulated.clear()
         self._counted = 0
         self._passes.clear()
         self._seen, self._order = self._order or self._seen, []
         self.began = self._ended = 0.0
         self._complete.clear()
         self._excess = None
-        self._untold = [*range(len(self._members))]
+        self._incomplete = [*range(len(self._members))]
 
     def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         known = weakref.ref(self)
@@ -155,10 +155,10 @@ class BackwardHooks:
                 self.began, self._ended = self.began or now, now
             if self._listener is None or (listener := self._listener()) is None:
                 return
-            told = [place for place in self._untold if self._members[place] <= self._complete]
+            told = [place for place in self._incomplete if self._members[place] <= self._complete]
             for place in told:
-                self._untold.remove(place)
-                self._hear(listener, place)
+                self._incomplete.remove(place)
+                self._notify(listener, place)
 
     def check(self) -> None:
         """Count; raise AssertionError, once, where there was a pass too many.
@@ -176,7 +176,7 @@ class BackwardHooks:
 
     def _count(self) -> None:
         """Count the gradients that came since the last count."""
-        news = self._heard[self._counted :]
+        news = self._accumulated[self._counted :]
         if not news:
             return
         self._counted += len(news)

@@ -12,24 +12,27 @@ from ..runtime.coordinator import Engine, Work
 LEFT_OUT: Final = b"not where a rank has joined"  # descriptor of operations that it does not run
 
 
-class StandsIn(Protocol):
+class ShadowedReducer(Protocol):
     """An object that reduces an optimizer's gradients, also while this rank has joined."""
 
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join."""
 
-    def stand_in(self, index: int) -> Work:
+    def shadow_work(self, index: int) -> Work:
         """Return this rank's work for a bucket of the others' transaction."""
 
 
 # By engine, and by the name of its operations. Weak: this keeps no reducer alive.
-_by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, StandsIn]] = WeakKeyDictionary()
+_by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, ShadowedReducer]] = WeakKeyDictionary()
 
 
-def stands_in(reducer: StandsIn, engine: Engine, name: str) -> None:
-    """Let a reducer stand in for operations `name.0`, `name.1`, ..., one for each bucket."""
+def register_shadow(reducer: ShadowedReducer, engine: Engine, name: str) -> None:
+    """Let a reducer take part in operations `name.0`, `name.1`, ... while this rank has joined.
+
+    There is one for each bucket.
+    """
     _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
-    engine.stand_in = partial(_stand_in, _by_name[engine])
+    engine.shadow_work = partial(_shadow_work, _by_name[engine])
 
 
 def break_off_steps(engine: Engine) -> None:
@@ -38,10 +41,12 @@ def break_off_steps(engine: Engine) -> None:
         reducer.break_off()
 
 
-def _stand_in(reducers: Mapping[str, StandsIn], name: str, join_descriptor: bytes) -> Work:
+def _shadow_work(
+    reducers: Mapping[str, ShadowedReducer], name: str, join_descriptor: bytes
+) -> Work:
     if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
-    return reducers[of].stand_in(int(index))
+    return reducers[of].shadow_work(int(index))

@@ -16,7 +16,13 @@ from collectives.transports import Transport
 from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.exchange import Progress
 from ..exchange.residual_names import unmatched
-from ..exchange.residual_state import ResidualState, put_in, residuals_of, take_out, unsent
+from ..exchange.residual_state import (
+    ResidualState,
+    copy_residuals,
+    load_residuals,
+    residuals_of,
+    unsent,
+)
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
 from .bucket_layout import Agreed, Plan
@@ -66,7 +72,7 @@ class PlannedBuckets:
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return not self.takes(trained)
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
-        if any(self.bucket_exchanges[self._index[parameter]].has_room for parameter in gone):
+        if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
             return True  # its residual waits until it is there again
         known = [parameter for parameter in trained if parameter in self._index]
         is_new = any(p.grad is not None for p in trained if p not in self._index)
@@ -85,7 +91,7 @@ class PlannedBuckets:
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
-        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
+        residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         plan = Plan(
             self._options,
             trained,
@@ -102,7 +108,7 @@ class PlannedBuckets:
         self.bucket_exchanges = plan.open_bucket_exchanges(
             agreed, peers.name, self._progress, peers.size
         )
-        put_in(self.bucket_exchanges, residuals)
+        load_residuals(self.bucket_exchanges, residuals)
         records = {tuple(record["names"]): record for record in agreed.records}
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
@@ -128,14 +134,14 @@ class PlannedBuckets:
     def dissolve(self) -> None:
         """Drop the buckets, which belong to a world that has ended; keep their residual."""
         if self.bucket_exchanges:
-            self._residuals, self._wanted = self.take_state_out()
+            self._residuals, self._wanted = self.export_state()
             self.bucket_exchanges, self._index, self._sparse, self._trained = [], {}, set(), ()
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter after the last step, and the buckets' records."""
         if not self.bucket_exchanges:
             return self._residuals, self._wanted
-        residuals = {**self._residuals, **take_out(self.bucket_exchanges)}
+        residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         if self._loaded_steps is not None:
             return residuals, self._wanted
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
@@ -150,7 +156,7 @@ class PlannedBuckets:
             if parameter not in self._index and "residual" in self._residuals.get(name, {}):
                 yield parameter, self._residuals[name]["residual"]
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Replace the residual; the next plan takes the records and steps that rank 0 loaded.
@@ -158,7 +164,7 @@ class PlannedBuckets:
         Other ranks may load nothing: until that plan, what all agree on stays as it is.
         """
         if self.bucket_exchanges:
-            put_in(self.bucket_exchanges, residuals)
+            load_residuals(self.bucket_exchanges, residuals)
         self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps
 
     @property

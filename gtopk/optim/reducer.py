@@ -17,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames
-from ..exchange.buckets.placeholders import lacks_gradient, place, take_away
+from ..exchange.buckets.placeholders import lacks_gradient, place, remove_placeholders
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..reduce_ops import Average
@@ -30,7 +30,7 @@ from ..telemetry.stragglers import Stragglers
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
-from .join_shadow import stands_in
+from .join_shadow import register_shadow
 from .options import Options
 from .overlap import Overlap
 from .peers import peers_in
@@ -52,7 +52,7 @@ class Reducer:
     samples:  the number behind this rank's gradients; without one, `op` sets the weight.
     overlap:  whether buckets are exchanged while backward goes on.
     expected: the seconds that a step's exchange is expected to take.
-    aside_for: the mode of `adapt` that exchanges gradients in this one's place; "": none.
+    stepping_mode: the mode of `adapt` that exchanges gradients in this one's place; "": none.
     peers:    the ranks that reduce together, in the world that was entered last.
     stragglers: how fast these ranks compute, beside each other.
     """
@@ -78,7 +78,7 @@ class Reducer:
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
-        self.aside_for = ""
+        self.stepping_mode = ""
         self._optimizer = optimizer
         self._transaction: StepTransaction | None = None
         self._applied: StepTransaction | None = (
@@ -97,17 +97,17 @@ class Reducer:
         This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
         """
-        self._settle_applied()
+        self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
         self.planned.dissolve()
-        self.hooks.await_buckets([])
+        self.hooks.watch_buckets([])
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
-        stands_in(self, self.peers.engine, self.peers.name)
+        register_shadow(self, self.peers.engine, self.peers.name)
 
     def place_zeros(self) -> None:
         """Set the gradients to zeros, where there are other ranks to reduce with."""
@@ -139,10 +139,10 @@ class Reducer:
             for p in group["params"]
         )
 
-    def stand_aside(self, mode: str) -> None:
+    def let_mode_step(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
-        self.aside_for, self.overlap.is_on = mode, False
-        take_away(self.names)
+        self.stepping_mode, self.overlap.is_on = mode, False
+        remove_placeholders(self.names)
         self.hooks = BackwardHooks(self.names)  # watches nothing; the old hooks are removed
 
     def _complete(self, index: int) -> None:
@@ -174,7 +174,7 @@ class Reducer:
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
         then as before.
         """
-        self._settle_applied()
+        self._commit_or_roll_back()
         self.hooks.check()
         try:
             if self.hooks.began:
@@ -211,7 +211,7 @@ class Reducer:
         bucket_exchanges = self.planned.bucket_exchanges
         if self.peers.size > 1:
             self.hooks.watch(trained)
-        self.hooks.await_buckets([each.parameters for each in bucket_exchanges])
+        self.hooks.watch_buckets([each.parameters for each in bucket_exchanges])
         self.overlap.warn_of_a_single_bucket(len(bucket_exchanges), self.peers)
         self.expected.measure(bucket_exchanges, self.peers)
 
@@ -268,7 +268,7 @@ class Reducer:
             return self._rolled_back
         return applied.is_discarded and not applied.may_have_stepped
 
-    def _settle_applied(self) -> None:
+    def _commit_or_roll_back(self) -> None:
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()
@@ -281,7 +281,7 @@ class Reducer:
             self.progress.steps -= 1
 
     def _open(self) -> StepTransaction:
-        self._settle_applied()
+        self._commit_or_roll_back()
         if self._shadow is not None:
             self._shadow.undo()  # in case it did not end
             self._shadow = None
@@ -317,7 +317,7 @@ class Reducer:
             self._transaction.break_off()
             self._shadow, self._transaction = self._transaction, None
 
-    def stand_in(self, index: int) -> Work:
+    def shadow_work(self, index: int) -> Work:
         """Return this rank's work for a bucket of the others' transaction, once it has joined."""
         here = self.peers.world
         if index >= len(self.planned.bucket_exchanges):
@@ -329,7 +329,7 @@ class Reducer:
         if shadow is None or index in shadow.shadowed:
             shadow = self._open()
         self._shadow = shadow
-        reduce = shadow.stand_in(index)
+        reduce = shadow.shadow_work(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
             self.progress.steps += reduce(transport, all_flags)
@@ -352,7 +352,7 @@ class Reducer:
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` would forget complete gradients that are not finite on this rank."""
-        if self.aside_for or not self.hooks.order or self.peers.size == 1:
+        if self.stepping_mode or not self.hooks.order or self.peers.size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
@@ -390,22 +390,22 @@ class Reducer:
         """Return the names of all parameters, with those that no step has included yet."""
         return self.names.known()
 
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter after the last step, and the buckets' records.
 
         An update that no step has used does not count: the parameters lack it, too.
         """
         if self._transaction is not None:
-            self._transaction.settle()
+            self._transaction.wait_for_operations()
         if self._applied is not None and self._applied.may_have_stepped:
             self.commit()
-        return self.planned.take_state_out()
+        return self.planned.export_state()
 
-    def put_state_in(
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and go on from these steps; see `PlannedBuckets.put_state_in`."""
+        """Replace the residual, and go on from these steps; see `PlannedBuckets.import_state`."""
         if self._transaction is not None:
             self._transaction.invalidate()
         self.commit()
-        self.planned.put_state_in(residuals, records, steps)
+        self.planned.import_state(residuals, records, steps)

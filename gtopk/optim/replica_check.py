@@ -142,7 +142,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
 
 
 @torch.no_grad()
-def put_in(
+def install_parameters(
     names: Mapping[torch.nn.Parameter, str],
     mended: Mapping[str, bytes],
     state: Mapping[torch.Tensor, dict[str, Any]],
@@ -275,7 +275,7 @@ class ReplicaCheck:
         ranks, mended = self._reducer.peers.run(
             "replicas.heal", [], lambda transport, all_flags: spread_majority(transport, own)
         )
-        put_in(parameters, mended, state)
+        install_parameters(parameters, mended, state)
         again, names = checksums(parameters), list(parameters.values())
         self._reducer.peers.run(
             "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)

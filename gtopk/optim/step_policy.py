@@ -61,9 +61,9 @@ class StepPolicy:
         said: Samples = self._optimizer._reducer.samples
         return said
 
-    def stand_in(self, stands_in: bool) -> None:
+    def set_weightless(self, is_weightless: bool) -> None:
         """Say whether the current batch is a stand-in, whose gradients weigh nothing."""
-        self._optimizer._stands_in = stands_in
+        self._optimizer._is_weightless = is_weightless
 
     def listener(self) -> StepListener:
         """Return the listener that is told of the steps."""
@@ -82,13 +82,13 @@ class StepPolicy:
         """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
         self._optimizer._tell_of_compression(by_mode=True)
 
-    def step_for(self, mode: str) -> None:
+    def let_mode_step(self, mode: str) -> None:
         """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
-        self._optimizer._reducer.stand_aside(mode)
+        self._optimizer._reducer.let_mode_step(mode)
 
     def mode(self) -> str:
         """Return the mode that steps in the optimizer's place; "": it steps itself."""
-        mode: str = self._optimizer._reducer.aside_for
+        mode: str = self._optimizer._reducer.stepping_mode
         return mode
 
     def note_step(self) -> None:

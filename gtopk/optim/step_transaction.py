@@ -62,20 +62,20 @@ class AnyBucketExchange(Protocol):
     @property
     def signature(self) -> str: ...
     @property
-    def looks_first(self) -> bool: ...
+    def checks_finite_first(self) -> bool: ...
     @property
-    def has_room(self) -> bool: ...
+    def has_residual(self) -> bool: ...
     def record(self) -> dict[str, Any]: ...
     def resume(self, record: Mapping[str, Any]) -> None: ...
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]: ...
-    def take_sparse(self, names: Collection[str]) -> None: ...
-    def send_along(self) -> None: ...
-    def take(self, weight: float, scale: float) -> None: ...
-    def weigh(self, weight: float, share: float) -> None: ...
-    def take_nothing(self, scale: float) -> None: ...
+    def accept_sparse(self, names: Collection[str]) -> None: ...
+    def start_draining(self) -> None: ...
+    def capture_gradients(self, weight: float, scale: float) -> None: ...
+    def set_weight(self, weight: float, share: float) -> None: ...
+    def capture_zeros(self, scale: float) -> None: ...
     def watch(self) -> None: ...
-    def is_as_taken(self) -> bool: ...
+    def is_unchanged(self) -> bool: ...
     def missing(self) -> list[str]: ...
     def all_finite(self) -> bool: ...
     def not_finite(self) -> list[str]: ...
@@ -88,7 +88,7 @@ class AnyBucketExchange(Protocol):
     def residual_size(self) -> ResidualSize | None: ...
     def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
-    def let_go(self) -> None: ...
+    def release_gradients(self) -> None: ...
 
 
 class StepTransaction:
@@ -153,7 +153,7 @@ class StepTransaction:
 
     def submit_early(self, index: int) -> None:
         """Submit a bucket, not the last one, while the program goes on."""
-        self._take(index)
+        self._capture_gradients(index)
         self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
         self.bucket_exchanges[index].watch()
 
@@ -184,12 +184,12 @@ class StepTransaction:
 
     def _submit_the_rest(self, unplanned: bool, preempted: bool) -> None:
         changed = self._invalid or not all(
-            self.bucket_exchanges[index].is_as_taken() for index in self.operations
+            self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
         late = self._late()
         if not unplanned:
             for index in late:
-                self._take(index)
+                self._capture_gradients(index)
         self._ready = time.perf_counter()
         bits = (
             (_CHANGED if changed else 0)
@@ -199,9 +199,10 @@ class StepTransaction:
         *others, last = late
         for index in others:
             self._submit(index, bits)
-        self.settle()  # operations that get ready with the last one may be run after it: wait first
+        # Operations that get ready with the last one may be run after it: wait for them first.
+        self.wait_for_operations()
         self._submit(last, bits | (_PREEMPTED if preempted else 0))
-        self.settle()
+        self.wait_for_operations()
 
     def _late(self) -> list[int]:
         """Return the buckets that are not submitted yet; the last bucket is one of them."""
@@ -211,23 +212,23 @@ class StepTransaction:
 
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
-        self.settle()
+        self.wait_for_operations()
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
         self._invalid = True
 
     def drop(self) -> None:
         """Undo what was exchanged; wait for what is still on its way first."""
-        self.settle()
+        self.wait_for_operations()
         self.undo()
 
     def undo(self) -> None:
         """Undo what was exchanged; all submitted operations must have ended."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
-            bucket_exchange.let_go()
+            bucket_exchange.release_gradients()
 
-    def settle(self) -> None:
+    def wait_for_operations(self) -> None:
         """Wait until all submitted operations have ended; their errors are ignored."""
         for operation in self.operations.values():
             with suppress(Exception):
@@ -286,14 +287,14 @@ class StepTransaction:
             bucket_exchange.undo()
             bucket_exchange.poison()
 
-    def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
+    def shadow_work(self, index: int) -> Callable[[Transport, list[int]], bool]:
         """Return the work for a bucket of a rank that has joined.
 
         The work sends the residual alone; parameters stay as they are. It returns whether the
         transaction has ended with an update.
         """
         self.shadowed.add(index)
-        self.bucket_exchanges[index].take_nothing(self._scale_of(self.bucket_exchanges[index]))
+        self.bucket_exchanges[index].capture_zeros(self._scale_of(self.bucket_exchanges[index]))
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             self._work(index, [], transport, all_flags)
@@ -309,18 +310,18 @@ class StepTransaction:
 
         return work
 
-    def _take(self, index: int) -> None:
+    def _capture_gradients(self, index: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
         if self.samples.count == 0:  # the gradients may be NaN
             for parameter in bucket_exchange.parameters:
                 if (gradient := parameter.grad) is None or lacks_gradient(parameter):
                     continue
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        bucket_exchange.take(
+        bucket_exchange.capture_gradients(
             self._factor(bucket_exchange, self._weight, self._share),
             self._scale_of(bucket_exchange),
         )
-        if bucket_exchange.looks_first:
+        if bucket_exchange.checks_finite_first:
             self._finite[index] = bucket_exchange.all_finite()
 
     def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
@@ -328,7 +329,7 @@ class StepTransaction:
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
         # A residual may be resumed in a run, or a bucket, with another predivide factor.
-        return self._scale if bucket_exchange.has_room else self._scale * self._predivide
+        return self._scale if bucket_exchange.has_residual else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
@@ -379,7 +380,7 @@ class StepTransaction:
             # A rank that has joined has no gradient, even if its last sample count was not 0.
             if self.samples.count is not None and all_flags[transport.rank] & _HERE:
                 weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
-                self.bucket_exchanges[index].weigh(
+                self.bucket_exchanges[index].set_weight(
                     self._factor(self.bucket_exchanges[index], weight, share), share
                 )
             self.bucket_exchanges[index].remember()

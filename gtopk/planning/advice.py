@@ -21,8 +21,8 @@ from ..exchange.buckets.buckets import Bucket
 from ..exchange.exchange import (
     CompressorExchange,
     DenseExchange,
+    DrainingExchange,
     Exchange,
-    SendingAlong,
     SparseExchange,
 )
 from ..exchange.node_exchange import NodeExchange
@@ -75,7 +75,7 @@ class Exchanging(Protocol):
 def _way_of(bucket_exchange: Sized) -> Exchange | None:
     """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
     exchange = bucket_exchange.exchange if isinstance(bucket_exchange, Exchanging) else None
-    return exchange.then if isinstance(exchange, SendingAlong) else exchange
+    return exchange.next_exchange if isinstance(exchange, DrainingExchange) else exchange
 
 
 def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration) -> float | None:

@@ -222,7 +222,7 @@ class RankRecord:
         """Return the number of its steps, those without a line included."""
         return self.steps[-1].report.step + 1 - self.from_step if self.steps else 0
 
-    def go_on_from(self, step: int) -> None:
+    def discard_from(self, step: int) -> None:
         """Remove the steps and notes from this step on, which are repeated."""
         self.steps = [each for each in self.steps if each.report.step < step]
         self.earlier = len(self.steps)
@@ -390,7 +390,7 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
             if line["what"] == "resumed":
                 goes_on_from = line["step"]
             elif line["what"] == "step" and goes_on_from is not None:
-                record.go_on_from(goes_on_from)
+                record.discard_from(goes_on_from)
                 goes_on_from = None
             _add(record, line, start + line["seconds"], bytes_before, samples_before)
         if record.steps:

@@ -255,7 +255,7 @@ def broadcast_optimizer_state(
             "layout": layout,
             "optimizer": skeleton,
             "tensors": [(*slot,) for slot in slots],
-            "in_common": optimizer.in_common() if isinstance(optimizer, Wrapping) else None,
+            "shared_state": optimizer.shared_state() if isinstance(optimizer, Wrapping) else None,
         }
     message = broadcast_object(message, root_rank, name)
     difference = optimizer_tree.difference(layout, message["layout"])
@@ -283,6 +283,6 @@ def broadcast_optimizer_state(
         optimizer_tree.install(filled, optimizer)
     optimizer_tree.lay_out_as_parameters(optimizer)
     if isinstance(optimizer, Wrapping):
-        optimizer.go_on_from(message["in_common"])
-        for other in optimizer.besides():
+        optimizer.load_shared_state(message["shared_state"])
+        for other in optimizer.outer_optimizers():
             broadcast_optimizer_state(other, root_rank)

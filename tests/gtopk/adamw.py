@@ -115,7 +115,7 @@ class OneRank:
 
     def ratios(self, optimizer: Any) -> dict[torch.Tensor, np.ndarray]:
         """Return R of each parameter, by the rows of its bucket."""
-        held = optimizer._reducer.take_state_out()[0]
+        held = optimizer._reducer.export_state()[0]
         found = {}
         for bucket in optimizer._reducer.planned.bucket_exchanges:
             mean = [optimizer.state[p]["shared_row_squares"].numpy() for p in bucket.parameters]

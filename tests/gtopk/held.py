@@ -13,7 +13,7 @@ def held(optimizer: Any, what: str = "residual") -> np.ndarray:
 
     What rounding took of sums that this rank owns counts as residual.
     """
-    by_name, _ = optimizer._reducer.take_state_out()
+    by_name, _ = optimizer._reducer.export_state()
     wanted = [what, "owner_error"] if what == "residual" else [what]
 
     def of(name: str, parameter: torch.Tensor) -> np.ndarray:

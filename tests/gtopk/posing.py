@@ -157,6 +157,6 @@ def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str
         monkeypatch.setattr(module, "view_array", view)
         monkeypatch.setattr(module, "view_tensor", lambda array: arrays.view_tensor(array.content))
     monkeypatch.setattr(buckets, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(bucket_exchange.BucketExchange, "looks_first", False)
+    monkeypatch.setattr(bucket_exchange.BucketExchange, "checks_finite_first", False)
     monkeypatch.setitem(sys.modules, "posing", sys.modules[__name__])
     return lambda: [kernel for machine in machines for kernel in machine.launched]

@@ -108,10 +108,10 @@ def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
             optimizer = distribute(model, Compression.gtopk(0.1))
             train(optimizer, model, transport.rank, range(2))
             (planned,) = optimizer._reducer.planned.bucket_exchanges
-        return planned.exchange.residual.learns, mean_square_ratio([planned])
+        return planned.exchange.residual.shares_second_moment, mean_square_ratio([planned])
 
-    for learns, ratio in threads(size, program):
-        assert learns == (size > 1)
+    for shares, ratio in threads(size, program):
+        assert shares == (size > 1)
         assert (ratio == 1.0) == (size == 1)
 
 

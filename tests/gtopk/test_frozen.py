@@ -25,7 +25,7 @@ def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> N
 
 
 def held_of(optimizer: Any, name: str) -> torch.Tensor:
-    return optimizer._reducer.take_state_out()[0][name]["residual"]
+    return optimizer._reducer.export_state()[0][name]["residual"]
 
 
 @pytest.mark.parametrize("one_bucket", [True, False])
@@ -272,7 +272,7 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
 
 
 def everything_held_of(optimizer: Any) -> dict[str, torch.Tensor]:
-    return optimizer._reducer.take_state_out()[0]["2.weight"]
+    return optimizer._reducer.export_state()[0]["2.weight"]
 
 
 @pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.topk(0.2)], ids=repr)
@@ -337,7 +337,7 @@ def test_what_leaves_with_dense_steps_waits_for_a_gradient_too(threads):
             assert torch.equal(model[2].weight, before)
             assert torch.equal(held_of(dense, "2.weight"), kept)
             take_steps(model, dense, transport.rank, range(40, 80))
-            assert not dense._reducer.take_state_out()[0].get("2.weight")
+            assert not dense._reducer.export_state()[0].get("2.weight")
         return flat(model)
 
     one, other = threads(2, program)

@@ -97,7 +97,7 @@ def test_what_a_policy_keeps_dense_holds_nothing_back(threads):
                 value(model, transport.rank, step).backward()
                 optimizer.step()
             assert optimizer.last_step.algorithm == "dense+gtopk"
-            names, _ = optimizer._reducer.take_state_out()
+            names, _ = optimizer._reducer.export_state()
             assert set(names) == {"0.weight", "2.weight", "3.weight"}
 
     threads(2, program)

@@ -76,7 +76,7 @@ def bits(model: torch.nn.Module, optimizer: Any) -> list[bytes]:
     tensors = [*model.parameters()]
     tensors += [t for state in optimizer.state.values() for t in state.values() if t is not None]
     arrays = [tensor.detach().numpy() for tensor in tensors]
-    held, _ = optimizer._reducer.take_state_out()
+    held, _ = optimizer._reducer.export_state()
     tensors = [tensor for name in sorted(held) for tensor in held[name].values()]
     arrays += [tensor.numpy() for tensor in tensors if tensor.any()]
     return [array.tobytes() for array in arrays]

@@ -399,7 +399,7 @@ class RoundWire:
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
         """Reduce the sums of a round to their mean."""
-        finite = self.exchange.take(sums, self._local_clip_norm)
+        finite = self.exchange.capture_sums(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
         said, look, self.parted = self._settings.said(), self._replicas.begin(), None
 

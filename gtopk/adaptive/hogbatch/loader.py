@@ -186,7 +186,7 @@ class HogbatchLoader(LoaderBase):
             self._periods.poll()
             places = self._claims.hand_out()
             self.num_samples = len(places)
-            self._batch.take(places)
+            self._batch.make_current(places)
             yield batch
             self._batch.leave()
 

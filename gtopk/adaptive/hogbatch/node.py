@@ -389,7 +389,7 @@ def join_node(
     if options.audit and len(hosts) > 1:
         raise ValueError(
             f"audit=True is for the ranks of one host, got those of {len(hosts)}: merges between "
-            "hosts change the models, too, and what steps have lost cannot be told from that"
+            "hosts change the models, too, so the audit could not say what the steps have lost"
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:

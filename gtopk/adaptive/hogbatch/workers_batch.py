@@ -189,7 +189,7 @@ class BatchInHand:
         before, self._counted = self._counted, now_nanoseconds()
         self._board.add("in_rounds", self._counted - before)
 
-    def take(self, places: Sequence[int]) -> None:
+    def make_current(self, places: Sequence[int]) -> None:
         """Make a batch the current one, and copy the shared model for a fast worker."""
         self.places = places
         self._writer.hand_over()

@@ -193,7 +193,7 @@ def take_over(
 
     # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
     optimizer.step = MethodType(own_step, optimizer)
-    optimizer.step_policy.step_for(mode)
+    optimizer.step_policy.let_mode_step(mode)
     return before
 
 

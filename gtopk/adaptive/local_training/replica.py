@@ -58,7 +58,7 @@ class Ran(NamedTuple):
 
 
 class RoundExchange:
-    """One rank's side of a round's exchange: call `take`, then `reduce` on the engine's thread.
+    """One rank's side of a round's exchange: `capture_sums`, then `reduce` on the engine's thread.
 
     bucket:   holds the sums; exchange: reduces them.
     progress: counts reductions that had an update.
@@ -128,8 +128,8 @@ class RoundExchange:
         for name, tensor in residuals.items():
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
         if (residual := self.exchange.residual) is not None:
-            residual.holds_nothing = state["residual"] is None
-            residual.astray = True
+            residual.is_empty = state["residual"] is None
+            residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
         if self._regions is not None and state["regions"] is not None:
             self._regions.resume(state["regions"])
@@ -143,7 +143,7 @@ class RoundExchange:
     def unsent(self) -> list[torch.Tensor] | None:
         """Return the residual by parameter, as views of its memory; None where it is empty."""
         residual = self.exchange.residual
-        if residual is None or residual.holds_nothing:
+        if residual is None or residual.is_empty:
             return None
         return self.bucket.split(view_tensor(residual.values))
 
@@ -152,13 +152,15 @@ class RoundExchange:
         if self.exchange.residual is not None:
             self.exchange.residual.clear()
 
-    def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
-        """Take a rank's sums, one for each parameter; return whether they are finite.
+    def capture_sums(
+        self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None
+    ) -> bool:
+        """Capture a rank's sums, one for each parameter; return whether they are finite.
 
         allowed_norm: this rank's part of the update is shortened to its share of this norm.
         """
         self._clip = LocalClip(sums, allowed_norm)
-        self.bucket.take(1.0, gradients=sums)
+        self.bucket.capture_gradients(1.0, gradients=sums)
         return self.bucket.all_finite()
 
     def reduce(
@@ -256,10 +258,10 @@ class Replica:
 
     def prepare(self) -> bool:
         """Take the offsets for a merge; return whether they are finite, else reset the replica."""
-        finite = self.reduction.take(self.offsets())
+        finite = self.reduction.capture_sums(self.offsets())
         if not finite:
             self.reset()
-            self.reduction.take(self.offsets())
+            self.reduction.capture_sums(self.offsets())
         return finite
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:

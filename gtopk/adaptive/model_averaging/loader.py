@@ -218,12 +218,12 @@ class MergingLoader(LoaderBase):
         """Where other ranks drain, hand out a batch so that the script can drain, too."""
         if not self.drain_wanted:
             return
-        self._taken.stands_in = True
+        self._taken.is_weightless = True
         try:
             for batch in self._loader:
                 yield from self._hand_over(batch, range(0))
         finally:
-            self._taken.stands_in = False
+            self._taken.is_weightless = False
         if self.drain_wanted:
             self._tell(drains=False)  # raises an error on all ranks
 
@@ -295,7 +295,7 @@ class MergingLoader(LoaderBase):
         def work(transport: Transport, all_flags: list[int]) -> Any:
             told = [decode(message) for message in transport.allgather(message)]
             reports = [report for report, _ in told]
-            weights = batches.weigh(reports)
+            weights = batches.merge_weights(reports)
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])

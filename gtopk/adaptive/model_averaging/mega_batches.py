@@ -25,7 +25,7 @@ from .weights import WEIGHTS, Report, equally, perturbed
 class TakenBatches(Sampler[list[int]]):
     """The indices of the batches that this rank takes from a stretch; `taken` holds its takes.
 
-    stands_in: yield one batch without weight instead.
+    is_weightless: yield one batch without weight instead.
     """
 
     def __init__(self, cursor: Cursor, spent: Spent) -> None:
@@ -34,11 +34,11 @@ class TakenBatches(Sampler[list[int]]):
         self.stretch = Stretch([])
         self.size = 0
         self.taken: deque[range] = deque()
-        self.stands_in = False
+        self.is_weightless = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.taken.clear()
-        if self.stands_in:
+        if self.is_weightless:
             yield list(self.order[: self.size])
             return
         while take := self._take():
@@ -106,7 +106,7 @@ class MegaBatches:
         stretches = max(1, round(len(self._left) / wanted))
         return -(-len(self._left) // stretches)
 
-    def weigh(self, reports: Sequence[Report]) -> list[float]:
+    def merge_weights(self, reports: Sequence[Report]) -> list[float]:
         """Return each replica's weight in the merge, or its force; 0 where it is not finite."""
         strategy, options = self.strategy, self.options
         if strategy.force:

@@ -37,8 +37,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from ...exchange.buckets.moment import Moment
 from ...exchange.buckets.parameters import trained_by
+from ...exchange.buckets.timestamp import Timestamp
 from ...telemetry.step_report import StepReport
 from ..partitioning.cuts import Limits, whole
 
@@ -67,14 +67,14 @@ class GradientTimer:
         self._optimizer = optimizer
         self._watched: set[torch.Tensor] = set()
         self._device = torch.device("cpu")
-        self._began: Moment | None = None
-        self._ended: Moment | None = None
+        self._began: Timestamp | None = None
+        self._ended: Timestamp | None = None
         self._watch()
 
     def hand_over(self, samples: int) -> None:
         """Begin to measure."""
         self._watch()
-        self._began, self._ended = Moment(self._device), None
+        self._began, self._ended = Timestamp(self._device), None
 
     def _watch(self) -> None:
         """Add hooks to all parameters trained by now: layers are thawed, and groups added."""
@@ -92,7 +92,7 @@ class GradientTimer:
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def _stop(self) -> None:
-        self._ended = Moment(self._device)
+        self._ended = Timestamp(self._device)
 
     def take(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""

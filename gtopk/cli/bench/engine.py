@@ -24,7 +24,7 @@ from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
 from ...runtime.coordinator.fusion import Dense, layout_of
-from ...runtime.coordinator.operation import Announcement, Intention, ReadyName, exchange
+from ...runtime.coordinator.operation import Announcement, OperationSpec, Request, exchange
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import Machine, load, this_machine
@@ -76,15 +76,15 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     """Time cycles in which every rank is ready for all names, each with a slot."""
     table = ReadinessTable(transport.ranks, capacity=names)
     layout = layout_of(Dense(np.zeros(1, np.float32)))
-    intention = Intention(("float32 [1]",), None, (layout,))
-    ready_names = [ReadyName(f"allreduce.{number}", intention, 0) for number in range(names)]
-    table.take(exchange(transport, Announcement(fresh=tuple(ready_names)), table.slots))
+    spec = OperationSpec(("float32 [1]",), None, (layout,))
+    requests = [Request(f"allreduce.{number}", spec, 0) for number in range(names)]
+    table.enter(exchange(transport, Announcement(fresh=tuple(requests)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
 
     def negotiate() -> None:
-        announcement = table.announcement_of([*ready_names], transport.rank)
-        outcome = table.take(exchange(transport, announcement, table.slots))
+        announcement = table.announcement_of([*requests], transport.rank)
+        outcome = table.enter(exchange(transport, announcement, table.slots))
         assert len(outcome.ready) == names
 
     def allreduce() -> None:
@@ -215,14 +215,16 @@ def parser() -> argparse.ArgumentParser:
         "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
         launched=True,
     )
-    described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    described.add_argument(
+        "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"
+    )
     add_words(
         described,
         "--gradients",
         one_of(_GRADIENTS),
         list(_GRADIENTS),
         may_be_none=True,
-        help=f"of {', '.join(_GRADIENTS)}; default: all",
+        help=f"models whose gradients are reduced, from {', '.join(_GRADIENTS)}; default: all",
     )
     return described
 

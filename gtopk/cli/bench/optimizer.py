@@ -283,24 +283,29 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         choices=[*NETWORKS, *SHAPES],
         default="resnet20",
-        help="a network, or shapes whose gradients cost a copy and nothing else; default: "
+        help="a network, or the shapes of one, whose backward pass only copies gradients; default: "
         "%(default)s",
     )
     described.add_argument(
-        "--batch", type=int, default=32, help="of a network; default: %(default)s"
+        "--batch", type=int, default=32, help="samples per step of a network; default: %(default)s"
     )
     add_words(
         described,
         "--ways",
         one_of(ways(0.5)),
         metavar="WAY",
-        help=f"of {', '.join(ways(0.5))}; plain is always there; default: {', '.join(usual(1))}, "
-        f"and on several ranks {', '.join(usual(2)[len(usual(1)) :])}",
+        help=f"optimizers to time, from {', '.join(ways(0.5))}; plain is always timed; default: "
+        f"{', '.join(usual(1))}, and on several ranks also {', '.join(usual(2)[len(usual(1)) :])}",
     )
     described.add_argument(
-        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+        "--density",
+        type=as_argument(share),
+        default=0.001,
+        help="share of entries sent; default: %(default)s",
     )
-    described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
+    described.add_argument(
+        "--rounds", type=int, default=20, help="timed rounds; default: %(default)s"
+    )
     return described
 
 

@@ -190,23 +190,25 @@ def parser() -> argparse.ArgumentParser:
         "Encode and decode the same entries in every format: bytes and processor time "
         "per entry, and below which bandwidth a format pays for its work.",
     )
-    described.add_argument("--entries", type=int, default=25_600, help="default: %(default)s")
+    described.add_argument(
+        "--entries", type=int, default=25_600, help="entries per message; default: %(default)s"
+    )
     add_words(
         described,
         "--densities",
         share,
         [1e-4, 1e-3, 1e-2, 1e-1],
         metavar="D",
-        help="default: 0.0001 0.001 0.01 0.1",
+        help="shares of the vector that the entries are; default: 0.0001 0.001 0.01 0.1",
     )
     described.add_argument(
         "--elements",
         type=int,
         default=6_400_000,
-        help="size of a network in training whose picks are encoded too; 0: none; "
+        help="also encode the entries that a network of this size selects in training; 0: none; "
         "default: %(default)s",
     )
-    files = ".npz: indices, values, length"
+    files = "also encode the entries in these .npz files (arrays indices, values, length)"
     add_words(described, "--files", Path, [], metavar="FILE", help=files)
     described.add_argument(
         "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"

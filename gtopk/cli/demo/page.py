@@ -91,8 +91,8 @@ def epochs_figure(records: Sequence[Record], methods: str) -> str:
     """Show accuracy over epochs."""
     reading = (
         "A line is the mean over seeds, its band goes from the worst to the best seed. What makes "
-        "a seed easy or hard is the same for all methods: bands that overlap can still be told "
-        "apart seed by seed, as the words above do."
+        "a seed easy or hard is the same for all methods: bands that overlap may "
+        "still differ seed by seed, as the text above says."
     )
     if records[0]["seeds"] == 1:
         reading = "A line is the one seed that was run; another seed would draw another line."

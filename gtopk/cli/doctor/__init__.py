@@ -50,18 +50,18 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk doctor",
-        description="Say what is installed and works here, and what to run for what does not.",
+        description="Check what is installed and works here, and how to fix what does not.",
         epilog="example:\n  gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
-        "Under mpirun it looks at the running job. Exit code 1: a FAIL is in the way of training\n"
-        "on several ranks; WARN and MISSING are not.",
+        "Under mpirun it checks the running job. Exit code 1: a FAIL prevents training on\n"
+        "several ranks; WARN and MISSING do not.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--json", action="store_true", help="print the findings as JSON")
-    described.add_argument("--no-run", action="store_true", help="start no ranks to try them")
+    described.add_argument("--no-run", action="store_true", help="do not start ranks for a trial")
     described.add_argument(
         "--ranks",
         action="store_true",
-        help="look at the running job only: try the link of each pair of its ranks",
+        help="check only the running job: try the link between each pair of its ranks",
     )
     return described
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _look_at_job(job, options.ranks)
         return 0
     findings: list[Finding] = []
-    examined = map(weigh, _examine(job, not options.no_run, options.ranks))
+    examined = map(grade, _examine(job, not options.no_run, options.ranks))
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
@@ -118,7 +118,7 @@ def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
         yield ranks.look_at_new_ranks()
 
 
-def weigh(finding: Finding) -> Finding:
+def grade(finding: Finding) -> Finding:
     """Give a finding the state that it has for training, which an optional package cannot stop."""
     if finding.name in NEEDED and finding.state is State.MISSING:
         return finding._replace(state=State.FAIL)

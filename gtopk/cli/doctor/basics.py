@@ -92,7 +92,7 @@ def look_at_gtopk() -> Finding:
 def look_at_cores() -> Finding:
     """Probe how many cores ranks can share."""
     if not installed("numpy"):
-        return Finding("cores", State.MISSING, "counted once numpy is here", "pip install numpy")
+        return Finding("cores", State.MISSING, "need numpy to be counted", "pip install numpy")
     from collectives.cores import core_quota, usable_cores
 
     quota = core_quota()
@@ -216,19 +216,19 @@ def look_at_mpi_and_cuda() -> Finding:
     """Probe how MPI carries messages of GPUs."""
     name = "MPI and CUDA"
     if not installed("mpi4py"):
-        return Finding(name, State.MISSING, "mpi4py would carry messages of GPUs", INSTALL_MPI)
+        return Finding(name, State.MISSING, "GPUs' messages over MPI need mpi4py", INSTALL_MPI)
     if not installed("cupy"):
-        return Finding(name, State.MISSING, "without CuPy messages of GPUs go through the host")
+        return Finding(name, State.MISSING, "without CuPy, GPUs' messages go through host memory")
     # Here, as they need NumPy, without which the other findings still count.
     from collectives.transports.cuda_aware import why_staged
     from collectives.transports.gpu import has_gpu
 
     import_module("mpi4py").rc.initialize = False
     if not has_gpu():
-        return Finding(name, State.MISSING, "no GPU here whose messages MPI could carry")
+        return Finding(name, State.MISSING, "no GPU here")
     reason = why_staged()
     if not reason:
-        return Finding(name, State.OK, "direct: MPI sends from GPU memory, as a try has shown")
+        return Finding(name, State.OK, "direct: MPI sends from GPU memory, as a trial has shown")
     return Finding(name, State.OK, f"staged through pinned host memory: {reason}")
 
 

@@ -70,12 +70,12 @@ def judge_interface(
     outer = {name: each for name, each in found.items() if not each.startswith("127.")}
     chosen = next((name for name, each in outer.items() if each == choice.address), "")
     if choice.address and not chosen:
-        detail = f"the heartbeat hears on the loopback, by {choice.by}: no other host reaches it"
+        detail = f"the heartbeat listens on the loopback, by {choice.by}: no other host reaches it"
         return Finding(INTERFACE, State.WARN, detail, f"for several hosts: unset {choice.by}")
     if not chosen:
         detail = "only the loopback has an address: ranks of this host alone find each other"
         return Finding(INTERFACE, State.WARN, detail, "bring a network up: ip -brief address")
-    detail = f"between hosts the heartbeat hears on {chosen} ({choice.address}), by {choice.by}"
+    detail = f"between hosts the heartbeat listens on {chosen} ({choice.address}), by {choice.by}"
     others = {name: each for name, each in outer.items() if name != chosen}
     if others:
         detail += f"; there are also {_listed(others)}"

@@ -190,7 +190,7 @@ def add_up(measure_network: bool = True) -> None:
     from collectives.cores import allowed_cores, core_quota
 
     from ...runtime.world.joining import join
-    from ...runtime.world.state import emulate_on, find_out
+    from ...runtime.world.state import choose_gpu_carrying, emulate_on
 
     world = join()
     emulate_on(world)
@@ -214,7 +214,7 @@ def add_up(measure_network: bool = True) -> None:
         "hosts": [host for host, _, _, _ in places],
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
-        "gpus": find_out(world),
+        "gpus": choose_gpu_carrying(world),
     }
     if measure_network and world.size > 1:
         from .network import describe_network

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_record(run), indent=1))
         return 0
     if not any(rank.steps for rank in run.ranks):
-        return _fail(f"the run in '{options.run}' has taken no step yet: there is nothing to draw")
+        return _fail(f"the run in '{options.run}' has no steps yet, so there is nothing to draw")
     from .page import page
 
     out = options.out or options.run / "report.html"

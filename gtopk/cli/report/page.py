@@ -30,11 +30,11 @@ from .series import (
 _MANY_RANKS = 64  # bars beyond are left out
 _EXPLAINED = {
     "compute": "compute is forward, backward and the optimizer's own step",
-    "wait": "wait is for the other ranks to be ready, and for the exchange's turn",
-    "select": "select is accumulate, select, and the gradients in and out of their bucket",
+    "wait": "wait is for the other ranks to be ready, and for earlier exchanges to end",
+    "select": "select is accumulating, selecting, and copying gradients to and from buckets",
     "pack": "pack is encode and decode",
-    "exchange": "exchange is messages on their way",
-    "merge": "merge is to add up what has come, and to select of that",
+    "exchange": "exchange is sending and receiving messages",
+    "merge": "merge is adding up the received entries, and selecting among the sums",
 }
 
 
@@ -166,7 +166,7 @@ def over_steps_figure(run: Run) -> str:
             "Means over the ranks, and over neighbouring steps where there are more than a line "
             "can show. "
         )
-    reading += "A place where it changes for good is where the machines or the network changed."
+    reading += "A lasting change shows that the machines or the network changed."
     return figure(
         f"{several(covers).capitalize()}, one after the other",
         _parts_legend(_shown(parts for _, parts in found)) + drawn,
@@ -199,8 +199,8 @@ def prediction_figure(run: Run) -> str:
         ),
         f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
         f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
-        "waiting for a rank that is late counts as measured, and nobody predicts it. The ranks' "
-        "agreement to begin, which the line at the run's start adds to each bucket, is in neither.",
+        "waiting for a late rank counts as measured, and is not predicted. Neither includes the "
+        "ranks' agreement to begin, which the line at the run's start adds to each bucket.",
     )
 
 
@@ -264,7 +264,7 @@ def stragglers_figure(run: Run) -> str:
         series.of_notes(run, notes, "score"),
         "Straggler score",
         "score",
-        "How fast a rank computes: the least of all ranks' median seconds over its own, told every "
+        "How fast a rank computes: the fastest rank's median seconds over its own, every "
         "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
         "quarters of their time for the slowest.",
         plots.plain_text,
@@ -312,8 +312,8 @@ def bits_figure(run: Run) -> str:
         series.of_steps(run, series.bits_per_entry),
         "Bits per entry",
         "bits",
-        "What an entry, index and value, took in the messages that a rank wrote, headers included. "
-        "Index and value as they are in memory take 64.",
+        "Bits per entry (index and value) in the messages that a rank sent, headers included. "
+        "In memory an entry takes 64.",
         plots.plain_text,
     )
 
@@ -326,8 +326,8 @@ def norm_figure(run: Run) -> str:
         series.of_notes(run, notes, "norm"),
         "Norm of the residual",
         "norm",
-        "What a rank has accumulated and not sent; looked at now and then. It settles where a "
-        "step sends as much as it brings; one that goes on growing asks for a higher density.",
+        "What a rank has accumulated and not sent, sampled now and then. It levels off where a "
+        "step sends as much as it adds. If it keeps growing, raise the density.",
         plots.plain_text,
     )
 
@@ -341,8 +341,8 @@ def age_figure(run: Run) -> str:
         "Age of the residual",
         "steps",
         "How many steps like the last would send as much as the residual: the sum of its absolute "
-        "values over that of those sent. About so long does a value wait (Little's law), "
-        "where nothing cancels out.",
+        "values over that of those sent. A value waits about that long (Little's law), "
+        "if values do not cancel out.",
         plots.plain_text,
     )
 

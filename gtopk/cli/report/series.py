@@ -33,7 +33,7 @@ MEANINGS: Final[Mapping[str, str]] = {
 WAITS: Final[Mapping[str, str]] = {
     "round": "wait is for the other ranks to be ready, and, where nothing is left to compute, for "
     "the update",
-    "mega-batch": "wait is to be told the next samples, for slower ranks, and for the merge's turn",
+    "mega-batch": "wait is for the next samples, for slower ranks, and for the merge's turn",
     "period": "wait is for the other workers to end their epoch",
 }
 ALONE: Final = ("mega-batch", "period")  # of which each rank makes as many as it can

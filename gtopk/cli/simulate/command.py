@@ -162,13 +162,13 @@ def parser() -> argparse.ArgumentParser:
         "--bandwidth",
         type=as_argument(bandwidth),
         default=GIGABIT.bits_per_second,
-        help="of each rank's link; default: 1gbit",
+        help="bandwidth of each rank's link; default: 1gbit",
     )
     add(
         "--latency",
         type=as_argument(duration),
         default=GIGABIT.latency_seconds,
-        help=f"per message; default: {1e6 * GIGABIT.latency_seconds:g}us",
+        help=f"latency per message; default: {1e6 * GIGABIT.latency_seconds:g}us",
     )
     add("--exchange", type=as_argument(duration), help="time per step, instead of the link's model")
     add(
@@ -181,30 +181,38 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", choices=PARAMETERS, metavar="NAME", help="model whose exchange is modelled")
     add("--task", choices=NETWORKS, default="digits", help="what to train; default: %(default)s")
-    add("--epochs", type=as_argument(count), default=20, help="default: %(default)s")
+    add("--epochs", type=as_argument(count), default=20, help="epochs; default: %(default)s")
     add(
         "--evaluate-every",
         type=as_argument(count),
         default=0,
         metavar="SAMPLES",
-        help="default: after every epoch",
+        help="samples between evaluations; default: an epoch",
     )
-    add("--seeds", type=as_argument(count), default=1, help="default: %(default)s")
+    add("--seeds", type=as_argument(count), default=1, help="runs per mode; default: %(default)s")
     add(
-        "--batch", type=as_argument(count), default=256, help="over all ranks; default: %(default)s"
+        "--batch",
+        type=as_argument(count),
+        default=256,
+        help="batch size over all ranks; default: %(default)s",
     )
-    add("--micro-batch", type=as_argument(count), default=8, help="for abs; default: %(default)s")
+    add(
+        "--micro-batch",
+        type=as_argument(count),
+        default=8,
+        help="of mode abs; default: %(default)s",
+    )
     add(
         "--max-batch",
         type=as_argument(count),
         default=0,
-        help="for goodput; default: 8 times --batch",
+        help="largest batch of mode goodput; default: 8 times --batch",
     )
     add(
         "--mega-batch",
         type=as_argument(count),
         default=0,
-        help="for adaptive-sgd; default: 100 batches",
+        help="samples of mode adaptive-sgd's mega-batch; default: 100 batches",
     )
     add(
         "--fast",
@@ -224,7 +232,12 @@ def parser() -> argparse.ArgumentParser:
         default=Classes().sizes,
         help="batch sizes of hogbatch; default: slow=4:64,fast=32:256",
     )
-    add("--interval", type=as_argument(count), default=5, help="steps per window, for balanced")
+    add(
+        "--interval",
+        type=as_argument(count),
+        default=5,
+        help="steps per window of mode balanced; default: %(default)s",
+    )
     add(
         "--lr",
         type=as_argument(above_zero),
@@ -241,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
         "--density",
         type=as_argument(dense_or_density),
         default=0.05,
-        help="or 'dense'; default: 0.05",
+        help="share of entries sent, or 'dense'; default: 0.05",
     )
     add(
         "--target",
@@ -253,7 +266,7 @@ def parser() -> argparse.ArgumentParser:
         "--modes",
         type=as_argument(modes),
         default=list(DEFAULT),
-        help=f"from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
+        help=f"modes to compare, from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
     add(
         "--json",

@@ -139,7 +139,7 @@ class Ends:
             meeting.results = [Reduced(None, counts, batches)] * len(parts)
             return
         for rank, exchange in self._exchanges.items():
-            exchange.take(parts[rank][0])
+            exchange.capture_sums(parts[rank][0])
 
         def reduce(transport: Transport) -> list[torch.Tensor] | None:
             return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))

@@ -176,7 +176,7 @@ class Rank:
         self._optimizer.zero_grad()
         if len(batch):
             (len(batch) * self._task.loss(self.model, batch)).backward()
-        self._exchange.take([parameter.grad for parameter in self._parameters])
+        self._exchange.capture_sums([parameter.grad for parameter in self._parameters])
         update = self._exchange.reduce(transport, 1.0 / total)
         if update is None:  # not finite, on all ranks
             self.skipped += 1

@@ -170,7 +170,7 @@ class _Run:
         if not workers:
             raise ValueError("every rank has died")
         reports = [self._report(worker, batches.sizes[p]) for p, worker in enumerate(workers)]
-        weights = batches.weigh(reports)
+        weights = batches.merge_weights(reports)
 
         def merge(transport: Transport) -> None:
             trained, weight = workers[transport.rank].trained, weights[transport.rank]

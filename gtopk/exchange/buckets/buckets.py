@@ -32,9 +32,9 @@ from .arrays import (
     view_tensor,
     zeros,
 )
-from .moment import Moment
 from .parameters import refuse_complex
 from .placeholders import are_lacking, lacks_gradient
+from .timestamp import Timestamp
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -49,7 +49,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 class Bucket:
     """The vector of all gradients, in the order of the parameters and of their elements in memory.
 
-    In a step: `take`, read by `addend` or `gather`, write by `put` or `scatter`, then `keep`.
+    In a step: `capture_gradients`, read by `addend` or `gather`, write by `put` or `scatter`, then
+    `keep`.
 
     sizes:     of the parameters; or of the several parameters that a single one stands for.
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
@@ -59,9 +60,9 @@ class Bucket:
     share:     the factor of this rank's mean gradient in the sum; 0 where it has no samples.
     scale:     multiplies the update, after everything else.
     gradients: of this step; zeros for one that is missing.
-    taken:     when they were taken, by time.perf_counter.
-    ready:     the moment when they are computed: on a GPU later than when they were taken.
-    lacking:   of each parameter, whether it had no gradient of its own when they were taken.
+    captured_at: when they were captured, by time.perf_counter.
+    ready:     the timestamp when they are computed: on a GPU later than when they were captured.
+    lacking:   of each parameter, whether it had no gradient of its own when they were captured.
     sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
     largest:   the largest value of an update that is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
@@ -88,8 +89,8 @@ class Bucket:
         self.gradients: list[torch.Tensor] = []
         self.lacking: list[bool] = []
         self.sparse: list[torch.nn.Parameter] = []
-        self.taken = 0.0
-        self.ready = Moment(self.device)
+        self.captured_at = 0.0
+        self.ready = Timestamp(self.device)
         # The gradients' memory, looked up once a step; (None,) where they are to be copied.
         self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
         # For a bucket on the host: the GPUs of its gradients, which torch copies.
@@ -97,18 +98,18 @@ class Bucket:
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
         self._on_stream = self._current_stream()
 
-    def take(
+    def capture_gradients(
         self,
         weight: float,
         scale: float = 1.0,
         gradients: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Take this step's gradients, to be multiplied with `weight` later: no copy is made.
+        """Capture this step's gradients, to be multiplied with `weight` later: no copy is made.
 
         gradients: in place of the parameters' own, of any dtype.
         Sparse gradients become dense; `keep` makes them sparse again.
         """
-        self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
+        self.weight, self.scale, self.captured_at = weight, scale, time.perf_counter()
         self.share = weight * scale  # gradients are means of samples, times the scale
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = are_lacking(own)
@@ -132,11 +133,11 @@ class Bucket:
         ]
         self._on_stream = self._current_stream()
         with self._on_stream():
-            self.ready = Moment(self.device)
+            self.ready = Timestamp(self.device)
         self._looked_up = None
 
-    def take_nothing(self, scale: float) -> None:
-        """Take zeros as gradients, in memory of their own: `put` changes no parameter's gradient.
+    def capture_zeros(self, scale: float) -> None:
+        """Use zeros as gradients, in memory of their own: `put` changes no parameter's gradient.
 
         scale: the other ranks': all ranks compute by it what the gradients' dtype cannot hold.
         """
@@ -144,7 +145,7 @@ class Bucket:
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
         self._on_stream = self._current_stream()
         with self._on_stream():
-            self.ready = Moment(self.device)
+            self.ready = Timestamp(self.device)
         self._looked_up = None
 
     @property
@@ -159,7 +160,7 @@ class Bucket:
         return self._largest / max(abs(self.scale), 1.0)
 
     def on_stream(self) -> AbstractContextManager[None]:
-        """Return a context, for any thread, on the stream of the last `take`: after backward."""
+        """Return a context, for any thread, on the stream of the captured gradients."""
         return self._on_stream()
 
     def _current_stream(self) -> Callable[[], AbstractContextManager[None]]:
@@ -184,7 +185,7 @@ class Bucket:
     def _where_they_lie(self) -> list[NDArray[Any]] | Located | None:
         """Return the gradients' own memory, on a GPU as addresses; None where it must be copied.
 
-        Work on the stream that they were taken on comes after pending writes to that memory.
+        Work on the stream that they were captured on comes after pending writes to that memory.
         """
         if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
             return None
@@ -345,7 +346,7 @@ class Bucket:
         for parameter in self.sparse:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
-        self.let_go()
+        self.release_gradients()
 
     def poison(self) -> None:
         """Make every gradient NaN, so that a GradScaler, too, finds that the step is skipped.
@@ -355,9 +356,9 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None and not lacks_gradient(parameter):
                 parameter.grad.fill_(float("nan"))
-        self.let_go()
+        self.release_gradients()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Drop references to this step's gradients, so that `zero_grad` frees their memory."""
         self.gradients = []
         self._looked_up = None

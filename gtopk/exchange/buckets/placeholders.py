@@ -69,7 +69,7 @@ def _is_untouched(gradient: torch.Tensor) -> bool:
     return True
 
 
-def take_away(parameters: Iterable[torch.Tensor]) -> None:
+def remove_placeholders(parameters: Iterable[torch.Tensor]) -> None:
     """Replace placeholders by None, so that an optimizer passes over these parameters."""
     if not _placed:
         return
@@ -109,6 +109,6 @@ def _make_way_for_sparse(parameter: torch.nn.Parameter) -> None:
         handle.remove()
         owner = known()
         if gradient.is_sparse and owner is not None:
-            take_away([owner])
+            remove_placeholders([owner])
 
     handle = parameter.register_hook(hook)

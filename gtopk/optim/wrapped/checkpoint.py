@@ -58,8 +58,8 @@ class Holder(Protocol):
     @property
     def steps(self) -> int: ...
     def known_names(self) -> Collection[str]: ...
-    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]: ...
-    def put_state_in(
+    def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]: ...
+    def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None: ...
 
@@ -79,7 +79,7 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
 
 def save(holder: Holder) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    residuals, bucket_exchanges = holder.take_state_out()
+    residuals, bucket_exchanges = holder.export_state()
     return {
         "format": FORMAT,
         "ranks": len(holder.ranks),
@@ -139,7 +139,7 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
         return
     residuals = _share_of(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
-    holder.put_state_in(
+    holder.import_state(
         under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
     )
 

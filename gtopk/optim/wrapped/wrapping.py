@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...exchange.buckets.placeholders import placeholders, renew, take_away
+from ...exchange.buckets.placeholders import placeholders, remove_placeholders, renew
 from .tree import lay_out_as_parameters
 
 
@@ -43,23 +43,23 @@ class Wrapping(torch.optim.Optimizer):
         self._wrapped.state = state
 
     @property
-    def apart(self) -> Collection[torch.nn.Parameter]:
+    def diverging_parameters(self) -> Collection[torch.nn.Parameter]:
         """Return the parameters whose values may now differ between ranks; others are the same."""
         return ()
 
-    def besides(self) -> list[torch.optim.Optimizer]:
+    def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return further optimizers, which all ranks step alike: LocalSGD's outer one."""
         return []
 
-    def in_common(self) -> Any:
+    def shared_state(self) -> Any:
         """Return what else all ranks share, beyond groups and `state`; None: nothing.
 
-        Of types that `runtime.object_codec` encodes: another rank's `go_on_from` may get it.
+        Of types that `runtime.object_codec` encodes: another rank's `load_shared_state` may get it.
         """
         return None
 
-    def go_on_from(self, common: Any) -> None:
-        """Take over the shared state of another rank, as its `in_common` returned it."""
+    def load_shared_state(self, common: Any) -> None:
+        """Take over the shared state of another rank, as its `shared_state` returned it."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, in the memory layout of its parameters here."""
@@ -90,13 +90,13 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
-        take_away(_parameters(self))
+        remove_placeholders(_parameters(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call this in place of the wrapped optimizer's step, between that one's hooks."""
-        take_away(_parameters(self))
+        remove_placeholders(_parameters(self))
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 

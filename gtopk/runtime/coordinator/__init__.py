@@ -11,6 +11,6 @@ clocks.py            how far this rank's clock is ahead of rank 0's
 
 from .engine import Engine
 from .execution import Settings
-from .operation import Event, Observer, Operation, StandIn, Work
+from .operation import Event, Observer, Operation, ShadowWork, Work
 
-__all__ = ["Engine", "Event", "Observer", "Operation", "Settings", "StandIn", "Work"]
+__all__ = ["Engine", "Event", "Observer", "Operation", "Settings", "ShadowWork", "Work"]

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
-    """Return the error text that names the difference between the ranks' intentions.
+def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
+    """Return the error text that names the difference between the ranks' specs.
 
-    intentions: by rank: the operation's name, then its signature. At least two differ.
+    specs: by rank: the operation's name, then its signature. At least two differ.
     """
-    (name,) = {intention[0] for intention in intentions.values()}
-    first, *others = intentions.values()
+    (name,) = {spec[0] for spec in specs.values()}
+    first, *others = specs.values()
     everywhere = set(first).intersection(*others)
     # Quote each rank's first part that not all ranks share; later differences often follow from it.
     apart = {
         rank: next((fact for fact in signature if fact not in everywhere), "less")
-        for rank, signature in intentions.items()
+        for rank, signature in specs.items()
     }
     if len(set(apart.values())) == 1:  # all ranks have the same parts, in different orders
-        places = zip(*intentions.values(), strict=True)
+        places = zip(*specs.values(), strict=True)
         parted = next(place for place in places if len(set(place)) > 1)
-        apart = dict(zip(intentions, parted, strict=True))
+        apart = dict(zip(specs, parted, strict=True))
     options = _options_apart(apart)
     if options is None:
         return f"the ranks disagree about {name}: {_sides(apart)}"

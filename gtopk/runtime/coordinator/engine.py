@@ -33,20 +33,20 @@ from collectives.transports.transport import say
 
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
-from .execution import Execution, Settings, Settled, Stalls, settings_from
+from .execution import Execution, Finished, Settings, Stalls, settings_from
 from .fusion import Dense, layout_of
 from .operation import (
     Announcement,
     Event,
-    Intention,
     Observer,
     Operation,
-    ReadyName,
-    StandIn,
+    OperationSpec,
+    Request,
+    ShadowWork,
     Work,
     exchange,
 )
-from .readiness_table import PROGRAM_ENDED, Outcome, ReadinessTable, Ready
+from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
 
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # between two checks of an idle engine whether the program has ended
@@ -61,7 +61,7 @@ class Engine:
 
     The owner sets these:
 
-    stand_in: makes the work of a rank that has joined, for operations with a join descriptor.
+    shadow_work: makes the work of a rank that has joined, for operations with a join descriptor.
     sign: takes the reason why this rank leaves; returns it with who and where this rank is.
     where: returns at which step this rank is, for errors.
     ranks_may_leave: whether the ranks go on when one dies, for as long as they run no operation.
@@ -77,7 +77,7 @@ class Engine:
         self.sign: Callable[[str], str] = lambda how: how
         self.where: Callable[[], str] = lambda: ""
         self.failed_in = ""
-        self.stand_in: StandIn | None = None
+        self.shadow_work: ShadowWork | None = None
         self.ranks_may_leave = False
         self.finishes_later: Callable[[], bool] = lambda: False
         self.cycles = 0
@@ -88,7 +88,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
-        self._ready_names: dict[str, ReadyName] = {}
+        self._requests: dict[str, Request] = {}
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
@@ -99,10 +99,10 @@ class Engine:
         self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
-        self._execution = Execution(transport, self._settle)
+        self._execution = Execution(transport, self._finish_operations)
         self._stalls = Stalls(self.settings, transport)
-        self._said: dict[str, Operation] = {}  # announced, not done
-        self._said_joining = self._said_leaving = False
+        self._announced: dict[str, Operation] = {}  # announced, not done
+        self._announced_joining = self._announced_leaving = False
         self._negotiating: set[str] = set()  # names whose "begin negotiate" observers were told
         self._waiting_in = ""
         self._ended = False  # in good order
@@ -147,15 +147,15 @@ class Engine:
         signature: texts that must be equal on all ranks, as the name must; an error quotes those
                 that differ.
         flags:   int64 that may differ; `work` gets every rank's, and must not change the list.
-        join_descriptor: the bytes from which a rank that has joined makes its part (`stand_in`),
+        join_descriptor: the bytes from which a rank that has joined makes its part (`shadow_work`),
                 equal on all ranks; None: such a rank cannot take part.
         fusion: arrays to be reduced before `work` is called; see fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        intention = Intention(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
-        ready_name = ReadyName(name, intention, flags)
-        operation = Operation(ready_name, self.transport.size, work, fusion, self._hurry, self._at)
+        spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
+        request = Request(name, spec, flags)
+        operation = Operation(request, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -171,7 +171,7 @@ class Engine:
                 operation.finish(error=self._over)
                 return operation
             self._submitters.add(threading.get_ident())
-            operation.ready_name = self._recognize(ready_name)
+            operation.request = self._recognize(request)
             self._pending[name] = operation
             self._submitted.append(operation)
             if len(self._submitted) == 1:
@@ -184,8 +184,8 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Until then
         `submit` raises ValueError.
         """
-        ready_name = ReadyName("join", Intention((), None, ()), 0)
-        operation = Operation(ready_name, self.transport.size, _nothing, (), self._hurry, self._at)
+        request = Request("join", OperationSpec((), None, ()), 0)
+        operation = Operation(request, self.transport.size, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -213,15 +213,15 @@ class Engine:
         self._thread.join()
         return self._staying
 
-    def _recognize(self, ready_name: ReadyName) -> ReadyName:
+    def _recognize(self, request: Request) -> Request:
         """Return the earlier object that equals this one, so that comparisons are by identity."""
-        before = self._ready_names.get(ready_name.name)
-        if before == ready_name:
+        before = self._requests.get(request.name)
+        if before == request:
             return before
-        if len(self._ready_names) > self._limits[0]:
-            self._ready_names.clear()  # else names that are used once would be kept for ever
-        self._ready_names[ready_name.name] = ready_name
-        return ready_name
+        if len(self._requests) > self._limits[0]:
+            self._requests.clear()  # else names that are used once would be kept for ever
+        self._requests[request.name] = request
+        return request
 
     def _refuse_when_closed(self, what: str) -> None:
         if self._outlived:
@@ -288,9 +288,9 @@ class Engine:
                 self._submitted[-1].submitted + settings.cycle_seconds,
                 self._submitted[0].submitted + burst_seconds,
             )
-        if self._closing is not None and not self._said_leaving:
+        if self._closing is not None and not self._announced_leaving:
             return 0.0
-        if self._joining is not None and not self._said_joining:
+        if self._joining is not None and not self._announced_joining:
             return 0.0
         if not self._table.waits(rank):
             return self._cycle_ended + settings.idle_seconds
@@ -318,20 +318,20 @@ class Engine:
         with self._changed:
             submitted, self._submitted = self._submitted, []
             self._hurried = False
-            joins = self._joining is not None and not self._said_joining
-            leaves = self._closing if not self._said_leaving else None
+            joins = self._joining is not None and not self._announced_joining
+            leaves = self._closing if not self._announced_leaving else None
         begun = time.perf_counter()
         for operation in submitted:
-            operation.said = begun
-            self._said[operation.name] = operation
-        self._said_joining |= joins
-        self._said_leaving |= leaves is not None
+            operation.announced = begun
+            self._announced[operation.name] = operation
+        self._announced_joining |= joins
+        self._announced_leaving |= leaves is not None
         announcement = self._announcement(submitted, joins, leaves)
-        self._waiting_in = next(iter(self._said), "join" if self._said_joining else "")
+        self._waiting_in = next(iter(self._announced), "join" if self._announced_joining else "")
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
                 announcements = exchange(self.transport, announcement, self._table.slots)
-            self._take(announcements)
+            self._enter(announcements)
         except BaseException as error:
             self._give_up(error)
         self.cycles += 1
@@ -341,11 +341,13 @@ class Engine:
     def _announcement(
         self, submitted: Sequence[Operation], joins: bool, leaves: str | None
     ) -> Announcement:
-        ready_names = [operation.ready_name for operation in submitted]
-        announcement = self._table.announcement_of(ready_names, self.transport.rank)
+        requests = [operation.request for operation in submitted]
+        announcement = self._table.announcement_of(requests, self.transport.rank)
         # A rank that leaves waits for the others without a limit.
         expired = (
-            {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
+            {}
+            if self._announced_leaving
+            else self._stalls.expired(self._announced.values(), self._table)
         )
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
@@ -363,13 +365,13 @@ class Engine:
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
-        operation = self._said.get(self._waits.get(thread, ""))
+        operation = self._announced.get(self._waits.get(thread, ""))
         if operation is None or operation.finished is None:
             return None
-        is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
+        is_long = time.perf_counter() - operation.announced > _STUCK_SECONDS
         return operation.name if is_long else None
 
-    def _take(self, announcements: Sequence[Announcement]) -> None:
+    def _enter(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and do what follows."""
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
@@ -377,7 +379,7 @@ class Engine:
         now = time.perf_counter()
         if self._observers:
             self._tell_who_is_ready(announcements, now)
-        outcome = self._table.take(announcements)
+        outcome = self._table.enter(announcements)
         grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
         if self._observers:
@@ -391,26 +393,26 @@ class Engine:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
             self._end(*outcome.left)
-        self._stalls.warn(self._said.values(), self._table)
+        self._stalls.warn(self._announced.values(), self._table)
 
-    def _execute(self, ready: Sequence[Ready], agreed: float) -> None:
+    def _execute(self, ready: Sequence[ReadyOperation], agreed: float) -> None:
         for each in ready:
-            operation = self._said.get(each.name)
+            operation = self._announced.get(each.name)
             if operation is not None:
                 operation.agreed = agreed
-        self._execution.run(ready, self._said, self._limits[1], self.stand_in)
+        self._execution.run(ready, self._announced, self._limits[1], self.shadow_work)
 
     def _refuse(self, name: str, error: CollectiveError) -> None:
-        operation = self._said.get(name)
+        operation = self._announced.get(name)
         if operation is not None:
-            self._broken |= isinstance(error, PeerError) and not self._said_leaving
-            self._settle([(operation, None, error)])
+            self._broken |= isinstance(error, PeerError) and not self._announced_leaving
+            self._finish_operations([(operation, None, error)])
 
-    def _settle(self, outcomes: Sequence[Settled]) -> None:
+    def _finish_operations(self, outcomes: Sequence[Finished]) -> None:
         """Set the outcome of operations, and free their names."""
         with self._changed:
             for operation, result, error in outcomes:
-                del self._said[operation.name], self._pending[operation.name]
+                del self._announced[operation.name], self._pending[operation.name]
                 operation.finish(result, error)
 
     def _finish_joining(self, last: int) -> None:
@@ -418,13 +420,13 @@ class Engine:
             if self._joining is not None:
                 self._joining.finish(last)
             self._joining = None
-            self._said_joining = False
+            self._announced_joining = False
 
     def _end(self, rank: int, reason: str) -> None:
         """Begin no further cycle, as a rank left in good order; all ranks do so in this cycle."""
         with self._changed:
             self._ended = True
-            if not self._said_leaving:
+            if not self._announced_leaving:
                 self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
 
     def _give_up(self, error: BaseException) -> None:
@@ -450,7 +452,7 @@ class Engine:
             self._pending.clear()
             self._submitted.clear()
             self._joining = None
-            self._broken |= bool(left) and not self._said_leaving
+            self._broken |= bool(left) and not self._announced_leaving
             for operation in left:
                 operation.finish(error=error)
 
@@ -485,7 +487,7 @@ class Engine:
                     self._tell(Event("begin", "negotiate", name, now))
                 self._tell(Event("mark", "ready", name, now, rank))
 
-    def _tell_what_follows(self, outcome: Outcome, now: float) -> None:
+    def _tell_what_follows(self, outcome: CycleOutcome, now: float) -> None:
         for name, *_ in (*outcome.ready, *outcome.refused):
             if name in self._negotiating:
                 self._negotiating.remove(name)

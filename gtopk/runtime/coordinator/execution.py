@@ -24,9 +24,9 @@ from collectives.transports.transport import say
 
 from ... import settings
 from .agreement import name_ranks
-from .fusion import Dense, Fuser, Share, all_on_gpu, bundle, neutral
-from .operation import Event, Operation, Phase, StandIn, What, Work
-from .readiness_table import ReadinessTable, Ready
+from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, bundle, neutral
+from .operation import Event, Operation, Phase, ShadowWork, What, Work
+from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
 
@@ -89,22 +89,22 @@ class Stalls:
             self._advice = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job then"
         self._warned: dict[str, float] = {}
 
-    def expired(self, said: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
+    def expired(self, announced: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
         """Return the names of operations that have waited too long, each with an error's text."""
         now = time.perf_counter()
         return {
             operation.name: f"{self._waits(operation, table, now)}; {self._advice}"
-            for operation in said
-            if now - operation.said > self._limit_seconds
+            for operation in announced
+            if now - operation.announced > self._limit_seconds
         }
 
-    def warn(self, said: Iterable[Operation], table: ReadinessTable) -> None:
+    def warn(self, announced: Iterable[Operation], table: ReadinessTable) -> None:
         """Print, once a warning interval, operations that wait and the ranks they wait for."""
         now = time.perf_counter()
         stalled: dict[tuple[int, ...], list[Operation]] = {}
-        for operation in said:
-            since = self._warned.get(operation.name, operation.said)
-            if now - max(since, operation.said) > self._warning_seconds:
+        for operation in announced:
+            since = self._warned.get(operation.name, operation.announced)
+            if now - max(since, operation.announced) > self._warning_seconds:
                 self._warned[operation.name] = now
                 stalled.setdefault(tuple(table.missing(operation.name)), []).append(operation)
         for missing, operations in stalled.items():
@@ -119,12 +119,12 @@ class Stalls:
     def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]
         missing = name_ranks(table.missing(operation.name))
-        waited = now - operation.said
+        waited = now - operation.announced
         return f"rank {rank} has waited {waited:.3g} s for {missing} in {operation.name}"
 
 
 Notice = Callable[[Event], None]
-Settled = tuple[Operation, Any, BaseException | None]  # its result, its error
+Finished = tuple[Operation, Any, BaseException | None]  # its result, its error
 
 
 class Part(NamedTuple):
@@ -141,7 +141,10 @@ class Part(NamedTuple):
 
 
 def part_of(
-    ready: Ready, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
+    ready: ReadyOperation,
+    operation: Operation | None,
+    shadow_work: ShadowWork | None,
+    place: str = "cpu",
 ) -> Part:
     """Return this rank's part in an operation.
 
@@ -149,109 +152,115 @@ def part_of(
     place: the device of the tensors that the transport carries.
     Raises RuntimeError where nothing stands in for a rank that has joined.
     """
-    name, intention, all_flags = ready
+    name, spec, all_flags = ready
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
     work: Work = _nothing
-    if intention.join_descriptor is not None:
-        if stand_in is None:
+    if spec.join_descriptor is not None:
+        if shadow_work is None:
             raise RuntimeError(
                 f"this rank has joined, and nothing stands in for it in '{name}': make the "
                 "optimizer on every rank, also where there is nothing to train on"
             )
-        work = stand_in(name, intention.join_descriptor)
+        work = shadow_work(name, spec.join_descriptor)
     place = place if all_on_gpu(all_flags) else ""
-    return Part(name, all_flags, [neutral(layout, place) for layout in intention.dense], work, None)
+    return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
     """Do nothing: the reduction of dense arrays is the whole part of a rank that has joined."""
 
 
-class Step(NamedTuple):
-    """One step of a cycle: one operation, or the arrays of several that are reduced as one."""
+class FusionGroup(NamedTuple):
+    """What is run at once: one operation, or the arrays of several that are reduced as one."""
 
     parts: list[int]  # indices of the operations, each once
-    shares: list[Share]
+    arrays: list[ArrayIndex]
 
 
-def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
-    """Return the steps, in the order in which they are run."""
-    shares = (
-        Share(number, place, layout, all_on_gpu(each.all_flags))
+def fusion_groups(
+    ready: Sequence[ReadyOperation], threshold_bytes: int, alone_bytes: int
+) -> list[FusionGroup]:
+    """Return the groups, in the order in which they are run."""
+    arrays = (
+        ArrayIndex(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
-        for place, layout in enumerate(each.intention.dense)
+        for place, layout in enumerate(each.spec.dense)
     )
-    steps = [
-        Step(list(dict.fromkeys(share.of for share in group)), group)
-        for group in bundle(shares, threshold_bytes, alone_bytes)
+    groups = [
+        FusionGroup(list(dict.fromkeys(array.of for array in members)), members)
+        for members in bundle(arrays, threshold_bytes, alone_bytes)
     ]
-    steps += [Step([number], []) for number, each in enumerate(ready) if not each.intention.dense]
-    return sorted(steps, key=lambda step: step.parts[0])
+    groups += [
+        FusionGroup([number], []) for number, each in enumerate(ready) if not each.spec.dense
+    ]
+    return sorted(groups, key=lambda group: group.parts[0])
 
 
 class Execution:
     """Runs operations on a transport.
 
-    settle: called with the outcomes of operations.
+    finish: called with the outcomes of operations.
     notice: called with every event; None: nobody observes.
     """
 
-    def __init__(self, transport: Transport, settle: Callable[[Sequence[Settled]], None]) -> None:
+    def __init__(self, transport: Transport, finish: Callable[[Sequence[Finished]], None]) -> None:
         self.transport = transport
-        self.settle = settle
+        self.finish = finish
         self.notice: Notice | None = None
         self.activity = ""  # the operation that is run now, or failed
         self._fuser = Fuser()
-        self._planned: tuple[Sequence[Ready], list[Step]] = [], []
+        self._planned: tuple[Sequence[ReadyOperation], list[FusionGroup]] = [], []
 
     def run(
         self,
-        ready: Sequence[Ready],
+        ready: Sequence[ReadyOperation],
         operations: Mapping[str, Operation],
         fusion_threshold_bytes: int,
-        stand_in: StandIn | None,
+        shadow_work: ShadowWork | None,
     ) -> None:
-        """Run operations that all ranks run now; settle each.
+        """Run operations that all ranks run now; finish each.
 
         operations: those that this rank submitted, by name; it stands in for the others.
         Raises an operation's error after which ranks may be at different messages; operations after
-        it are not settled then. A MismatchError is raised on all ranks alike, and only settled.
+        it are not finished then. A MismatchError is raised on all ranks alike, and only finished.
         """
         place = self.transport.tensor_place
-        parts = [part_of(each, operations.get(each.name), stand_in, place) for each in ready]
+        parts = [part_of(each, operations.get(each.name), shadow_work, place) for each in ready]
         left = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
-        for step in self._steps(ready, fusion_threshold_bytes):
-            members = [parts[number] for number in step.parts]
+        for group in self._groups(ready, fusion_threshold_bytes):
+            members = [parts[number] for number in group.parts]
             self.activity = _title(members)
-            settled: list[Settled] = []
+            finished: list[Finished] = []
             # A sum that overflows is found by its result; NumPy's warning would name this line.
             quiet = np.errstate(over="ignore", invalid="ignore")
             try:
                 with self.transport.operation(self.activity), quiet:
-                    self._begin([parts[number] for number in step.parts if number not in begun])
-                    begun.update(step.parts)
-                    if step.shares:
-                        self._reduce(step.shares, parts, members)
-                        for share in step.shares:
-                            left[share.of] -= 1
-                    for number in step.parts:
+                    self._begin([parts[number] for number in group.parts if number not in begun])
+                    begun.update(group.parts)
+                    if group.arrays:
+                        self._reduce(group.arrays, parts, members)
+                        for array in group.arrays:
+                            left[array.of] -= 1
+                    for number in group.parts:
                         if left[number] == 0:
-                            settled += self._work(parts[number])
+                            finished += self._work(parts[number])
             except BaseException as error:
-                done = {operation for operation, _, _ in settled}
+                done = {operation for operation, _, _ in finished}
                 failed = [p.operation for p in members if p.operation and p.operation not in done]
-                self.settle(settled + [(operation, None, error) for operation in failed])
+                self.finish(finished + [(operation, None, error) for operation in failed])
                 raise
-            self.settle(settled)
+            self.finish(finished)
         self.activity = ""
 
-    def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
-        """Return the steps; last time's where the table returned the same list."""
+    def _groups(
+        self, ready: Sequence[ReadyOperation], fusion_threshold_bytes: int
+    ) -> list[FusionGroup]:
+        """Return the groups; last time's where the table returned the same list."""
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes
-            self._planned = ready, steps_of(ready, fusion_threshold_bytes, alone_bytes)
+            self._planned = ready, fusion_groups(ready, fusion_threshold_bytes, alone_bytes)
         return self._planned[1]
 
     def _begin(self, members: Sequence[Part]) -> None:
@@ -261,17 +270,17 @@ class Execution:
         self._notice("begin", "execute", members)
 
     def _reduce(
-        self, shares: Sequence[Share], parts: Sequence[Part], members: Sequence[Part]
+        self, arrays: Sequence[ArrayIndex], parts: Sequence[Part], members: Sequence[Part]
     ) -> None:
         def notice(phase: Phase, what: What) -> None:
             self._notice(phase, what, members)
 
-        dense = [parts[share.of].dense[share.place] for share in shares]
-        first = shares[0]
+        dense = [parts[array.of].dense[array.place] for array in arrays]
+        first = arrays[0]
         self._fuser.reduce(dense, first.layout, self.transport, notice, first.on_gpu)
         self._count(members[0])
 
-    def _work(self, part: Part) -> list[Settled]:
+    def _work(self, part: Part) -> list[Finished]:
         """Run an operation's work; return its outcome, or [] where this rank stands in."""
         result: Any = None
         error: MismatchError | None = None

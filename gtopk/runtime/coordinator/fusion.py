@@ -20,12 +20,12 @@ the operation's own signature.
 Tensors on a GPU (`OnGpu`) are reduced there if every rank has its tensor on a GPU, as the flags
 say; else through the host. The engine's thread works on a CUDA stream of its own:
 
-    submitter's stream   ... make the tensor | moment                          | wait | use it
+    submitter's stream   ... make the tensor | event                           | wait | use it
                                              v                                 ^
-    engine's stream                            wait | scale, fuse, NCCL, scale | moment
+    engine's stream                            wait | scale, fuse, NCCL, scale | event
 
-So it does not wait for what backward does on the submitter's stream after that moment. Tensors on
-the host, as in tests, have no streams and no moments.
+So it does not wait for what backward does on the submitter's stream after that event. Tensors on
+the host, as in tests, have no streams and no events.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ON_HOST, ON_GPU = 1, 2
 
 _own: Final = threading.local()
 
-Moment = Any  # torch.cuda.Event, or None on the host
+Event = Any  # torch.cuda.Event, or None on the host
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class OnGpu:
     """
 
     tensor: torch.Tensor
-    made: Moment
+    made: Event
 
     @classmethod
     def now(cls, tensor: torch.Tensor) -> OnGpu:
         """Wrap a tensor whose values the work given to the current stream so far produces."""
-        return cls(tensor, moment(tensor.device))
+        return cls(tensor, record_event(tensor.device))
 
     def on_host(self) -> NDArray[Any]:
         """Return a copy on the host, once it has its values; bfloat16 as BFLOAT16."""
-        with beside(self.tensor.device, [self.made]):
+        with on_own_stream(self.tensor.device, [self.made]):
             return host_copy(self.tensor)
 
     def bytes_on_host(self) -> NDArray[np.uint8]:
@@ -78,7 +78,7 @@ class OnGpu:
 
     def write(self, array: NDArray[Any]) -> None:
         """Copy an array as `on_host` returns it into the tensor."""
-        with beside(self.tensor.device):
+        with on_own_stream(self.tensor.device):
             self.tensor.copy_(tensor_of(array, self.tensor))
 
 
@@ -88,7 +88,7 @@ def all_on_gpu(all_flags: Sequence[int]) -> bool:
     return those == {ON_GPU}
 
 
-def moment(device: torch.device) -> Moment:
+def record_event(device: torch.device) -> Event:
     """Return an event after which a device's current stream has done its work so far."""
     if device.type != "cuda":
         return None
@@ -98,8 +98,8 @@ def moment(device: torch.device) -> Moment:
 
 
 @contextmanager
-def beside(device: torch.device, moments: Sequence[Moment] = ()) -> Iterator[None]:
-    """Work on this thread's own stream of a device, after these moments."""
+def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterator[None]:
+    """Work on this thread's own stream of a device, after these events."""
     if device.type != "cuda":
         yield
         return
@@ -109,7 +109,7 @@ def beside(device: torch.device, moments: Sequence[Moment] = ()) -> Iterator[Non
         if index not in streams:
             streams[index] = torch.cuda.Stream(index)
         stream = streams[index]
-        for each in moments:
+        for each in events:
             if each is not None:
                 stream.wait_event(each)
         with torch.cuda.stream(stream):
@@ -121,14 +121,14 @@ class Finish:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
-        self._end: Moment = None
+        self._end: Event = None
 
     @contextmanager
-    def on(self, device: torch.device, made: Sequence[Moment] = ()) -> Iterator[None]:
+    def on(self, device: torch.device, made: Sequence[Event] = ()) -> Iterator[None]:
         """Work on this thread's own stream of a device, after `made`; record the end."""
-        with beside(device, made):
+        with on_own_stream(device, made):
             yield
-            self._device, self._end = device, moment(device)
+            self._device, self._end = device, record_event(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
         """Make the current stream wait for the end; the host does not wait.
@@ -164,7 +164,7 @@ def reduce_as_one(
     """
     tensors = [each.tensor for each, _ in members]
     prescales = {prescale for _, prescale in members}
-    with beside(tensors[0].device, [each.made for each, _ in members]):
+    with on_own_stream(tensors[0].device, [each.made for each, _ in members]):
         if len(prescales) > 1:  # one stands in for a rank that has joined
             for tensor, (_, prescale) in zip(tensors, members, strict=True):
                 scale_tensor(tensor, prescale)
@@ -181,9 +181,9 @@ def reduce_as_one(
 def on_place(array: NDArray[np.generic], place: str, dtype: str) -> OnGpu:
     """Return a host array's elements as a tensor on a device; dtype: torch's name of it."""
     like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
-    with beside(like.device):
+    with on_own_stream(like.device):
         tensor = tensor_of(array, like)
-        return OnGpu(tensor, moment(like.device))
+        return OnGpu(tensor, record_event(like.device))
 
 
 # Called when a part of a reduction begins and ends.
@@ -275,7 +275,7 @@ def neutral(layout: Layout, place: str = "") -> Dense:
     return Dense(on_place(array, place, layout.dtype) if place else array, layout.reduction)
 
 
-class Share(NamedTuple):
+class ArrayIndex(NamedTuple):
     """One array of an operation that is ready, by the operation's index and its index in it.
 
     on_gpu: whether it is reduced on the GPU.
@@ -287,27 +287,29 @@ class Share(NamedTuple):
     on_gpu: bool = False
 
 
-def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
+def bundle(
+    arrays: Iterable[ArrayIndex], threshold_bytes: int, alone_bytes: int
+) -> list[list[ArrayIndex]]:
     """Group the arrays that are reduced as one; groups are in the order of their first arrays.
 
     threshold_bytes: the most bytes in a group. alone_bytes: from this size on an array is reduced
     alone, as copying it to the buffer and back takes longer than sharing a reduction saves.
     The same on every rank that has the same layouts in the same order.
     """
-    bundles: list[list[Share]] = []
-    growing: dict[object, tuple[list[Share], int]] = {}
-    for share in shares:
-        dtype, length, *rest = share.layout
+    bundles: list[list[ArrayIndex]] = []
+    growing: dict[object, tuple[list[ArrayIndex], int]] = {}
+    for array in arrays:
+        dtype, length, *rest = array.layout
         size = length * dtype_named(dtype).itemsize
         if size >= alone_bytes or size > threshold_bytes:
-            bundles.append([share])
+            bundles.append([array])
             continue
-        key = dtype, share.on_gpu, *rest
+        key = dtype, array.on_gpu, *rest
         members, held = growing.get(key, ([], 0))
         if not members or held + size > threshold_bytes:
             members, held = [], 0
             bundles.append(members)
-        members.append(share)
+        members.append(array)
         growing[key] = members, held + size
     return bundles
 

@@ -50,7 +50,7 @@ _PROTOCOL: Final = 0x67746B01 << 32
 _WORD_BITS: Final = 64
 
 
-class Intention(NamedTuple):
+class OperationSpec(NamedTuple):
     """A rank's description of an operation; the operation is refused unless all ranks' are equal.
 
     join_descriptor: the bytes from which a rank that has joined makes its part; None: it cannot
@@ -69,11 +69,11 @@ class Intention(NamedTuple):
         return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
-class ReadyName(NamedTuple):
+class Request(NamedTuple):
     """A name that became ready on a rank; flags: int64 that may differ between ranks."""
 
     name: str
-    intention: Intention
+    spec: OperationSpec
     flags: int
 
 
@@ -81,8 +81,8 @@ class Announcement(NamedTuple):
     """One rank's message in a cycle.
 
     ready:   the cached names that became ready, as bits.
-    fresh:   names that became ready and are not cached, or with another intention.
-    all_flags: this rank's flags of cached names that changed since it last announced them, by
+    fresh:   names that became ready and are not cached, or with another spec.
+    changed_flags: this rank's flags of cached names that changed since it last announced them, by
              slot number.
     joins:   whether this rank joins.
     leaves:  why this rank leaves; None: it stays.
@@ -93,8 +93,8 @@ class Announcement(NamedTuple):
     """
 
     ready: int = 0
-    fresh: tuple[ReadyName, ...] = ()
-    all_flags: Mapping[int, int] = {}
+    fresh: tuple[Request, ...] = ()
+    changed_flags: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
     expired: Mapping[str, str] = {}
@@ -159,9 +159,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         return Announcement(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple(
-            ReadyName(name, _intention(*intention), flags) for name, intention, flags in fresh
-        )
+        known = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
@@ -169,10 +167,10 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
         ) from error
 
 
-def _intention(
+def _read_spec(
     signature: tuple[str, ...], join_descriptor: bytes | None, dense: tuple[tuple[Any, ...], ...]
-) -> Intention:
-    return Intention(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
+) -> OperationSpec:
+    return OperationSpec(signature, join_descriptor, tuple(Layout(*layout) for layout in dense))
 
 
 def cycle_bytes(ranks: int, names: int) -> int:
@@ -208,7 +206,7 @@ Observer = Callable[[Event], None]
 Work = Callable[[Transport, list[int]], Any]
 
 # Makes the work of a rank that has joined, from an operation's name and join descriptor.
-StandIn = Callable[[str, bytes], Work]
+ShadowWork = Callable[[str, bytes], Work]
 
 
 class Operation:
@@ -223,7 +221,7 @@ class Operation:
 
     def __init__(
         self,
-        ready_name: ReadyName,
+        request: Request,
         ranks: int,
         work: Work,
         fusion: Sequence[Dense],
@@ -234,12 +232,12 @@ class Operation:
 
         where: returns at which step this rank is.
         """
-        self.name = ready_name.name
-        self.ready_name = ready_name
+        self.name = request.name
+        self.request = request
         self.ranks = ranks
         self.work = work
         self.fusion = fusion
-        self.submitted = self.said = self.agreed = time.perf_counter()
+        self.submitted = self.announced = self.agreed = time.perf_counter()
         self.queue_seconds = self.agree_seconds = 0.0
         self.done = False  # whether `wait` would return at once
         self.result: Any = None
@@ -280,7 +278,7 @@ class Operation:
 
     def begin(self) -> None:
         """Note that its execution begins."""
-        self.agree_seconds = self.agreed - self.said
+        self.agree_seconds = self.agreed - self.announced
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:

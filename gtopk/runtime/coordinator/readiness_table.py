@@ -4,7 +4,7 @@ Every rank builds it from the announcements of all ranks. A name whose operation
 cache slot: the number of its bit in announcements. Any other name is open for as long as some ranks
 are ready for it and others are not.
 
-    slot   name             intention        ready on rank 0 1 2
+    slot   name             spec        ready on rank 0 1 2
     0      allreduce.w      float32 [3] ...                1 1 1     all are: it is run now
     1      allreduce.b      float32 [1] ...                1 0 1     rank 1 is missing
     open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          ranks 0 and 2 are
@@ -22,21 +22,21 @@ from typing import Final, NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from .agreement import describe_mismatch, describe_tangle, name_ranks
-from .operation import Announcement, Intention, ReadyName
+from .operation import Announcement, OperationSpec, Request
 
 
-class Ready(NamedTuple):
+class ReadyOperation(NamedTuple):
     """An operation that is run now; all_flags: every rank's flags, 0 for one that has joined.
 
     When the same operations are run again, the same objects are returned.
     """
 
     name: str
-    intention: Intention
+    spec: OperationSpec
     all_flags: list[int]
 
 
-class Outcome(NamedTuple):
+class CycleOutcome(NamedTuple):
     """The result of a cycle, the same on every rank.
 
     ready:   the operations to run now, in this order.
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     news:    whether an announcement may have changed which operations run (`is_news`).
     """
 
-    ready: list[Ready]
+    ready: list[ReadyOperation]
     refused: list[tuple[str, CollectiveError]]
     joined: int | None
     left: tuple[int, str] | None
@@ -60,19 +60,19 @@ class _CacheSlot(NamedTuple):
 
     number: int
     name: str
-    intention: Intention
+    spec: OperationSpec
     all_flags: list[int]
 
 
 class _Open(NamedTuple):
     """A name that some ranks are ready for and others are not: what each ready rank announced."""
 
-    intentions: dict[int, Intention]
+    specs: dict[int, OperationSpec]
     all_flags: dict[int, int]
 
 
 class ReadinessTable:
-    """Open names and cache slots; `take` enters a cycle's announcements and returns the outcome.
+    """Open names and cache slots; `enter` adds a cycle's announcements and returns the outcome.
 
     ranks: the ranks' numbers in the world, which errors name; here they are numbered 0, 1, ...
     """
@@ -85,8 +85,11 @@ class ReadinessTable:
         self._slots: list[_CacheSlot | None] = []
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
-        self._last: tuple[int, list[Ready]] = 0, []  # the slots run last, as bits and as Ready
-        self._said: dict[str, tuple[list[ReadyName], Announcement]] = {}  # by the first name
+        self._last: tuple[int, list[ReadyOperation]] = (
+            0,
+            [],
+        )  # the slots run last, as bits and as ReadyOperation
+        self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -96,41 +99,41 @@ class ReadinessTable:
         """The number of ready bits in an announcement."""
         return len(self._slots)
 
-    def announcement_of(self, ready_names: list[ReadyName], rank: int) -> Announcement:
-        """Return a rank's announcement of names that became ready there, for the next `take`.
+    def announcement_of(self, requests: list[Request], rank: int) -> Announcement:
+        """Return a rank's announcement of names that became ready there, for the next `enter`.
 
         The announcement of an equal list is reused: quick where the list holds the same objects.
         """
-        first = ready_names[0].name if ready_names else ""
-        before, said = self._said.get(first, ([], _NOTHING))
-        if before == ready_names:
-            return said
+        first = requests[0].name if requests else ""
+        before, announced = self._announcements.get(first, ([], _NOTHING))
+        if before == requests:
+            return announced
         ready = 0
-        fresh: list[ReadyName] = []
-        all_flags: dict[int, int] = {}
-        for each in ready_names:
+        fresh: list[Request] = []
+        changed_flags: dict[int, int] = {}
+        for each in requests:
             slot = self._named.get(each.name)
-            if slot is None or slot.intention != each.intention:
+            if slot is None or slot.spec != each.spec:
                 fresh.append(each)
                 continue
             ready |= 1 << slot.number
             if each.flags != slot.all_flags[rank]:
-                all_flags[slot.number] = each.flags
-        announcement = Announcement(ready, tuple(fresh), all_flags)
-        if all_flags:
-            self._said.clear()  # earlier announcements leave out flags that have now changed
+                changed_flags[slot.number] = each.flags
+        announcement = Announcement(ready, tuple(fresh), changed_flags)
+        if changed_flags:
+            self._announcements.clear()  # earlier ones leave out flags that have now changed
         else:
-            self._said[first] = ready_names, announcement
+            self._announcements[first] = requests, announcement
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:
-        """Return the names in an announcement; call it before `take`, which may move slots."""
+        """Return the names in an announcement; call it before `enter`, which may move slots."""
         cached = [slot.name for slot in self._cached(announcement.ready)]
         return cached + [name for name, _, _ in announcement.fresh]
 
     def waits(self, rank: int) -> bool:
         """Tell whether a rank is ready for a name that is not run yet, or has joined."""
-        is_open = any(rank in entry.intentions for entry in self._open.values())
+        is_open = any(rank in entry.specs for entry in self._open.values())
         return rank in self.joined or self._bits[rank] != 0 or is_open
 
     def is_waited_for(self, rank: int) -> bool:
@@ -138,7 +141,7 @@ class ReadinessTable:
         if rank in self.joined:
             return False
         union = functools.reduce(int.__or__, self._bits)
-        is_open = any(rank not in entry.intentions for entry in self._open.values())
+        is_open = any(rank not in entry.specs for entry in self._open.values())
         return union & ~self._bits[rank] != 0 or is_open
 
     def missing(self, name: str) -> list[int]:
@@ -151,28 +154,28 @@ class ReadinessTable:
         """Return the ranks that have not joined, by their numbers in the world."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
 
-    def take(self, announcements: Sequence[Announcement]) -> Outcome:
+    def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         """Enter the ranks' announcements, in rank order; return the outcome."""
         first = announcements[0]
         if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
-            return self._take_any(announcements)
+            return self._enter_any(announcements)
         # The usual case: all ranks became ready for the same cached names. No rank was ready for
         # one of them before, so no other name changes.
-        return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
+        return CycleOutcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
-    def _take_any(self, announcements: Sequence[Announcement]) -> Outcome:
+    def _enter_any(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         for rank, announcement in enumerate(announcements):
             self._bits[rank] |= announcement.ready
-            for number, flags in announcement.all_flags.items():
+            for number, flags in announcement.changed_flags.items():
                 slot = self._slots[number]
                 assert slot is not None
                 slot.all_flags[rank] = flags
                 self._last = 0, []
         for rank, announcement in enumerate(announcements):
-            for name, intention, flags in announcement.fresh:
+            for name, spec, flags in announcement.fresh:
                 self._uncache(name)
                 entry = self._open.setdefault(name, _Open({}, {}))
-                entry.intentions[rank] = intention
+                entry.specs[rank] = spec
                 entry.all_flags[rank] = flags
         joining = [rank for rank, announcement in enumerate(announcements) if announcement.joins]
         self.joined |= dict.fromkeys(joining)
@@ -187,20 +190,20 @@ class ReadinessTable:
         news = any(announcement.is_news for announcement in announcements)
         if not news:
             refused += self._untangle(announcements)
-        return Outcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
+        return CycleOutcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
 
-    def _run_slots(self, bits: int) -> list[Ready]:
+    def _run_slots(self, bits: int) -> list[ReadyOperation]:
         """Return the operations of these slots, and mark the slots as used most recently."""
         if bits == self._last[0]:
             return self._last[1]
         ready = []
         for slot in self._cached(bits):
             self._named.move_to_end(slot.name)
-            ready.append(Ready(slot.name, slot.intention, slot.all_flags.copy()))
+            ready.append(ReadyOperation(slot.name, slot.spec, slot.all_flags.copy()))
         self._last = bits, ready
         return ready
 
-    def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+    def _complete(self) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Take the names that every rank that has not joined is ready for.
 
         Returns the operations to run, and those that are refused, with their errors.
@@ -209,33 +212,33 @@ class ReadinessTable:
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
         bits = functools.reduce(all_of, waiting or self._bits)
-        ready, refused = self._take_slots(bits)
+        ready, refused = self._pop_slots(bits)
         for name, entry in list(self._open.items()):
-            if any(rank not in entry.intentions for rank in needed):
+            if any(rank not in entry.specs for rank in needed):
                 continue
             del self._open[name]
-            intention = entry.intentions[min(entry.intentions)]
-            error = self._disagreement(name, entry) or self._why_not(
-                name, intention, entry.intentions
-            )
+            spec = entry.specs[min(entry.specs)]
+            error = self._disagreement(name, entry) or self._why_not(name, spec, entry.specs)
             if error is not None:
                 refused.append((name, error))
                 continue
             all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
-            ready.append(Ready(name, intention, all_flags))
-            self._cache(name, intention, all_flags.copy())
+            ready.append(ReadyOperation(name, spec, all_flags))
+            self._cache(name, spec, all_flags.copy())
         return ready, refused
 
-    def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+    def _pop_slots(
+        self, bits: int
+    ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: those to run, and those a joined rank prevents."""
         there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
             return [*self._run_slots(bits)], []
-        ready: list[Ready] = []
+        ready: list[ReadyOperation] = []
         refused: list[tuple[str, CollectiveError]] = []
         for run, present in zip(self._run_slots(bits), there, strict=True):
-            error = self._why_not(run.name, run.intention, present)
+            error = self._why_not(run.name, run.spec, present)
             if error is None:
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
                 ready.append(run._replace(all_flags=all_flags))
@@ -250,21 +253,20 @@ class ReadinessTable:
             yield slot
 
     def _disagreement(self, name: str, entry: _Open) -> MismatchError | None:
-        first, *others = entry.intentions.values()
+        first, *others = entry.specs.values()
         if all(other == first for other in others):
             return None
-        said = {
-            self._ranks[rank]: [name, *intention.words()]
-            for rank, intention in sorted(entry.intentions.items())
+        announced = {
+            self._ranks[rank]: [name, *spec.words()] for rank, spec in sorted(entry.specs.items())
         }
-        return MismatchError(describe_mismatch(said))
+        return MismatchError(describe_mismatch(announced))
 
     def _why_not(
-        self, name: str, intention: Intention, there: Iterable[int]
+        self, name: str, spec: OperationSpec, there: Iterable[int]
     ) -> MismatchError | None:
         """Return the error of an operation in which ranks that joined cannot take part, or None."""
         lacking = self.joined.keys() - set(there)
-        if not lacking or intention.join_descriptor is not None or intention.dense:
+        if not lacking or spec.join_descriptor is not None or spec.dense:
             return None
         who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
         return MismatchError(
@@ -279,7 +281,7 @@ class ReadinessTable:
             who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
             union = functools.reduce(int.__or__, self._bits) & ~self._bits[rank]
             names = [slot.name for slot in self._cached(union)]
-            names += [name for name, e in self._open.items() if rank not in e.intentions]
+            names += [name for name, e in self._open.items() if rank not in e.specs]
             self._bits = [own & ~union for own in self._bits]
             for name in names:
                 self._open.pop(name, None)
@@ -312,20 +314,20 @@ class ReadinessTable:
     def _gone(self) -> tuple[int, str] | None:
         """Return a rank that leaves and is ready for nothing any more, and why it leaves."""
         for rank, reason in self._leaving.items():
-            is_open = any(rank in entry.intentions for entry in self._open.values())
+            is_open = any(rank in entry.specs for entry in self._open.values())
             if self._bits[rank] == 0 and not is_open:
                 return self._ranks[rank], reason
         return None
 
     def _there(self, name: str) -> set[int]:
         if name in self._open:
-            return set(self._open[name].intentions)
+            return set(self._open[name].specs)
         slot = self._named.get(name)
         if slot is None:
             return set()
         return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
 
-    def _cache(self, name: str, intention: Intention, all_flags: list[int]) -> None:
+    def _cache(self, name: str, spec: OperationSpec, all_flags: list[int]) -> None:
         """Give a name a slot: a new one, or that of the least recently used name.
 
         Names that a rank is ready for keep their slots; where all are, it gets none.
@@ -344,12 +346,12 @@ class ReadinessTable:
                 return
             del self._named[oldest.name]
             number = oldest.number
-        self._slots[number] = self._named[name] = _CacheSlot(number, name, intention, all_flags)
+        self._slots[number] = self._named[name] = _CacheSlot(number, name, spec, all_flags)
 
     def _forget(self) -> None:
         """Drop what was remembered of slots, as slots change."""
         self._last = 0, []
-        self._said.clear()
+        self._announcements.clear()
 
     def _uncache(self, name: str) -> None:
         """Take a name's slot away; the name becomes open for the ranks that are ready for it."""
@@ -363,7 +365,7 @@ class ReadinessTable:
         self._slots[number] = None
         self._vacant.append(number)
         self._open[name] = _Open(
-            dict.fromkeys(there, slot.intention), {rank: slot.all_flags[rank] for rank in there}
+            dict.fromkeys(there, slot.spec), {rank: slot.all_flags[rank] for rank in there}
         )
 
 

@@ -93,21 +93,21 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
         )
 
 
-def gpus_in_sight() -> int:
+def visible_gpus() -> int:
     """Return how many GPUs torch can use here, without opening one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def over_gpus(
-    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+    transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> Transport:
     """Return the transport for tensors on hosts and on GPUs; sends nothing.
 
-    in_sight: how many GPUs each rank sees, the same on all ranks.
+    gpus_of_ranks: how many GPUs each rank sees, the same on all ranks.
     """
-    if transport.size == 1 or not any(in_sight):
+    if transport.size == 1 or not any(gpus_of_ranks):
         return transport
-    choice = settled(transport, in_sight, environ)
+    choice = configured_choice(transport, gpus_of_ranks, environ)
     if choice is not None:
         _tell(transport, choice)
         return transport
@@ -123,8 +123,8 @@ def over_gpus(
     )
 
 
-def settled(
-    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+def configured_choice(
+    transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> Choice | None:
     """Return how GPUs' messages are carried; None: that is chosen at the first of them."""
     if isinstance(transport, NcclTransport):
@@ -133,25 +133,25 @@ def settled(
         return Choice(Carrying.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
     if wanted := settings.TRANSPORT.read(environ):
         return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
-    if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
+    if lacking := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
         who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
         return Choice(Carrying.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
     return None
 
 
-def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
+def choose_gpu_carrying(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
     """Choose, by a trial of all ranks together, how GPUs' messages are carried; return its text.
 
     Each rank takes the GPU of its local rank. Returns "" where no rank has a GPU.
     """
-    in_sight = transport.gather_object(gpus_in_sight())
-    if transport.size == 1 or not any(in_sight):
+    gpus_of_ranks = transport.gather_object(visible_gpus())
+    if transport.size == 1 or not any(gpus_of_ranks):
         return ""
-    choice = settled(transport, in_sight, environ)
+    choice = configured_choice(transport, gpus_of_ranks, environ)
     if choice is None:
         place = transport.neighbours().index(transport.rank)
         nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
-        nccl.connect(0 if in_sight[transport.rank] == 1 else place)
+        nccl.connect(0 if gpus_of_ranks[transport.rank] == 1 else place)
         choice = nccl.choice
         nccl.disconnect("it was tried")
     assert choice is not None
@@ -275,12 +275,14 @@ class World:
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
-        places = transport.gather_object([node[0], self.local_rank, gpus_in_sight()])
+        places = transport.gather_object([node[0], self.local_rank, visible_gpus()])
         self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
-        transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
+        transport = self.transport = over_gpus(
+            transport, [gpus_of_ranks for *_, gpus_of_ranks in places]
+        )
         checks_messages = checks_messages_on(transport)
         emulate_on(transport)
 

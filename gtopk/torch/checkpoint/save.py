@@ -77,7 +77,7 @@ class _Opened(NamedTuple):
     archive: Archive
     under_way: list[Saving]
 
-    def settle(self) -> None:
+    def wait_for_saves(self) -> None:
         """Wait until nothing is under way; all ranks call it together.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part; not
@@ -217,7 +217,7 @@ def save_checkpoint(
         return saving
 
     try:
-        opened.settle()
+        opened.wait_for_saves()
     except CheckpointError as earlier:  # raised after this one is written, which may be the last
         now = f"{save().path.name} is {'under way' if asynchronous else 'whole'} now"
         raise CheckpointError(f"{earlier}; {now}") from earlier
@@ -255,7 +255,7 @@ def load_latest(
         raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
     opened = _open(Path(folder))
     try:
-        opened.settle()
+        opened.wait_for_saves()
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()

@@ -209,9 +209,11 @@ def should_agree(model: torch.nn.Module | None, optimizers: Iterable[Any]) -> di
 
     optimizers: may hold other objects; gtopk's name the parameters that may differ between ranks.
     """
-    apart = {p for each in optimizers if isinstance(each, Wrapping) for p in each.apart}
+    diverging = {
+        p for each in optimizers if isinstance(each, Wrapping) for p in each.diverging_parameters
+    }
     named = () if model is None else model.named_parameters()
-    return {f"model.{name}": parameter not in apart for name, parameter in named}
+    return {f"model.{name}": parameter not in diverging for name, parameter in named}
 
 
 def snapshot(

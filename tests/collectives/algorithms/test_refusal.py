@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import NonFiniteError, SparseVector, local_world, reduce, run_ranks
-from collectives.algorithms.conservation import examine, lowest
+from collectives.algorithms.conservation import examine, lowest_refusing
 from collectives.transports import LocalTransport
 from collectives.wire import NOBODY
 from tests.collectives.algorithms.worlds import WAYS, bits, random_picks
@@ -137,8 +137,8 @@ def test_on_a_subset_the_error_names_the_rank_of_the_world(random: np.random.Gen
 
 
 def test_the_lowest_of_those_who_refused_is_told() -> None:
-    assert lowest() == lowest(NOBODY) == lowest(NOBODY, NOBODY) == NOBODY
-    assert lowest(4, NOBODY, 2, 3) == 2
+    assert lowest_refusing() == lowest_refusing(NOBODY) == lowest_refusing(NOBODY, NOBODY) == NOBODY
+    assert lowest_refusing(4, NOBODY, 2, 3) == 2
 
 
 def test_once_anybody_refused_nothing_travels() -> None:

@@ -267,7 +267,7 @@ def test_a_sampler_that_draws_in_its_own_way_is_not_taken_for_its_base_class(mod
         optimizer = hvd.DistributedOptimizer(inner)
         for own in (Weighted(range(64), 2, 0), Reversed(range(64))):
             loader = DataLoader(data(64), 8, sampler=own)
-            with pytest.raises(ValueError, match=f"cannot tell it from a {type(own).__name__}; "):
+            with pytest.raises(ValueError, match=f"cannot read it from a {type(own).__name__}; "):
                 hvd.adapt(loader, optimizer, mode)
         same = DataLoader(data(64), 8, sampler=Named(range(64), 2, 0, shuffle=False))
         adapted = hvd.adapt(same, optimizer, mode)

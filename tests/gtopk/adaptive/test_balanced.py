@@ -538,7 +538,7 @@ def test_what_cannot_be_adapted_is_an_error() -> None:
         with pytest.raises(ValueError, match="batch_size=None"):
             hvd.adapt(DataLoader(Indices(10), batch_size=None), some_optimizer())
         replacing = DataLoader(Indices(10), 2, sampler=RandomSampler(Indices(10), replacement=True))
-        with pytest.raises(ValueError, match="cannot tell it from a RandomSampler"):
+        with pytest.raises(ValueError, match="cannot read it from a RandomSampler"):
             hvd.adapt(replacing, some_optimizer())
         adapted = hvd.adapt(loader, some_optimizer())
         with pytest.raises(ValueError, match="the state's 'abs'"):

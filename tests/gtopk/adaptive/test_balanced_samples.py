@@ -253,7 +253,7 @@ def test_an_order_of_the_users_own() -> None:
     def program(here: World) -> Any:
         sampler = WeightedRandomSampler([1.0] * 10, 10)
         loader = DataLoader(Indices(10), 2, sampler=sampler)
-        with pytest.raises(ValueError, match="cannot tell it from a WeightedRandomSampler"):
+        with pytest.raises(ValueError, match="cannot read it from a WeightedRandomSampler"):
             hvd.adapt(loader, some_optimizer())
         adapted = hvd.adapt(loader, some_optimizer(), order=lambda epoch: [epoch] * 7)
         return indices_of(adapted) + indices_of(adapted)

@@ -21,7 +21,7 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
     bucket_exchange = open_bucket_exchange(
         "lane", [parameter], ["p"], Compression.gtopk(density=0.5), Progress()
     )
-    bucket_exchange.take(1.0, 1.0)
+    bucket_exchange.capture_gradients(1.0, 1.0)
     entered: list[bool] = []
 
     @contextmanager

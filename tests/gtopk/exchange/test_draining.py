@@ -14,12 +14,12 @@ def drained(gradient: float, held: float) -> list[float]:
     """Return what each dense step sends of a residual beside gradients of this length."""
     residual = Residual(3, np.dtype(np.float64))
     residual.values[1] = held
-    residual.holds_nothing = False
+    residual.is_empty = False
     sent = []
-    while not residual.holds_nothing:
+    while not residual.is_empty:
         total = np.array([gradient, 0.0, 0.0])
         before = residual.values[1]
-        residual.take_out(residual.add_to(total))
+        residual.subtract_share(residual.add_share_to(total))
         sent.append(float(total[1]))
         assert total[1] + residual.values[1] == pytest.approx(before, rel=1e-15)
     return sent
@@ -48,12 +48,12 @@ def test_a_model_at_rest_is_not_thrown_off() -> None:
 
     def farthest(shares: bool) -> float:
         residual = Residual(1, np.dtype(np.float64))
-        residual.values[0], residual.holds_nothing = 10.0, False
+        residual.values[0], residual.is_empty = 10.0, False
         x, velocity, most = 0.1, 0.0, 0.0
         for _ in range(400):
             total = np.array([x])
             if shares:
-                residual.take_out(residual.add_to(total))
+                residual.subtract_share(residual.add_share_to(total))
             else:
                 total += residual.values
                 residual.clear()

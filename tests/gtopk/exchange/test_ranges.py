@@ -12,7 +12,7 @@ import torch
 
 import collectives.kernels
 import collectives.wire.message
-import gtopk.exchange.buckets.moment
+import gtopk.exchange.buckets.timestamp
 import gtopk.exchange.exchange
 import gtopk.integrations.one_step
 from collectives.transports import Transport
@@ -60,7 +60,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     clock = Clock()
     for module in (
         gtopk.exchange.exchange,
-        gtopk.exchange.buckets.moment,
+        gtopk.exchange.buckets.timestamp,
         gtopk.integrations.one_step,
         collectives.wire.message,
     ):
@@ -79,7 +79,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     takes(collectives.wire.message, "_encode", 10)
     takes(collectives.wire.message, "_decode", 100)
     takes(collectives.kernels._for_numpy, "merge", 1000)
-    takes(Residual, "settle", 10_000)
+    takes(Residual, "remove_sent", 10_000)
     ranges = Ranges(clock)
     monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     monkeypatch.setattr(torch.autograd.profiler, "record_function", ranges)
@@ -95,7 +95,7 @@ def test_the_ranges_add_up_to_the_seconds_of_the_report(
         bucket_exchange = open_bucket_exchange(
             "bucket", [parameter], ["weight"], Compression.gtopk(0.1), Progress()
         )
-        bucket_exchange.take(0.5, 1.0)
+        bucket_exchange.capture_gradients(0.5, 1.0)
         exchanged = OneStep().run(bucket_exchange, transport, [0, 0])
         assert exchanged is not None
         return exchanged, ranges.seconds

@@ -22,8 +22,8 @@ def check_a_dense_step(device: str) -> None:
     held = Residual(4, np.dtype(np.float32), 0.5, gradient.device)
     values, velocity = held.after_last_step().values()
     velocity[1], values[2] = 4 * TINY, 3 * TINY
-    held.holds_nothing = False
-    assert held.add_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
+    held.is_empty = False
+    assert held.add_share_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
     assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
     assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
@@ -49,7 +49,7 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str)
         gradient = np.random.default_rng(transport.rank).standard_normal(length)
         picked = held.accumulate_and_select(gradient.astype(np.float32), k)
         update, returned = reduce(picked, k, transport, "gtopk", put_back=put_back)
-        held.settle(picked, returned, update)
+        held.remove_sent(picked, returned, update)
         return held, picked, update
 
     ranks = run_ranks(local_world(size), program)
@@ -104,7 +104,7 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
         again = plainly.accumulate_and_select(array, k, 0.5)
         assert posing.plain(picked.indices).tolist() == posing.plain(again.indices).tolist()
         for each, entries in ((held, picked), (plainly, again)):
-            each.settle(entries, nothing_like(entries, nothing), entries)
+            each.remove_sent(entries, nothing_like(entries, nothing), entries)
             each.forget()
         assert plain(held) == plain(plainly)
 
@@ -114,7 +114,9 @@ def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
     return SparseVector(entries.indices[:0], entries.values[:0], nothing.length)
 
 
-@pytest.mark.parametrize("change", ["add", "add_dense", "take_out", "clear", "arrays", "velocity"])
+@pytest.mark.parametrize(
+    "change", ["add", "add_dense", "subtract_share", "clear", "arrays", "velocity"]
+)
 def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     held = Residual(6, np.dtype(np.float32), 0.5)
     held.add_dense(torch.arange(6.0))
@@ -123,25 +125,25 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     {
         "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
         "add_dense": lambda: held.add_dense(torch.ones(6)),
-        "take_out": lambda: held.take_out(0.25),
+        "subtract_share": lambda: held.subtract_share(0.25),
         "clear": held.clear,
         "arrays": lambda: [array.fill(9) for array in held.arrays()],
-        "velocity": lambda: held.add_to(np.ones(6, np.float32)),
+        "velocity": lambda: held.add_share_to(np.ones(6, np.float32)),
     }[change]()
     assert plain(held) == before
     held.restore()
     assert plain(held) == before
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() -> None:
     held = Residual(6, np.dtype(np.float32))
     held.remember()
     held.add_dense(torch.ones(6))
-    held.astray = False  # as an exchange does that has brought all home
+    held.may_be_misplaced = False  # as an exchange does that has brought all home
     held.restore()
-    assert held.holds_nothing
-    assert held.astray
+    assert held.is_empty
+    assert held.may_be_misplaced
 
 
 def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> None:
@@ -149,9 +151,9 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
     held.add_dense(torch.ones(6))
     for number in range(6):
         held.remember()
-        held.take_out(0.25)
+        held.subtract_share(0.25)
         held.forget() if number % 2 else held.restore()
-    assert held.add_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
+    assert held.add_share_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
 
 
 @pytest.mark.parametrize("end", ["restore", "forget"])
@@ -164,7 +166,7 @@ def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(en
     after = plain(held)
     held.restore()
     assert plain(held) == after
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 def test_what_was_remembered_last_is_restored() -> None:
@@ -175,7 +177,7 @@ def test_what_was_remembered_last_is_restored() -> None:
         held.add_dense(torch.ones(6))
     held.restore()
     assert plain(held) == before
-    assert not held.holds_nothing
+    assert not held.is_empty
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -183,7 +185,7 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
     held = Residual(6, np.dtype(np.float32), momentum)
     for array in held.arrays():
         array[:] = range(1, 7)
-    held.holds_nothing = False
+    held.is_empty = False
     before = plain(held)
     held.remember()
     held.set_aside({0: slice(0, 4)})
@@ -191,11 +193,11 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
     held.restore()
     assert plain(held) == before
     held.remember()  # a step in which every parameter has a gradient
-    held.astray = False
+    held.may_be_misplaced = False
     held.bring_back()
     held.forget()
     assert plain(held) == before
-    assert not held.astray
+    assert not held.may_be_misplaced
     assert not held.has_aside
 
 
@@ -207,12 +209,12 @@ def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
     held.set_aside({1: slice(4, 6)})
     assert held.values.tolist() == [1, 2, 3, 4, 0, 0]
     held.clear()
-    held.astray = False
+    held.may_be_misplaced = False
     held.bring_back()
     held.forget()
     assert held.values.tolist() == [0, 0, 0, 0, 5, 6]
-    assert not held.holds_nothing
-    assert held.astray
+    assert not held.is_empty
+    assert held.may_be_misplaced
 
 
 @pytest.mark.gpu

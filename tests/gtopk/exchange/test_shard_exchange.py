@@ -32,7 +32,7 @@ def _in_small_blocks(_small_blocks: None) -> None:
 
 
 def owner_errors(optimizer: Any) -> np.ndarray:
-    residuals, _ = optimizer._reducer.take_state_out()
+    residuals, _ = optimizer._reducer.export_state()
     return np.concatenate([parts["owner_error"].numpy().ravel() for parts in residuals.values()])
 
 

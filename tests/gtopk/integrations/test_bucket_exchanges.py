@@ -65,7 +65,7 @@ class Hook:
         buffer = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in members])
         bucket_exchange = self.bucket_exchanges.bucket_exchange_of(members, buffer)
         bucket_exchange.parameters[0].grad = buffer
-        bucket_exchange.take(1.0 / self._transport.size, 1.0)
+        bucket_exchange.capture_gradients(1.0 / self._transport.size, 1.0)
         step = OneStep()
         step.run(bucket_exchange, self._transport, [0] * self._transport.size)
         assert step.close()

@@ -58,7 +58,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 operations = []
                 for bucket_exchange in bucket_exchanges:
                     bucket_exchange.parameters[0].grad = torch.randn(length)
-                    bucket_exchange.take(1.0 / here.size, 1.0)
+                    bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
                     number = watched.hand_over(bucket_exchange)
                     flags = NOT_FINITE if (step, number) == (bad, 1) else 0
                     operation = here.engine.submit(

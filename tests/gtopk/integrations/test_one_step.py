@@ -22,7 +22,7 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None
     bucket_exchange = open_bucket_exchange(
         "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
     )
-    bucket_exchange.take(1.0, 1.0)
+    bucket_exchange.capture_gradients(1.0, 1.0)
     on_it = 0  # how often the gradient was written there
 
     @contextmanager
@@ -50,7 +50,7 @@ def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None
     seen = []
     for all_flags in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
         parameter.grad = torch.arange(30.0)
-        bucket_exchange.take(1.0, 1.0)
+        bucket_exchange.capture_gradients(1.0, 1.0)
         step.run(bucket_exchange, local_world(1)[0], all_flags)
         if not seen:
             assert step.close()

@@ -188,11 +188,13 @@ def test_what_ranks_agree_on_within_the_turns() -> None:
             state = optimizer.state_dict()["local_sgd"]
             centers = [each["center"] for each in [state, *state["other_fragments"]]]
             alike = [
-                p.detach().clone() for p in model.parameters() if p not in set(optimizer.apart)
+                p.detach().clone()
+                for p in model.parameters()
+                if p not in set(optimizer.diverging_parameters)
             ]
             seen.append((centers, alike, weights(model)))
         optimizer.outer_step()
-        assert not optimizer.apart
+        assert not optimizer.diverging_parameters
         return [*seen, ([], list(model.parameters()), weights(model))]
 
     for at, (one, *others) in enumerate(zip(*on_ranks(3, rank), strict=True)):
@@ -335,9 +337,9 @@ def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
         seen = []
         for number, before in enumerate(start.parameters()):
             optimizer.step()
-            assert [p for p in model.parameters() if p not in set(optimizer.apart)] == [
-                [*model.parameters()][number]
-            ]
+            assert [
+                p for p in model.parameters() if p not in set(optimizer.diverging_parameters)
+            ] == [[*model.parameters()][number]]
             seen.append(torch.equal([*model.parameters()][number], before))
         assert seen == [False, True, False, False]
         assert (optimizer.outer_steps, optimizer.skipped_steps) == (4, 1)

@@ -12,7 +12,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.replica_check import Parted, pack, put_in, spread_majority
+from gtopk.optim.replica_check import Parted, install_parameters, pack, spread_majority
 from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
@@ -175,7 +175,7 @@ def test_nothing_that_most_do_not_have_stays_in_the_state(threads):
     packed = pack({theirs: "w"}, ["w"], {theirs: {"step": torch.tensor(4.0), "sum": theirs + 1}})
     kept = torch.zeros(3)
     state: dict[torch.Tensor, dict[str, Any]] = {mine: {"sum": kept, "more": 1}}
-    put_in({mine: "w"}, packed, state)
+    install_parameters({mine: "w"}, packed, state)
     assert torch.equal(mine, theirs)
     assert state[mine].keys() == {"step", "sum"}
     assert state[mine]["sum"] is kept  # in place

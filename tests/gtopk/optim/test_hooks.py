@@ -74,7 +74,7 @@ def awaited(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list
     parameters = [parameter for bucket in buckets for parameter in bucket]
     hooks = BackwardHooks({p: f"p{at}" for at, p in enumerate(parameters)}, passes, listener.hear)
     hooks.watch(parameters)
-    hooks.await_buckets(buckets)
+    hooks.watch_buckets(buckets)
     return hooks, parameters
 
 
@@ -135,7 +135,7 @@ def test_a_parameter_without_a_gradient_does_not_hide_how_long_backward_takes():
     for parameter in parameters[:2]:
         parameter.sum().backward()
     hooks.forget()
-    hooks.await_buckets([parameters])  # the last of which had none
+    hooks.watch_buckets([parameters])  # the last of which had none
     parameters[0].sum().backward()
     time.sleep(0.01)
     parameters[1].sum().backward()

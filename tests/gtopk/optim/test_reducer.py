@@ -281,8 +281,8 @@ LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
 def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which ranks look at their gradients before they send their flags."""
     blind = LOOKING[request.param]
-    looks_first = property(lambda bucket_exchange: world.current().rank not in blind)
-    monkeypatch.setattr(BucketExchange, "looks_first", looks_first)
+    checks_finite_first = property(lambda bucket_exchange: world.current().rank not in blind)
+    monkeypatch.setattr(BucketExchange, "checks_finite_first", checks_finite_first)
     return request.param
 
 

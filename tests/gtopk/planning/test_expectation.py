@@ -55,5 +55,5 @@ def test_what_is_sent_along_once_changes_no_expectation() -> None:
     )
     seconds = expected_seconds([bucket_exchange], HERE)
     assert seconds is not None
-    bucket_exchange.send_along()
+    bucket_exchange.start_draining()
     assert expected_seconds([bucket_exchange], HERE) == seconds

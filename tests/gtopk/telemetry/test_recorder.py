@@ -376,7 +376,7 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     residual = Residual(length, np.dtype(np.float32))
     values = np.random.default_rng(0).standard_normal(length).astype(np.float32)
     picked = residual.accumulate_and_select(values, k)
-    residual.settle(picked, SparseVector.empty(length, np.dtype(np.float32)), picked)
+    residual.remove_sent(picked, SparseVector.empty(length, np.dtype(np.float32)), picked)
     left = np.float64(residual.values)
     sent = float(abs(np.float64(picked.values)).sum())
     found = residual.residual_size(sent)

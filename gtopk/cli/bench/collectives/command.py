@@ -336,9 +336,26 @@ def parser() -> argparse.ArgumentParser:
         help="default: the one that training would use; without a launcher, local",
     )
     words = functools.partial(add_words, described)
-    words("--ranks", whole_number, metavar="N", help="subsets to measure; default: all ranks")
-    words("--lengths", whole_number, [1_000_000], metavar="N", help="n; default: 1000000")
-    words("--densities", share, [0.001], metavar="D", help="k / n; default: 0.001")
+    words(
+        "--ranks",
+        whole_number,
+        metavar="N",
+        help="how many ranks take part, for each measurement; default: all",
+    )
+    words(
+        "--lengths",
+        whole_number,
+        [1_000_000],
+        metavar="N",
+        help="lengths of the vectors; default: 1000000",
+    )
+    words(
+        "--densities",
+        share,
+        [0.001],
+        metavar="D",
+        help="shares of entries selected; default: 0.001",
+    )
     picks = f"from {', '.join(DISTRIBUTIONS)}; default: uniform"
     words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
     words(
@@ -375,7 +392,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--shared-cores",
         type=natural,
-        help="cores of all ranks together; default: as found here",
+        help="cores that all ranks share; default: those found here",
     )
     add(
         "--interface",

@@ -132,32 +132,40 @@ def parser() -> argparse.ArgumentParser:
         "by others, in turn in one run, and check what each of them selects.",
     )
     add_words(
-        described, "--elements", whole_number, [25_600_000], metavar="N", help="default: 25600000"
+        described,
+        "--elements",
+        whole_number,
+        [25_600_000],
+        metavar="N",
+        help="length of the gradient; default: 25600000",
     )
     described.add_argument(
-        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+        "--density",
+        type=as_argument(share),
+        default=0.001,
+        help="share of entries selected; default: %(default)s",
     )
-    data = f"of {', '.join(DATA)} (wrong guesses, strange values); default: all"
+    data = f"gradients to select from: {', '.join(DATA)} (bad guesses, NaN, ties); default: all"
     add_words(described, "--data", one_of(DATA), DATA, help=data)
-    add_words(described, "--methods", str, help="default: all")
+    add_words(described, "--methods", str, help="methods to time; default: all")
     described.add_argument(
-        "--rounds", type=int, default=7, help="timed rounds; default: %(default)s"
+        "--rounds", type=int, default=7, help="timed rounds of each method; default: %(default)s"
     )
     described.add_argument(
-        "--warm-up", type=int, default=20, help="rounds before, not timed; default: %(default)s"
+        "--warm-up", type=int, default=20, help="untimed rounds before those; default: %(default)s"
     )
     described.add_argument(
         "--threads",
         type=int,
         default=usable_cores(),
-        help="threads of the threaded method; default: cores",
+        help="threads of the multi-threaded method; default: all cores",
     )
     described.add_argument(
         "--rescans",
         type=as_argument(whole_number),
         metavar="STEPS",
-        help="time nothing: count over so many steps, with changes of density and drops of the "
-        "learning rate, those that read the residual again",
+        help="time nothing; count how many of STEPS steps scan the residual a second time, "
+        "while density and learning rate change",
     )
     return described
 

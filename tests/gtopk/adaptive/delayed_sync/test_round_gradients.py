@@ -112,7 +112,7 @@ def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -
         model = Model()
         exchange = RoundExchange(list(model.parameters()), GTOPK)
         sums = torch.tensor([3.0, -4.0, 12.0]).double() * (1 + here.rank)
-        assert exchange.take([sums.clone()], allowed)
+        assert exchange.capture_sums([sums.clone()], allowed)
         share = samples[here.rank] / sum(samples)
         update = here.engine.submit(
             "clipped",
@@ -182,7 +182,7 @@ def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any)
         exchange = RoundExchange([torch.nn.Parameter(torch.zeros(2))], hvd.Compression.gtopk(0.5))
 
         def reduced(*sums: float) -> list[list[float]] | None:
-            exchange.take([torch.tensor(sums)])
+            exchange.capture_sums([torch.tensor(sums)])
             update = exchange.reduce(transport, 0.5)
             return update and [each.tolist() for each in update]
 

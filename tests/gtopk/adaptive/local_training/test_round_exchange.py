@@ -15,7 +15,7 @@ NODE = Compression.hierarchical(0.1, inside="dense")
 
 
 def reduced(exchange: RoundExchange, transport: LocalTransport, sums: torch.Tensor) -> torch.Tensor:
-    assert exchange.take([sums])
+    assert exchange.capture_sums([sums])
     update = exchange.reduce(transport, 1.0)
     assert update is not None
     return update[0].clone()

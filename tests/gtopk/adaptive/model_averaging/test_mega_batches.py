@@ -68,17 +68,17 @@ def test_replicas_that_are_not_finite_weigh_nothing_and_change_no_sizes() -> Non
         Report(16, 0, 0, finite=False),
         Report(16, 10, 160),
     ]
-    assert batches.weigh(said) == pytest.approx([2 / 3, 0.0, 1 / 3])
+    assert batches.merge_weights(said) == pytest.approx([2 / 3, 0.0, 1 / 3])
     batches.close(said)
     assert batches.sizes == [16] * 3
-    assert batches.weigh([each._replace(finite=False) for each in said]) == [0.0] * 3
+    assert batches.merge_weights([each._replace(finite=False) for each in said]) == [0.0] * 3
 
 
 def test_elastic_strategies_share_one_force() -> None:
     said = [Report(16, 8, 128)] * 4
-    assert mega_batches(4, algorithm="elastic").weigh(said) == [0.9 / 4] * 4
-    assert mega_batches(4, algorithm="crossbow").weigh(said) == [0.25] * 4
-    assert mega_batches(4, algorithm="k-step").weigh(said) == [0.25] * 4
+    assert mega_batches(4, algorithm="elastic").merge_weights(said) == [0.9 / 4] * 4
+    assert mega_batches(4, algorithm="crossbow").merge_weights(said) == [0.25] * 4
+    assert mega_batches(4, algorithm="k-step").merge_weights(said) == [0.25] * 4
 
 
 def test_bounds_that_leave_no_size_are_refused() -> None:

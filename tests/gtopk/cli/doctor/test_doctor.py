@@ -369,7 +369,7 @@ def test_settings_are_those_of_the_mpi_at_hand() -> None:
     ],
 )
 def test_fail_means_that_training_cannot_start(name: str, said: State, weighs: State) -> None:
-    assert doctor.weigh(Finding(name, said, "")).state is weighs
+    assert doctor.grade(Finding(name, said, "")).state is weighs
 
 
 def test_one_rank_may_train_where_several_fail() -> None:

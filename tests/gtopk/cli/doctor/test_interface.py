@@ -22,15 +22,15 @@ EVERYWHERE = (
 @pytest.mark.parametrize(
     ("found", "chosen", "resolved", "environ", "state", "parts"),
     [
-        (ONE, "eth0", "10.0.0.5", {}, State.OK, ["hears on eth0 (10.0.0.5), by default route"]),
+        (ONE, "eth0", "10.0.0.5", {}, State.OK, ["listens on eth0 (10.0.0.5), by default route"]),
         (BESIDE_DOCKER, "eth0", "10.0.0.5", {}, State.OK, ["also docker0 (172.17.0.1)"]),
         (TWO, "eth0", "10.0.0.5", {}, State.WARN, ["also ib0", "none is named", EVERYWHERE]),
-        (TWO, "ib0", "10.0.0.5", {"GTOPK_INTERFACE": "ib0"}, State.OK, ["hears on ib0"]),
+        (TWO, "ib0", "10.0.0.5", {"GTOPK_INTERFACE": "ib0"}, State.OK, ["listens on ib0"]),
         (
             *(ONE, "eth0", "127.0.1.1", {}, State.WARN),
             ["this host's name, 'node1', stands for 127.0.1.1, where gloo looks", EVERYWHERE],
         ),
-        (ONE, "eth0", "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, State.OK, ["hears on eth0"]),
+        (ONE, "eth0", "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, State.OK, ["listens on eth0"]),
         (ONE, "eth0", "", {}, State.WARN, ["'node1', stands for no address"]),
         (
             *(BESIDE_DOCKER, "docker0", "10.0.0.5", {}, State.WARN),

@@ -379,7 +379,7 @@ def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started
         file.take([begin()])
         file.close()
     assert main([str(tmp_path)]) == 1
-    text = "has taken no step yet" if started else "must hold a run's record"
+    text = "has no steps yet" if started else "must hold a run's record"
     assert text in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ def bucket_of(*tensors: torch.Tensor, weight: float = 1.0) -> Bucket:
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.grad = tensor.clone()
     bucket = Bucket(parameters)
-    bucket.take(weight)
+    bucket.capture_gradients(weight)
     return bucket
 
 
@@ -88,7 +88,7 @@ def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
     # A gradient in another order than its parameter is brought into the parameter's, and back.
     bucket = bucket_of(last)
     bucket.parameters[0].grad = image.clone()
-    bucket.take(1.0)
+    bucket.capture_gradients(1.0)
     assert added(bucket).tolist() == in_memory
     bucket.put(SparseVector(np.array([1], np.int32), np.array([9], np.float32), 16))
     assert bucket.parameters[0].grad[0, 1, 0, 0] == 9
@@ -99,7 +99,7 @@ def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2, 1, 1).to(memory_format=torch.channels_last))
     parameter.grad = torch.arange(6.0).reshape(3, 2, 1, 1)
     bucket = Bucket([parameter])
-    bucket.take(1.0)
+    bucket.capture_gradients(1.0)
     assert added(bucket).tolist() == [0, 1, 2, 3, 4, 5]
     assert "flat" not in vars(bucket)
 
@@ -108,7 +108,7 @@ def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
 def test_a_weight_multiplies_what_is_gathered_and_not_the_gradients(elements: int) -> None:
     gradient = torch.arange(float(elements))
     bucket = bucket_of(gradient.clone(), gradient.clone())
-    bucket.take(0.3)
+    bucket.capture_gradients(0.3)
     gathered = torch.from_numpy(bucket.gather())
     assert torch.equal(gathered, torch.cat([gradient, gradient]) * 0.3)
     assert all(torch.equal(p.grad, gradient) for p in bucket.parameters)
@@ -117,7 +117,7 @@ def test_a_weight_multiplies_what_is_gathered_and_not_the_gradients(elements: in
 def test_a_long_gradient_becomes_the_update_and_torch_knows_that_it_changed() -> None:
     length = 17_000_000  # longer than what `clear` writes past the caches
     bucket = bucket_of(torch.ones(length))
-    bucket.take(1.0)
+    bucket.capture_gradients(1.0)
     added(bucket)
     version = bucket.parameters[0].grad._version
     bucket.put(SparseVector(np.array([5], np.int32), np.array([2], np.float32), length))
@@ -130,7 +130,7 @@ def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
     for may_stay, value, there in [(True, 0, False), (False, 0, True), (True, 2, True)]:
         bucket = bucket_of(torch.ones(2), torch.ones(3))
         bucket.parameters[1].grad = None
-        bucket.take(1.0)
+        bucket.capture_gradients(1.0)
         assert added(bucket).tolist() == [1, 1, 0, 0, 0]
         values = np.array([1, value], np.float32)
         bucket.put(SparseVector(np.array([0, 3], np.int32), values, 5))
@@ -216,8 +216,8 @@ def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
     monkeypatch.setattr(buckets, "current_streams", streams)
     monkeypatch.setattr(OnGpu, "is_cuda", True, raising=False)
     bucket = Bucket([torch.zeros(3).as_subclass(OnGpu), torch.nn.Parameter(torch.zeros(2))])
-    bucket.take(1.0)
-    bucket.take_nothing(1.0)
+    bucket.capture_gradients(1.0)
+    bucket.capture_zeros(1.0)
     with bucket.on_stream():
         assert asked == [[OnGpu.device]] * 3
 
@@ -240,7 +240,7 @@ def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, l
     parameter.grad = gradient
     assert parameter.grad.data_ptr() == gradient.data_ptr()
     bucket = Bucket([parameter, torch.nn.Parameter(torch.zeros(0, dtype=dtype))])
-    bucket.take(1.0)
+    bucket.capture_gradients(1.0)
     before = bucket.mark(whole=True)
     assert torch.equal(bucket.mark(whole=True), before)
     for element in gradient.reshape(-1).tolist():
@@ -262,7 +262,7 @@ def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: flo
     parameter.grad = torch.randn(100, 512, generator=generator).to(dtype)
     parameter.grad[::3] = 0
     bucket = Bucket([parameter])
-    bucket.take(1.0)
+    bucket.capture_gradients(1.0)
     before, some = bucket.mark(whole=True), bucket.mark(whole=False)
     parameter.grad.data.mul_(factor)
     assert not torch.equal(bucket.mark(whole=True), before)

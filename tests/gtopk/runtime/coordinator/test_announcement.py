@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from collectives.errors import MessageError
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.runtime.coordinator.fusion import Layout
-from gtopk.runtime.coordinator.operation import Announcement, Intention, cycle_bytes, exchange
+from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, cycle_bytes, exchange
 
-all_flags = st.integers(-(1 << 63), (1 << 63) - 1)
+any_flags = st.integers(-(1 << 63), (1 << 63) - 1)
 layouts = st.builds(
     Layout, st.just("<f4"), st.integers(0, 1 << 40), st.just("sum"), st.floats(-2, 2), st.floats(0)
 )
-intentions = st.builds(
-    Intention,
+specs = st.builds(
+    OperationSpec,
     st.lists(st.text(max_size=5), max_size=3).map(tuple),
     st.none() | st.binary(max_size=5),
     st.lists(layouts, max_size=2).map(tuple),
@@ -25,8 +25,8 @@ intentions = st.builds(
 announcements = st.builds(
     Announcement,
     ready=st.integers(0, (1 << 70) - 1),
-    fresh=st.lists(st.tuples(st.text(max_size=5), intentions, all_flags), max_size=3).map(tuple),
-    all_flags=st.dictionaries(st.integers(0, 69), all_flags, max_size=3),
+    fresh=st.lists(st.tuples(st.text(max_size=5), specs, any_flags), max_size=3).map(tuple),
+    changed_flags=st.dictionaries(st.integers(0, 69), any_flags, max_size=3),
     joins=st.booleans(),
     leaves=st.none() | st.text(max_size=5),
     expired=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.execution import steps_of
+from gtopk.runtime.coordinator.execution import fusion_groups
 from gtopk.runtime.coordinator.fusion import Layout
-from gtopk.runtime.coordinator.operation import Intention
-from gtopk.runtime.coordinator.readiness_table import Ready
+from gtopk.runtime.coordinator.operation import OperationSpec
+from gtopk.runtime.coordinator.readiness_table import ReadyOperation
 
 
-def ready(name: str, *lengths: int) -> Ready:
+def ready(name: str, *lengths: int) -> ReadyOperation:
     dense = tuple(Layout("<f4", length, "sum", 1.0, 1.0) for length in lengths)
-    return Ready(name, Intention((), None, dense), [0])
+    return ReadyOperation(name, OperationSpec((), None, dense), [0])
 
 
-def drawn(*operations: Ready, threshold_bytes: int = 1000) -> list[str]:
-    steps = steps_of(operations, threshold_bytes, alone_bytes=1000)
+def drawn(*operations: ReadyOperation, threshold_bytes: int = 1000) -> list[str]:
+    steps = fusion_groups(operations, threshold_bytes, alone_bytes=1000)
     return [" ".join(operations[number].name for number in step.parts) for step in steps]
 
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from collectives.kernels.narrow import BFLOAT16, narrow, widen
 from collectives.transports import LocalTransport
-from gtopk.runtime.coordinator.fusion import Dense, Fuser, Share, bundle, layout_of, neutral, scale
+from gtopk.runtime.coordinator.fusion import (
+    ArrayIndex,
+    Dense,
+    Fuser,
+    bundle,
+    layout_of,
+    neutral,
+    scale,
+)
 
 DTYPES = ("float16", BFLOAT16, "float32", "float64", "int32", "int64", "uint8")
 
@@ -21,9 +29,9 @@ def numbers(values: list[int], dtype: object) -> np.ndarray:
     return np.array(values, dtype)
 
 
-def share(number: int, dtype: str, length: int, factor: float) -> Share:
+def share(number: int, dtype: str, length: int, factor: float) -> ArrayIndex:
     dense = Dense(np.zeros(length, dtype), "sum", postscale=factor)
-    return Share(number, 0, layout_of(dense))
+    return ArrayIndex(number, 0, layout_of(dense))
 
 
 layouts = st.tuples(

@@ -102,7 +102,7 @@ def test_a_join_descriptor_tells_a_rank_that_has_joined_what_to_do(threads):
 
             return work
 
-        engine.stand_in = lambda name, join_descriptor: contribute(join_descriptor[0])
+        engine.shadow_work = lambda name, join_descriptor: contribute(join_descriptor[0])
         found = None
         if rank != 2:
             found = engine.submit(

@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Iterable
 
 from collectives.errors import MismatchError, PeerError
-from gtopk.runtime.coordinator.operation import Announcement, Intention, ReadyName
+from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, Request
 from gtopk.runtime.coordinator.readiness_table import ReadinessTable
 
-PLAIN = Intention(("x",), None, ())
+PLAIN = OperationSpec(("x",), None, ())
 
 
-def fresh(*names: str, intention: Intention = PLAIN) -> Announcement:
-    return Announcement(fresh=tuple(ReadyName(name, intention, 0) for name in names))
+def fresh(*names: str, spec: OperationSpec = PLAIN) -> Announcement:
+    return Announcement(fresh=tuple(Request(name, spec, 0) for name in names))
 
 
 def said(table: ReadinessTable, names: str, *, rank: int = 0, flags: int = 0) -> Announcement:
     """What a rank says when these become ready there, each as it always was."""
-    return table.announcement_of([ReadyName(name, PLAIN, flags) for name in names], rank)
+    return table.announcement_of([Request(name, PLAIN, flags) for name in names], rank)
 
 
 def done(table: ReadinessTable, *announcements: Announcement) -> list[str]:
-    return [ready.name for ready in table.take(announcements).ready]
+    return [ready.name for ready in table.enter(announcements).ready]
 
 
 def test_a_name_has_a_slot_from_the_first_time_it_was_done():
@@ -39,8 +39,8 @@ def test_a_name_has_a_slot_from_the_first_time_it_was_done():
 def test_a_rank_that_ran_out_of_batches_is_told_of_with_a_way_out():
     for reason, has_way_out in (("its program ended at step 8", True), ("failed at step 8", False)):
         table = ReadinessTable(range(2), capacity=2)
-        table.take([fresh("a"), Announcement()])
-        ((name, error),) = table.take([Announcement(), Announcement(leaves=reason)]).refused
+        table.enter([fresh("a"), Announcement()])
+        ((name, error),) = table.enter([Announcement(), Announcement(leaves=reason)]).refused
         assert name == "a"
         assert f"rank 1 left ({reason}) and was waited for in a" in str(error)
         assert ("give all ranks as many batches" in str(error)) == has_way_out
@@ -68,10 +68,10 @@ def test_a_name_that_some_rank_is_ready_for_keeps_its_slot():
 
 def test_a_slot_that_changes_hands_is_used_again():
     table = ReadinessTable(range(2), capacity=2)
-    other = Intention(("y",), None, ())
+    other = OperationSpec(("y",), None, ())
     for _ in range(5):
-        for intention in (PLAIN, other):
-            said = fresh("a", intention=intention)
+        for spec in (PLAIN, other):
+            said = fresh("a", spec=spec)
             assert done(table, said, said) == ["a"]
     assert table.slots == 1
 
@@ -81,22 +81,22 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
     done(table, fresh(*"abc"), fresh(*"abc"))
     for _ in range(2):
         assert said(table, "ba") == Announcement(ready=0b11)
-    assert said(table, "ca", flags=7) == Announcement(ready=0b101, all_flags={0: 7, 2: 7})
+    assert said(table, "ca", flags=7) == Announcement(ready=0b101, changed_flags={0: 7, 2: 7})
     done(table, said(table, "ca", flags=7), said(table, "ca", rank=1))
     # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
-    assert said(table, "ba") == Announcement(ready=0b11, all_flags={0: 0})
+    assert said(table, "ba") == Announcement(ready=0b11, changed_flags={0: 0})
     assert said(table, "ba", rank=1) == Announcement(ready=0b11)
-    done(table, fresh("b", intention=Intention(("y",), None, ())), Announcement())
-    assert said(table, "ba", rank=1) == Announcement(0b1, (ReadyName("b", PLAIN, 0),))
+    done(table, fresh("b", spec=OperationSpec(("y",), None, ())), Announcement())
+    assert said(table, "ba", rank=1) == Announcement(0b1, (Request("b", PLAIN, 0),))
 
 
 def test_who_waits_and_who_is_waited_for():
     table = ReadinessTable([4, 5, 6], capacity=10)
-    table.take([fresh("a"), Announcement(), fresh("a", "b")])
+    table.enter([fresh("a"), Announcement(), fresh("a", "b")])
     assert [table.waits(rank) for rank in range(3)] == [True, False, True]
     assert [table.is_waited_for(rank) for rank in range(3)] == [True, True, False]
     assert (table.missing("a"), table.missing("b")) == ([5], [4, 5])
-    table.take([Announcement(), Announcement(joins=True), Announcement()])
+    table.enter([Announcement(), Announcement(joins=True), Announcement()])
     assert table.missing("b") == [4]
     assert [table.waits(rank) for rank in range(3)] == [False, True, True]  # "a" was refused
     assert [table.is_waited_for(rank) for rank in range(3)] == [True, False, False]
@@ -109,31 +109,31 @@ def test_what_is_said_and_run_again_is_the_same_objects():
     one, other = said(table, "a"), said(table, "b")
     assert said(table, "a") is one
     assert said(table, "b") is other
-    ready = table.take([one, one]).ready
+    ready = table.enter([one, one]).ready
     assert [each.name for each in ready] == ["a"]
-    assert table.take([one, one]).ready is ready
+    assert table.enter([one, one]).ready is ready
     assert done(table, other, other) == ["b"]
 
 
 def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
     table = ReadinessTable(range(2), capacity=3)
-    table.take([fresh("a"), fresh("b")])
+    table.enter([fresh("a"), fresh("b")])
     stuck = [Announcement(stuck="a"), Announcement(stuck="b")]
-    assert table.take([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
-    assert [name for name, _ in table.take(stuck).refused] == ["a", "b"]
+    assert table.enter([stuck[0]._replace(fresh=fresh("c").fresh), stuck[1]]).refused == []
+    assert [name for name, _ in table.enter(stuck).refused] == ["a", "b"]
 
 
-OTHER = Intention(("y",), None, ())
+OTHER = OperationSpec(("y",), None, ())
 Refused = dict[str, type[Exception]]
-REDUCED = Intention(("z",), b"how", ())  # a rank that has joined takes part in it
+REDUCED = OperationSpec(("z",), b"how", ())  # a rank that has joined takes part in it
 
 
 class Plainly:
-    """The same without slots, bits and what is remembered: {name: {rank: (intention, flags)}}."""
+    """The same without slots, bits and what is remembered: {name: {rank: (spec, flags)}}."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = [*ranks]
-        self.waiting: dict[str, dict[int, tuple[Intention, int]]] = {}
+        self.waiting: dict[str, dict[int, tuple[OperationSpec, int]]] = {}
         self.joined: set[int] = set()
         self.leaving: dict[int, str] = {}
         self.events: Counter[str] = Counter()
@@ -142,28 +142,28 @@ class Plainly:
         here = self.waiting.get(name, {})
         return rank not in here and rank not in self.joined and rank not in self.leaving
 
-    def take(
-        self, said: list[list[ReadyName]], more: list[Announcement]
-    ) -> tuple[dict[str, tuple[Intention, list[int]]], Refused, int | None, str | None]:
+    def enter(
+        self, said: list[list[Request]], more: list[Announcement]
+    ) -> tuple[dict[str, tuple[OperationSpec, list[int]]], Refused, int | None, str | None]:
         everyone = set(range(len(self.ranks)))
         for rank, names in enumerate(said):
-            for name, intention, flags in names:
-                self.waiting.setdefault(name, {})[rank] = intention, flags
+            for name, spec, flags in names:
+                self.waiting.setdefault(name, {})[rank] = spec, flags
         joining = [rank for rank in everyone if more[rank].joins]
         self.joined |= set(joining)
         self.leaving |= {r: more[r].leaves or "" for r in everyone if more[r].leaves is not None}
-        ready: dict[str, tuple[Intention, list[int]]] = {}
+        ready: dict[str, tuple[OperationSpec, list[int]]] = {}
         refused: Refused = {}
         for name, here in [*self.waiting.items()]:
             if not everyone - self.joined <= here.keys():
                 continue
             del self.waiting[name]
-            lacking, intentions = everyone - here.keys(), {one for one, _ in here.values()}
-            if len(intentions) > 1 or (lacking and intentions != {REDUCED}):
+            lacking, specs = everyone - here.keys(), {one for one, _ in here.values()}
+            if len(specs) > 1 or (lacking and specs != {REDUCED}):
                 refused[name] = MismatchError
                 continue
             flags = [here[rank][1] if rank in here else 0 for rank in everyone]
-            ready[name] = intentions.pop(), flags
+            ready[name] = specs.pop(), flags
         names = [name for one in more for name in one.expired if name in self.waiting]
         expired = f"{names[0]} expired" if names else None
         for rank in self.leaving:
@@ -200,18 +200,18 @@ class Plainly:
 
 def drawn(
     draw: random.Random, plainly: Plainly, size: int
-) -> tuple[list[list[ReadyName]], list[Announcement]]:
+) -> tuple[list[list[Request]], list[Announcement]]:
     """What the ranks say in a cycle: more often than not all the same, of few names."""
     more = [Announcement() for _ in range(size)]
     if draw.random() < 0.5:
         names = [n for n in "abcde" if draw.random() < 0.4]
         names = [n for n in names if all(plainly.may_be_ready(r, n) for r in range(size))]
-        flags, intention = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
-        return [[ReadyName(n, intention, flags) for n in names] for _ in range(size)], more
-    intention = draw.choice((PLAIN, REDUCED, REDUCED))
+        flags, spec = draw.choice((0, 0, 0, 1)), draw.choice((PLAIN, PLAIN, PLAIN, REDUCED))
+        return [[Request(n, spec, flags) for n in names] for _ in range(size)], more
+    spec = draw.choice((PLAIN, REDUCED, REDUCED))
     said = [
         [
-            ReadyName(n, OTHER if draw.random() < 0.05 else intention, draw.choice((0, 0, 1, 2)))
+            Request(n, OTHER if draw.random() < 0.05 else spec, draw.choice((0, 0, 1, 2)))
             for n in draw.sample("abcde", 5)
             if draw.random() < draw.choice((0.0, 0.3)) and plainly.may_be_ready(rank, n)
         ]
@@ -244,15 +244,15 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
             announcements = []
             for rank, (table, names, one) in enumerate(zip(tables, said, more, strict=True)):
                 ready, fresh, flags, *_ = table.announcement_of(names, rank)
-                one = one._replace(ready=ready, fresh=fresh, all_flags=flags)
+                one = one._replace(ready=ready, fresh=fresh, changed_flags=flags)
                 assert sorted(table.names_in(one)) == sorted(name for name, *_ in names)
                 announcements.append(one)
-            outcomes = [table.take(announcements) for table in tables]
+            outcomes = [table.enter(announcements) for table in tables]
             assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
-            expected = plainly.take(said, more)
+            expected = plainly.enter(said, more)
             ready, refused, joined, left, expired, news = outcomes[0]
             assert (
-                {name: (intention, all_flags) for name, intention, all_flags in ready},
+                {name: (spec, all_flags) for name, spec, all_flags in ready},
                 {name: type(error) for name, error in refused},
                 joined,
                 expired,

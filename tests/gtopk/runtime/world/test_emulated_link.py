@@ -11,7 +11,7 @@ import pytest
 from collectives.cost import Link
 from collectives.transports import local_world, run_ranks
 from gtopk.runtime.world import world
-from gtopk.runtime.world.state import emulate_on, settled
+from gtopk.runtime.world.state import configured_choice, emulate_on
 
 SIZE = 3
 LINK = "1gbit,0.1ms"
@@ -68,6 +68,6 @@ def test_nccl_is_refused_and_never_chosen_by_itself():
     nccl = SimpleNamespace(name="nccl", size=2, gather_object=lambda text: [text] * 2)
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
         emulate_on(nccl, {"GTOPK_LINK": LINK})
-    assert settled(local_world(2)[0], [1, 1], {}) is None
-    choice = settled(local_world(2)[0], [1, 1], {"GTOPK_LINK": LINK})
+    assert configured_choice(local_world(2)[0], [1, 1], {}) is None
+    choice = configured_choice(local_world(2)[0], [1, 1], {"GTOPK_LINK": LINK})
     assert "GTOPK_LINK" in choice.reason

@@ -17,8 +17,7 @@ from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.runtime.coordinator import fusion
 from gtopk.runtime.coordinator.fusion import ON_GPU, ON_HOST, Finish, all_on_gpu
-from gtopk.runtime.world import state as gpu_messages
-from gtopk.runtime.world import world
+from gtopk.runtime.world import state, world
 from gtopk.runtime.world.state import over_gpus
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -193,9 +192,9 @@ def test_where_there_are_none_to_send_nothing_is_said(threads, caplog, in_sight)
 def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
     threads, monkeypatch, gpus: int, says: str
 ) -> None:
-    monkeypatch.setattr(gpu_messages, "gpus_in_sight", lambda: gpus)
+    monkeypatch.setattr(state, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(nccl_start, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
-    told = threads(2, lambda transport: gpu_messages.find_out(transport, {}))
+    told = threads(2, lambda transport: state.choose_gpu_carrying(transport, {}))
     assert told[0] == told[1]
     assert says in told[0]
     assert bool(told[0]) == bool(gpus)
@@ -205,7 +204,7 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
     threads, monkeypatch
 ) -> None:
     def messages(in_sight: int) -> list[int]:
-        monkeypatch.setattr("gtopk.runtime.world.state.gpus_in_sight", lambda: in_sight)
+        monkeypatch.setattr("gtopk.runtime.world.state.visible_gpus", lambda: in_sight)
 
         def program(transport: LocalTransport) -> int:
             with world.entered(transport) as here:
@@ -246,7 +245,7 @@ def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch)
     waited: list[object] = []
     here = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    monkeypatch.setattr(fusion, "moment", lambda device: "the end")
+    monkeypatch.setattr(fusion, "record_event", lambda device: "the end")
     recorded: list[object] = []
     result = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
     finish = Finish()

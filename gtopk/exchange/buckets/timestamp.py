@@ -1,4 +1,4 @@
-"""Moment: a point in time of a device's work: the host's, or that in a GPU's stream."""
+"""Timestamp: a point in time of a device's work: the host's, or that in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import torch
 
 
-class Moment:
+class Timestamp:
     """A point in a device's work; on a GPU, the time when its current stream gets there.
 
     A host clock would tell when the GPU's work was launched, not when it is done.
@@ -20,8 +20,8 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
-    def seconds_until(self, later: Moment) -> float:
-        """Return the seconds from this moment to a later one; waits until a GPU has reached it."""
+    def seconds_until(self, later: Timestamp) -> float:
+        """Return the seconds from this time to a later one; waits until a GPU has reached it."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()

@@ -1,4 +1,4 @@
-"""A moment on a GPU is one of the GPU that it is asked of, whichever the script works on."""
+"""A timestamp on a GPU is one of the GPU that it is asked of, whichever the script works on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtopk.exchange.buckets.moment import Moment
+from gtopk.exchange.buckets.timestamp import Timestamp
 
 
 class Event:
@@ -21,9 +21,9 @@ class Event:
         self.stream = stream
 
 
-def test_a_moment_is_of_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timestamp_is_of_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA tells no time between events of two GPUs: the current one, and that of a hook."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
-    event: Any = Moment(torch.device("cuda", 1))._event
+    event: Any = Timestamp(torch.device("cuda", 1))._event
     assert event.stream == "of cuda:1"
