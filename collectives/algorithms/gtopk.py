@@ -28,7 +28,6 @@ from .conservation import (
     examine,
     lowest,
     pack_alive,
-    refused,
     rounding_error,
     settle,
     unpack_alive,
@@ -69,10 +68,8 @@ def reduce_list(
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        outcome = _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
-    else:
-        outcome = _as_host(picks, refused_by, k, kept, transport, options)
-    return outcome if outcome.refused_by == NOBODY else refused(selected, outcome.refused_by)
+        return _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
+    return _as_host(picks, refused_by, k, kept, transport, options)
 
 
 def _as_host(
