@@ -1,11 +1,13 @@
-"""What a companion does with its rank's lines, and when it ends its rank; on a clock of the test."""
+"""What a companion does with its rank's lines, and when it ends its rank, by a clock of the test."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -56,6 +58,10 @@ class Beside:
     def heard(self, rank: int) -> Beat | None:
         return Beat.decode(self.sockets[rank].recv(BEAT_BYTES), SECRET)
 
+    def hears_nothing(self, rank: int) -> bool:
+        readable, _, _ = select.select([self.sockets[rank]], [], [], 0)
+        return not readable
+
 
 @pytest.fixture
 def beside(monkeypatch) -> Iterator[Callable[..., Beside]]:
@@ -103,8 +109,9 @@ def test_lines_are_followed_however_the_pipe_cuts_them(beside) -> None:
     assert job.companion._leaving
 
 
-def test_a_loss_is_reported_once_and_the_others_are_told(beside) -> None:
+def test_each_loss_is_reported_once_and_the_others_are_told(beside, monkeypatch) -> None:
     job = beside()
+    monkeypatch.setattr(companion.time, "monotonic", lambda: NOW + 3)
     job.lose(2, NOW)
     job.companion._report(NOW + 1)
     assert (
@@ -112,7 +119,58 @@ def test_a_loss_is_reported_once_and_the_others_are_told(beside) -> None:
     )
     said = job.heard(1)
     assert said is not None
-    assert (said.sender, said.about, said.state, said.text) == (0, 2, State.LOST, "killed")
+    assert said[:3] + said[4:] == (0, 2, State.LOST, 3.0, "killed")
+    job.lose(1, NOW + 2)
+    assert json.loads(os.read(job.reports, 1 << 16))["lost"] == 1
+
+
+def test_of_its_own_loss_a_rank_alone_is_told(beside) -> None:
+    job = beside()
+    job.companion._watch.hear(Beat(1, 0, State.LOST, 1, 0.0, "silent"), NOW)
+    job.companion._report(NOW)
+    assert json.loads(os.read(job.reports, 1 << 16))["lost"] == 0
+    assert [job.hears_nothing(rank) for rank in range(3)] == [True] * 3
+
+
+def test_beats_go_to_the_others_that_have_an_address_and_whom_the_network_reaches(beside) -> None:
+    job = beside()
+    own, one, other = job.setting.peers
+    peers = [
+        own,
+        one._replace(address=""),
+        other,
+        other._replace(rank=3, address="255.255.255.255"),
+    ]
+    job.companion._setting = job.setting._replace(peers=peers)
+    job.companion._tell([3, 0, 1, 2], 0, State.ALIVE)
+    assert job.heard(2).seconds == 0.0
+    assert [job.hears_nothing(rank) for rank in range(3)] == [True] * 3
+
+
+def test_news_are_printed_once_and_a_closed_terminal_or_pipe_is_no_error(
+    beside, monkeypatch, capfd
+) -> None:
+    job = beside()
+    job.companion._watch.news += ["one", "two \udc80"]
+    for _ in range(2):
+        job.companion._report(NOW)
+    assert capfd.readouterr().err == "gtopk: one\ngtopk: two ?\n"
+
+    def closed(*arguments: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(companion.os, "write", closed)
+    job.companion._watch.news.append("three")
+    job.lose(2, NOW)
+
+
+def test_what_waits_in_the_socket_is_read_before_the_last_word(beside, capfd) -> None:
+    job = beside()
+    lost = Beat(2, 1, State.LOST, 1, 1.0, "x" * 600).encode(SECRET)
+    assert len(lost) == BEAT_BYTES
+    job.sockets[2].sendto(lost, job.sockets[0].getsockname())
+    job.companion._speak_for_it(time.monotonic())
+    assert "after rank 1 is lost (xxx" in capfd.readouterr().err
 
 
 def test_a_rank_that_does_not_answer_is_killed_after_the_timeout(beside, capfd) -> None:
@@ -149,6 +207,7 @@ def test_a_stopped_rank_is_killed_two_seconds_after_the_loss(beside, stopped, lo
         else:
             job.lose(2, when)
             job.order(b"heard\n")
+    job.lose(1, NOW + 2)  # the first loss counts
     job.companion._beat(STOPPED, NOW + 2)
     job.companion._end_who_takes_no_notice(NOW + 3)
     assert job.kills == []
@@ -224,8 +283,10 @@ def test_a_rank_whose_launcher_is_gone_is_asked_to_end_and_then_killed(beside, c
     job.companion._beat(RUNS, NOW)
     assert job.kills == []
     orphan = Process("S", 1)
-    for seconds in (0, 3.0, 3.1):
+    for seconds in (0, 3.0):
         job.companion._beat(orphan, NOW + seconds)
+    assert job.kills == [signal.SIGTERM]
+    job.companion._beat(orphan, NOW + 3.1)
     assert job.kills == [signal.SIGTERM, signal.SIGKILL]
     assert capfd.readouterr().err.count("is ended: its launcher is gone\n") == 1
 
@@ -270,11 +331,15 @@ def test_who_could_not_print_why_it_ended_is_spoken_for(
     assert capfd.readouterr().err == (text if speaks else "")
 
 
-def test_a_departure_is_repeated_to_those_who_watch(beside) -> None:
-    job = beside()
-    job.companion._say_last(State.LEFT, [0, 1], "", 0.0)
-    job.companion._say_last(State.ENDED, [0, 1, 2], "it failed", 0.0)
+def test_the_last_beat_is_repeated_each_with_a_number_of_its_own(beside, monkeypatch) -> None:
+    job, pauses = beside(), []
+    monkeypatch.setattr(companion.time, "sleep", pauses.append)
+    monkeypatch.setattr(companion.time, "monotonic", lambda: NOW + 3)
+    monkeypatch.setattr(companion.time, "monotonic_ns", lambda: 1 << 40)
+    job.companion._say_last(State.LEFT, [0, 1], "", NOW)
+    job.companion._say_last(State.ENDED, [0, 1, 2], "it failed", NOW)
     assert [job.heard(1).state for _ in range(6)] == [State.LEFT] * 3 + [State.ENDED] * 3
     ended = [job.heard(2) for _ in range(3)]
-    assert [each.text for each in ended] == ["it failed"] * 3
-    assert sorted({each.sequence for each in ended}) == [each.sequence for each in ended]
+    assert [each.sequence - (1 << 40) for each in ended] == [3, 4, 5]
+    assert [(each.text, each.seconds) for each in ended] == [("it failed", 3.0)] * 3
+    assert pauses == [0.003] * 3 + [0.03] * 3
