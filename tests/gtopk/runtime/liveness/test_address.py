@@ -35,7 +35,13 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 
 
 def test_a_name_that_is_none_has_no_address():
-    assert address_of("") == address_of("x" * 100) == address_of("nosuch0") == ""
+    assert (
+        address_of("")
+        == address_of("x" * 100)
+        == address_of("nosuch0")
+        == address_of("\udc80")
+        == ""
+    )
     assert address_of("lo") == "127.0.0.1"
 
 

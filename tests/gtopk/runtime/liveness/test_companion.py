@@ -1,4 +1,4 @@
-"""What a companion does with its rank's lines, and when it ends its rank, by a clock of the test."""
+"""What a companion does with its rank's lines, and when it ends its rank, by the test's clock."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_lines_are_followed_however_the_pipe_cuts_them(beside) -> None:
     assert not job.companion._obey()
     assert job.order(b"because it fai")
     assert job.companion._because == companion.WITHOUT_A_WORD
-    assert job.order(b"led at step 5\nlea")
+    assert job.order(b"led at step 5\nanything else\nlea")
     assert job.companion._because == "it failed at step 5"
     assert not job.companion._leaving
     job.order(b"ve\n")
