@@ -232,11 +232,7 @@ class Watch:
 
     def _tell_of_unheard(self) -> None:
         """Add a message about ranks that are not watched, as no beat came from them."""
-        unheard = [
-            str(self.peers[rank])
-            for rank in self.watches
-            if self._seen[rank].heard is None and not self._seen[rank].left
-        ]
+        unheard = [str(self.peers[rank]) for rank in self.watches if self._seen[rank].heard is None]
         if unheard:
             self.news.append(
                 f"{self._own} receives no heartbeats from {', '.join(unheard)} and cannot "

@@ -159,6 +159,14 @@ def test_a_rank_that_ended_is_lost_at_once_and_one_that_left_never_is():
     assert job.watches[0].lost == {1: "failed at step 5: RuntimeError: boom"}
 
 
+def test_who_left_is_not_lost_whatever_others_say_later():
+    job = Job(3)
+    job.say(1, 1, State.LEFT)
+    job.say(2, 1, State.LOST, "silent for 5 s")
+    job.say(1, 1, State.ENDED, "ended without a word")
+    assert job.lost() == [set(), {1}, set()]
+
+
 def test_who_was_never_heard_is_told_of_once_and_not_watched():
     job = Job(3)
     job.cut = {1}
