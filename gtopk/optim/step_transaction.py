@@ -201,7 +201,6 @@ class StepTransaction:
             self._submit(index, bits)
         self.settle()  # operations that get ready with the last one may be run after it: wait first
         self._submit(last, bits | (_PREEMPTED if preempted else 0))
-        self.settle()
 
     def _late(self) -> list[int]:
         """Return the buckets that are not submitted yet; the last bucket is one of them."""
