@@ -127,6 +127,10 @@ def test_of_a_folded_pair_what_is_dropped_returns_to_its_owner() -> None:
         [(3, 1.0)],
         [],
     ]
+    # The other way round: rank 0 keeps its own pick, and rank 2's is dropped.
+    picks = [entries(pairs, 10, np.float64) for pairs in ([(1, 3.0)], [(2, 8.0)], [(3, 2.0)])]
+    outcomes = run("gtopk", picks, 1, put_back="spread")
+    assert [pairs_of(returned) for _, returned in outcomes] == [[(1, 1.5)], [(1, 1.5)], [(3, 2.0)]]
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
