@@ -28,7 +28,6 @@ from .conservation import (
     examine,
     lowest_refusing,
     pack_alive,
-    refused,
     rounding_error,
     split_outcome,
     unpack_alive,
@@ -69,10 +68,8 @@ def reduce_list(
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        outcome = _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
-    else:
-        outcome = _as_host(picks, refused_by, k, kept, transport, options)
-    return outcome if outcome.refused_by == NOBODY else refused(selected, outcome.refused_by)
+        return _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
+    return _as_host(picks, refused_by, k, kept, transport, options)
 
 
 def _as_host(
@@ -93,7 +90,7 @@ def _as_host(
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
         conservations.append(Conservation(guests, options.put_back))
     merged = picks
-    if folds or picks.entries > k or not kept:  # otherwise the first merge cuts, and drops zeros
+    if folds or not kept:  # otherwise the first merge of a round drops zeros
         merged, dropped = merge(picks, guests, k)
         merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
@@ -181,7 +178,6 @@ def _read(
     decoded = wire.decode(
         message, like, k, sender, options.format, stamp_bytes, number=transport.begun
     )
-    options.check_stamp(decoded.extra, sender)
     return decoded.vector, decoded.refused_by
 
 

@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..errors import MessageError
 from ..vector import Array
 from ..wire import EXACT, Format
 from .conservation import PUT_BACK
@@ -59,17 +58,7 @@ class GtopkOptions(NamedTuple):
     def stamp(self) -> Array:
         """Return the options' bytes in a message, uint8 [0 or 1]: none by default.
 
-        k, growth and the format are in the message's header.
+        The header holds how many, k and the format: a peer with other options is told from it.
         """
         number = PUT_BACK.index(self.put_back)
         return np.array([number] if number else [], np.uint8)
-
-    def check_stamp(self, received: Array, sender: int) -> None:
-        """Raise MessageError where a peer reduces with other options."""
-        expected = self.stamp()
-        if received.tobytes() != expected.tobytes():
-            raise MessageError(
-                f"the message from rank {sender} has put_back = {received.tolist()} where this "
-                f"rank expects {expected.tolist()} (places in {', '.join(PUT_BACK)}); every rank "
-                "must pass the same options"
-            )

@@ -16,6 +16,7 @@ put_back="published" does what the paper does, for comparison.
 from __future__ import annotations
 
 from .. import wire
+from ..errors import NonFiniteError
 from ..kernels import contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
@@ -27,7 +28,6 @@ from .conservation import (
     examine,
     lowest_refusing,
     pack_alive,
-    refused,
     rounding_error,
     split_outcome,
     unpack_alive,
@@ -99,7 +99,7 @@ def reduce(
         transport.send(result.message, child)()
         survivors = entries_also_in(before, survivors)
     if refused_by != NOBODY:
-        return split_outcome(refused(selected, refused_by))
+        raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors
     dead = selected.where(~contains(cleared.indices, selected.indices))
     return split_outcome(Outcome(update, dead, error))

@@ -202,7 +202,6 @@ class StepTransaction:
         # Operations that get ready with the last one may be run after it: wait for them first.
         self.wait_for_operations()
         self._submit(last, bits | (_PREEMPTED if preempted else 0))
-        self.wait_for_operations()
 
     def _late(self) -> list[int]:
         """Return the buckets that are not submitted yet; the last bucket is one of them."""

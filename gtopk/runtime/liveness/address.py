@@ -72,7 +72,7 @@ def interfaces() -> dict[str, str]:
 
 def address_of(interface: str) -> str:
     """Return an interface's IPv4 address; "" where there is no such interface, or no address."""
-    if not interface or len(interface) > _NAME_BYTES:
+    if len(interface) > _NAME_BYTES:  # the system would cut it to the name of another
         return ""
     request = struct.pack("256s", interface.encode(errors="replace"))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

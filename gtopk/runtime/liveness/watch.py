@@ -191,26 +191,25 @@ class Watch:
                 continue
             since = seen.heard if seen.stopped is None else seen.stopped
             if now - since > self._timeout_seconds:
-                self._lose(rank, self._what_befell(rank, now), now)
+                self._lose(rank, self._what_befell(rank, now, since), now)
             elif now - since > self._warning_seconds and not seen.warned:
                 seen.warned = True
                 self.news.append(
-                    f"{self.peers[rank]}: {self._what_befell(rank, now)}; the job ends when that "
-                    f"has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
+                    f"{self.peers[rank]}: {self._what_befell(rank, now, since)}; the job ends when "
+                    f"that has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
                 )
         if not self._told_of_unheard and now - self._begun > self._warning_seconds:
             self._told_of_unheard = True
             self._tell_of_unheard()
 
-    def _what_befell(self, rank: int, now: float) -> str:
-        seen = self._seen[rank]
-        if seen.stopped is not None:
-            return f"stopped for {now - seen.stopped:.1f} s (SIGSTOP?)"
+    def _what_befell(self, rank: int, now: float, since: float) -> str:
+        if self._seen[rank].stopped is not None:
+            return f"stopped for {now - since:.1f} s (SIGSTOP?)"
         heard = [self._seen[other].heard or self._begun for other in self.watches]
         whose = "its host or its network"
         if len(heard) > 1 and max(heard) < now - self._warning_seconds:
             whose += f", or that of {self._own}, which hears no other rank,"
-        return f"silent for {now - (seen.heard or self._begun):.1f} s: {whose} is down"
+        return f"silent for {now - since:.1f} s: {whose} is down"
 
     def _said_at(self, beat: Beat, now: float) -> float:
         """Return when a beat was sent: on one host, its sequence is the time.
@@ -233,11 +232,7 @@ class Watch:
 
     def _tell_of_unheard(self) -> None:
         """Add a message about ranks that are not watched, as no beat came from them."""
-        unheard = [
-            str(self.peers[rank])
-            for rank in self.watches
-            if self._seen[rank].heard is None and not self._seen[rank].left
-        ]
+        unheard = [str(self.peers[rank]) for rank in self.watches if self._seen[rank].heard is None]
         if unheard:
             self.news.append(
                 f"{self._own} receives no heartbeats from {', '.join(unheard)} and cannot "

@@ -127,6 +127,10 @@ def test_of_a_folded_pair_what_is_dropped_returns_to_its_owner() -> None:
         [(3, 1.0)],
         [],
     ]
+    # The other way round: rank 0 keeps its own pick, and rank 2's is dropped.
+    picks = [entries(pairs, 10, np.float64) for pairs in ([(1, 3.0)], [(2, 8.0)], [(3, 2.0)])]
+    outcomes = run("gtopk", picks, 1, put_back="spread")
+    assert [pairs_of(returned) for _, returned in outcomes] == [[(1, 1.5)], [(1, 1.5)], [(3, 2.0)]]
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
@@ -141,9 +145,10 @@ def test_spreading_gives_every_rank_about_as_much(size: int, random: np.random.G
 def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) -> None:
     # The four-rank example, of values that are rounded: 5:1.01 is dropped in the first round, and
     # 5 comes back through ranks 2 and 3; rank 2 keeps what its 3.03 lost, and nothing of the 1.01.
+    # Rank 4 is folded into rank 0, which tells it that its pick is dead.
     picks = [
         entries(pairs, 10, np.float64)
-        for pairs in ([(5, 1.01)], [(7, 2.02)], [(5, 3.03), (6, 2.9)], [(9, 0.11)])
+        for pairs in ([(5, 1.01)], [(7, 2.02)], [(5, 3.03), (6, 2.9)], [(9, 0.11)], [(8, 0.07)])
     ]
     outcomes = run("gtopk", picks, 2, Format("raw", values))
     update = outcomes[0][0]
@@ -151,6 +156,7 @@ def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) ->
     returned = [dict(pairs_of(vector)) for _, vector in outcomes]
     assert returned[1] == {7: 2.02}
     assert returned[3][9] == 0.11
+    assert returned[4] == {8: 0.07}
     for index, total in ((5, 1.01 + 3.03), (6, 2.9)):
         back = sum(vector.get(index, 0.0) for vector in returned)
         assert update.to_dense()[index] + back == pytest.approx(total, rel=1e-15)

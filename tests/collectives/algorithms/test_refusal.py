@@ -66,6 +66,16 @@ def test_a_sum_that_overflows_is_an_error_on_every_rank(way: str, size: int) -> 
     assert len({str(error) for error in raised}) == 1
 
 
+def test_an_overflow_is_named_after_the_lowest_rank_that_found_it() -> None:
+    largest = np.finfo(np.float32).max
+    picks = [
+        SparseVector(np.array([5], np.int32), np.array([value], np.float32), 7)
+        for value in [1, 1, 1, 1, largest, largest, 1, 1]
+    ]
+    raised, _ = outcomes("gtopk", picks, 1)
+    assert [error.rank for error in raised] == [4] * 8
+
+
 @every_way
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_an_overflow_that_only_some_ranks_see_ends_all_alike(way: str, size: int) -> None:
@@ -92,6 +102,15 @@ def test_a_refusal_takes_no_message_more_and_fewer_bytes(
         assert after.sent_messages == before.sent_messages
         assert after.sent_bytes <= before.sent_bytes
     assert sum(t.sent_bytes for t in refused) < sum(t.sent_bytes for t in usual)
+
+
+def test_who_hears_of_a_refusal_before_it_sends_a_list_sends_an_empty_one(
+    random: np.random.Generator,
+) -> None:
+    picks = random_picks(random, 3, 600, 100)
+    _, (usual, _, _) = outcomes("gtopk", picks, 100)
+    _, (refused, _, _) = outcomes("gtopk", [*picks[:2], with_values(picks[2], np.nan)], 100)
+    assert refused.sent_bytes < usual.sent_bytes / 4
 
 
 @every_way

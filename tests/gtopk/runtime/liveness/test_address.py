@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from gtopk.runtime.liveness.address import address_of, own_address
+from gtopk.runtime.liveness import address
+from gtopk.runtime.liveness.address import address_of, choose, own_address
 
 
 def test_on_one_host_no_other_host_is_let_near():
@@ -32,8 +35,53 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 
 
 def test_a_name_that_is_none_has_no_address():
-    assert address_of("") == address_of("x" * 100) == address_of("nosuch0") == ""
+    assert (
+        address_of("")
+        == address_of("x" * 100)
+        == address_of("nosuch0")
+        == address_of("\udc80")
+        == ""
+    )
     assert address_of("lo") == "127.0.0.1"
+
+
+def test_a_name_longer_than_the_system_takes_is_not_cut_to_another_interfaces(monkeypatch):
+    monkeypatch.setattr(address.fcntl, "ioctl", lambda file, number, request: request)
+    assert address_of("x" * 15) == "0.0.0.0"
+    assert address_of("x" * 16) == ""
+
+
+MASTER, OUTSIDE, LOOPBACK = "10.0.0.1", "192.0.2.1", "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("towards", "there", "choice"),
+    [
+        ({MASTER: "10.0.0.5", OUTSIDE: "10.9.9.9"}, [], ("10.0.0.5", "the way to MASTER_ADDR=")),
+        ({MASTER: LOOPBACK, OUTSIDE: "10.9.9.9"}, [], ("10.9.9.9", "default route")),
+        ({OUTSIDE: "10.9.9.9"}, [], ("10.9.9.9", "default route")),
+        ({}, [LOOPBACK, "10.8.8.8", "10.7.7.7"], ("10.8.8.8", "the first there is")),
+        ({MASTER: LOOPBACK}, [LOOPBACK], ("", "")),
+    ],
+)
+def test_where_no_interface_is_named_the_way_to_the_others_tells(
+    towards, there, choice, monkeypatch
+):
+    monkeypatch.setattr(address, "_address_towards", lambda host: towards.get(host, ""))
+    monkeypatch.setattr(address, "interfaces", lambda: dict(enumerate(there)))
+    found = choose(False, {"MASTER_ADDR": MASTER})
+    assert found.address == choice[0]
+    assert found.by.removesuffix(MASTER) == choice[1]
+
+
+@pytest.mark.parametrize(("host", "own"), [(LOOPBACK, LOOPBACK), ("::1", ""), ("", "")])
+def test_the_way_to_a_host_begins_at_an_own_address(host, own):
+    assert address._address_towards(host) == own
+
+
+def test_interfaces_without_an_address_are_not_listed(monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "nosuch0")])
+    assert address.interfaces() == {"lo": LOOPBACK}
 
 
 def test_between_hosts_the_loopback_is_of_no_use():

@@ -55,6 +55,12 @@ def test_a_long_text_is_cut(text):
     assert text.startswith(said.text.rstrip("�"))
 
 
+def test_a_text_that_is_no_utf_8_arrives_all_the_same():
+    said = Beat.decode(Beat(0, 0, State.ENDED, 1, 0.0, "a\udc80").encode(SECRET), SECRET)
+    assert said is not None
+    assert said.text == "a?"
+
+
 def signed(content: bytes) -> bytes:
     return content + hmac.digest(SECRET, content, "sha256")
 

@@ -17,7 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from collectives.transports import local_world
 from gtopk.runtime.liveness.companion import look_at, segments_of
+from gtopk.runtime.liveness.heartbeat import Heartbeat
 from gtopk.runtime.liveness.watch import Beat, State
 from tests.started import STARTED_PATH
 
@@ -188,6 +192,23 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
         job.hear(f"{job.pids[2]} ended with 1")
     job.wait(0.2)
     assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
+
+
+def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
+    heartbeat = Heartbeat(60.0, 30.0, lambda lost: None)
+    heartbeat.meet(local_world(1)[0], [])
+    heartbeat.start()
+    companion, own, note = heartbeat._companion, heartbeat._socket, heartbeat._step_file
+    assert companion is not None
+    assert own is not None
+    assert note is not None
+    heartbeat.close()
+    assert companion.returncode is not None
+    assert own.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(note)
+    heartbeat.note(7, "too late")  # is no error
+    assert heartbeat.lost() is None
 
 
 def test_the_memory_that_mpich_shares_is_known_by_its_name():

@@ -159,6 +159,14 @@ def test_a_rank_that_ended_is_lost_at_once_and_one_that_left_never_is():
     assert job.watches[0].lost == {1: "failed at step 5: RuntimeError: boom"}
 
 
+def test_who_left_is_not_lost_whatever_others_say_later():
+    job = Job(3)
+    job.say(1, 1, State.LEFT)
+    job.say(2, 1, State.LOST, "silent for 5 s")
+    job.say(1, 1, State.ENDED, "ended without a word")
+    assert job.lost() == [set(), {1}, set()]
+
+
 def test_who_was_never_heard_is_told_of_once_and_not_watched():
     job = Job(3)
     job.cut = {1}
@@ -236,7 +244,47 @@ def test_of_two_ranks_none_blames_its_own_network_and_warns_once():
     assert watch.lost == {1: "silent for 4.5 s: its host or its network is down"}
 
 
+@pytest.mark.parametrize(("warning", "half"), [(1.0, 1.0), (3.0, 2.0)])
+def test_a_warning_comes_after_half_the_timeout_at_the_latest(warning, half):
+    watch = Watch(0, peers(2), TIMEOUT, warning, 50.0)
+    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    late = look_on(watch, 50.0, half)
+    assert watch.news == []
+    look_on(watch, late, PAUSE)
+    assert len(watch.news) == 1
+
+
+@pytest.mark.parametrize(("pause", "is_lost"), [(1.0, True), (1.5, False)])
+def test_timeouts_begin_anew_where_a_quarter_of_one_passed_between_looks(pause, is_lost):
+    watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    for number in range(10):
+        watch.look(50.0 + number * pause, False)
+    assert bool(watch.lost) == is_lost
+
+
+def test_a_stopped_rank_whose_companion_reports_a_loss_is_stopped_all_the_same():
+    watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.STOPPED, 1), 50.0)
+    watch.hear(Beat(1, 2, State.LOST, 2, 0.0, "killed"), 51.0)
+    look_on(watch, 50.0, TIMEOUT + PAUSE)
+    assert watch.lost == {2: "killed", 1: "stopped for 4.5 s (SIGSTOP?)"}
+
+
+@pytest.mark.parametrize(("heard", "blames_itself"), [(52.0, True), (52.5, False)])
+def test_who_heard_another_rank_since_the_time_to_warn_does_not_blame_itself(heard, blames_itself):
+    watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    look_on(watch, 50.0, TIMEOUT)
+    watch.hear(Beat(2, 2, State.ALIVE, 1), heard)
+    watch.look(54.5, False)
+    assert ("which hears no other rank" in watch.lost[1]) == blames_itself
+
+
 def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
+    watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
+    watch.look(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
+    assert watch.news == []
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     late = look_on(watch, 50.0, WARNING)
     assert watch.news == []
@@ -247,9 +295,9 @@ def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
 @pytest.mark.parametrize(
     ("host", "said", "lost_at"),
     [
-        ("host0", 49.5, 49.25),  # on this host's clock: it waited until this companion had time
+        ("host0", 50.5, 50.25),  # on this host's clock: it waited until this companion had time
         ("host0", 46.5, 46.25),
-        ("host0", 45.5, 50.75),  # farther off than a companion is late: another clock
+        ("host0", 46.0, 50.75),  # farther off than a companion is late: another clock
         ("host0", 51.5, 50.75),
         ("host1", 49.5, 50.75),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import resource
 import shutil
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,6 +159,23 @@ def test_what_a_running_job_removes_meanwhile_is_not_there(tmp_path, monkeypatch
 
     monkeypatch.setattr(files, "_checkpoints", and_then_goes)
     assert list_parts(tmp_path) == [PART._replace(number=2)]
+
+
+@pytest.mark.parametrize(("number", "is_gone"), [(errno.ESTALE, True), (errno.EIO, False)])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_that_is_gone(
+    tmp_path, monkeypatch, number, is_gone
+):
+    listed = os.listdir
+
+    def refuse(path):
+        if os.fspath(path).endswith(PART.folder):
+            raise OSError(number, "refused", str(path))
+        return listed(path)
+
+    write_part(tmp_path, PART, content())
+    monkeypatch.setattr(files.os, "listdir", refuse)
+    with nullcontext() if is_gone else pytest.raises(OSError, match=PART.folder):
+        assert list_parts(tmp_path) == []
 
 
 def limited(write):

@@ -28,6 +28,7 @@ from gtopk.torch.checkpoint.state import keyed
             {"inner": {"state": {0: "a", "w": "b"}, "param_groups": [{"params": [0, "w"]}]}},
         ),
         ({"param_groups": "none"}, None, {"param_groups": "none"}),
+        ({"param_groups": [{"lr": 1}]}, None, {"param_groups": [{"lr": 1}]}),  # no optimizer's
     ],
     ids=repr,
 )
