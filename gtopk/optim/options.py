@@ -23,6 +23,7 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.exchanges import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet
+from .momentum import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
 FEW_ENTRIES: Final = 500
@@ -90,15 +91,26 @@ class Options:
             )
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
-        if self.feedback and self.feedback.adam_correction and self.local_clip_norm is not None:
-            raise ValueError(
-                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
-                "the gradients measure; global_clip_norm shortens what they add up to"
-            )
+        self._refuse_clipping_of_steps()
         if hides_behind_backward(self.compression):
             self._require_overlap()
         if self.op == Adasum:
             self._require_nothing_of_gradients()
+
+    def _refuse_clipping_of_steps(self) -> None:
+        feedback = self.feedback
+        if feedback is None or not feedback.corrects:
+            return
+        if self.global_clip_norm is not None:
+            raise ValueError(
+                f"global_clip_norm is not for {feedback.correction}: it would shorten steps, which "
+                f"are far longer than gradients. {instead_of_clipping(feedback)}"
+            )
+        if feedback.adam_correction and self.local_clip_norm is not None:
+            raise ValueError(
+                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
+                f"the gradients measure. {instead_of_clipping(feedback)}"
+            )
 
     def _require_nothing_of_gradients(self) -> None:
         for name, usual in (

@@ -345,6 +345,10 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
             parameter.grad.mul_(0.5)
     raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
     optimizer.zero_grad()
+    loss(model, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which torch does not count
+    raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
+    optimizer.zero_grad()
     train(model, optimizer, range(1))
     with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(False\).*zero_grad\(\)"):
         loss(model, 1).backward()
