@@ -181,9 +181,14 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("bits_per_second", [SLOW, MIDDLING, FAST])
-def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second):
-    """By the word of one window alone it changed twice in 300 steps; the first is by a probe."""
+@pytest.mark.parametrize(
+    ("bits_per_second", "most"), [(SLOW, 0), (MIDDLING, 1), (1e11, 2), (FAST, 0)]
+)
+def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second, most):
+    """By the word of one window alone it changed three times in 300 steps, at 100 Gbit/s.
+
+    The first change ends a probe.
+    """
     noise = {name: np.array([each.split() for each in RECORDED[name]], float) for name in RECORDED}
     for begun in range(34):
         one, ran = selector(bits_per_second), []
@@ -197,7 +202,7 @@ def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second):
             merging = found.code_seconds + found.merge_seconds
             parts = times * (found.select_seconds, merging, found.communicate_seconds)
             one.run(one.reconsider(Measured(*map(float, parts)), 0.0))
-        assert sum(before != now for before, now in pairwise(ran[:300])) <= 1
+        assert sum(before != now for before, now in pairwise(ran[:300])) <= most
 
 
 def test_a_network_that_is_slower_than_measured_ends_in_compression():
