@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12, dtype=dtype) for _ in range(4))
         for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data.normal_(std=0.3, generator=generator)
         self.used = range(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

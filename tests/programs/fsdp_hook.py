@@ -32,7 +32,7 @@ def network() -> torch.nn.Module:
     model = torch.nn.Sequential(*(torch.nn.Linear(12, 12, dtype=torch.float64) for _ in range(3)))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 
