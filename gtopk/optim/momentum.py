@@ -16,6 +16,7 @@ import torch
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
 from .grad_scaler import is_unscaled, loss_scale
+from .options import instead_of_clipping
 from .samples import norm_of
 from .wrapped.adam_step import AgreedSteps
 
@@ -131,19 +132,6 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
     if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
         return ""
     return f", and {1 / (1 - momentum):.3g} times the weight_decay"
-
-
-def instead_of_clipping(compression: ErrorFeedback) -> str:
-    """Return how to clip gradients that a correction makes steps of, as a sentence."""
-    if compression.adam_correction is not None:
-        return (
-            "Give AdamW itself in place of SGD and adam_correction: global_clip_norm= then clips "
-            "the mean gradient before the moments"
-        )
-    return (
-        "DistributedOptimizer(local_clip_norm=) clips each rank's gradients before the momentum; "
-        "with a hook, let SGD take the momentum, and clip as before"
-    )
 
 
 class CorrectedGradients:

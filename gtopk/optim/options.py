@@ -23,7 +23,6 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.exchanges import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet
-from .momentum import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
 FEW_ENTRIES: Final = 500
@@ -222,3 +221,16 @@ def warn_of_few_entries(compression: object, elements: int) -> None:
             FEW_ENTRIES,
             enough,
         )
+
+
+def instead_of_clipping(compression: ErrorFeedback) -> str:
+    """Return how to clip gradients that a correction makes steps of, as a sentence."""
+    if compression.adam_correction is not None:
+        return (
+            "Give AdamW itself in place of SGD and adam_correction: global_clip_norm= then clips "
+            "the mean gradient before the moments"
+        )
+    return (
+        "DistributedOptimizer(local_clip_norm=) clips each rank's gradients before the momentum; "
+        "with a hook, let SGD take the momentum, and clip as before"
+    )
