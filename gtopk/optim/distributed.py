@@ -30,7 +30,7 @@ from .grad_scaler import (
     require_no_fused_unscaling,
     require_scaled,
 )
-from .momentum import ClippingWatch, require_one_momentum, tell_of_optimizer
+from .momentum import CorrectedGradients, require_one_momentum, tell_of_optimizer
 from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
 from .reducer import Reducer
@@ -78,7 +78,7 @@ class _DistributedOptimizer(Readings):
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
         self._agreed: adam_step.AgreedSteps | None = None
-        self._clipping = ClippingWatch(options.compression)
+        self._corrected = CorrectedGradients(options.compression)
         self._shared = SharedParameters(self._parameter_names)
         self.last_step: StepReport | None = None
 
@@ -199,7 +199,7 @@ class _DistributedOptimizer(Readings):
         else:
             self._skipped.end_row()
             self._clip(loss_scale(self.scaler))
-            self._clipping.agree(self._parameter_names, self.scaler)
+            self._corrected.agree(self._parameter_names, self.scaler)
         self._shared.note_agreed()
 
     def _clip(self, scale: float) -> None:
@@ -208,8 +208,7 @@ class _DistributedOptimizer(Readings):
         if allowed is None or self._makes_adam_steps:  # Adam's gradients were shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        norm = shorten(gradients, allowed, scale)
-        self._clipping.compare(norm, min(norm, allowed))
+        shorten(gradients, allowed, scale)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -249,7 +248,7 @@ class _DistributedOptimizer(Readings):
             )
         self._synchronized = False
         if not self._skip:
-            self._clipping.step(self)
+            self._corrected.require_unchanged(self)
             self._step_wrapped()
         if self._local is not None:
             self._local.restore()
@@ -435,9 +434,10 @@ def DistributedOptimizer(
         ranks weigh by samples. So a mean of independent gradients may have this norm, though each
         of them is sqrt(ranks) times as long. The norm of all gradients is known only after
         backward: there is no overlap.
-    global_clip_norm: shortens the agreed update to this norm. With Adam's steps made before, the
-        mean gradient before the moments: each rank estimates its norm as that of its own gradient
-        times a ratio learnt from shared samples; there is no overlap then.
+    global_clip_norm: shortens the agreed update to this norm; not with momentum_correction or
+        adam_correction, whose update is far longer than a gradient. With Adam's steps made before,
+        the mean gradient before the moments: each rank estimates its norm as that of its own
+        gradient times a ratio learnt from shared samples; there is no overlap then.
     check_every: compare the parameters of all ranks by hash, after the first step and after every
         `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
         others take while this rank has joined do.

@@ -1,7 +1,7 @@
 """Momentum: the compression takes it before the selection, or the optimizer after it; not both.
 
-Refuses optimizers that would take it a second time, and warns of optimizers that lose accuracy
-after a selection, and of clipping that a correction makes wrong.
+Refuses optimizers that would take it a second time, and clipping that a correction makes wrong;
+warns of optimizers that lose accuracy after a selection.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ import torch
 
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
-from ..runtime.logs import EVERYWHERE
 from .grad_scaler import is_unscaled, loss_scale
+from .options import instead_of_clipping
 from .samples import norm_of
 from .wrapped.adam_step import AgreedSteps
 
 _log = logging.getLogger("gtopk")
 
-# Clipping on purpose removes less, even of a velocity that sums ten gradients.
-_FAR_SHORTER: Final = 0.1
-_IN_A_ROW: Final = 3
-_FIRST, _EVERY = 20, 50  # the first passes are all measured, then every 50th
-_INSTEAD: Final = (
-    "Leave clipping out, or give DistributedOptimizer local_clip_norm=, which clips each rank's "
-    "gradients before the momentum"
-)
-_INSTEAD_OF_ADAM: Final = (
-    "Leave clipping out, or give AdamW itself in place of SGD and adam_correction: "
-    "global_clip_norm= then clips the mean gradient before the moments"
-)
+# torch counts no changes of a DTensor: the norms of shards are compared after so many passes, and
+# then after each of so many.
+_FIRST, _EVERY = 20, 50
+_SHORTER: Final = 0.999
 
 
 def require_one_momentum(
@@ -45,12 +37,7 @@ def require_one_momentum(
     """
     if compression is None or not compression.corrects:
         return
-    adam = compression.adam_correction
-    correction = (
-        f"adam_correction={adam}"
-        if adam
-        else f"momentum_correction={compression.momentum_correction}"
-    )
+    adam, correction = compression.adam_correction, compression.correction
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if momentum:
         more = "" if adam else more_weight_decay(momentum, optimizer.param_groups)
@@ -147,74 +134,62 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
     return f", and {1 / (1 - momentum):.3g} times the weight_decay"
 
 
-class ClippingWatch:
-    """Warns, once, where a script clips the steps that a correction has made of gradients.
+class CorrectedGradients:
+    """Steps in the place of gradients after an exchange: raises where a script changes them.
 
-    Such steps are far longer than gradients: a limit that is right for gradients removes nearly all
-    of them, and training stands still. Call `agree` after an exchange and `step` before the
-    optimizer's. Norms are measured only while the script changes gradients between the two, and
-    never without a correction.
+    They are far longer than gradients: a norm to which gradients may be clipped removes nearly all
+    of them, and training stands still. Call `agree` after an exchange and `require_unchanged`
+    before the optimizer's step. Where gradients remain gradients, both do nothing.
+    sharded_adam: how to clip where AdamW has made the steps, as a sentence. Changes that torch
+        counts are found elsewhere then; those of DTensors, which it does not count, are found here.
     """
 
-    def __init__(self, compression: object) -> None:
-        self._compression: ErrorFeedback | None = None
+    def __init__(self, compression: object, sharded_adam: str = "") -> None:
+        self._made_by, self._instead = "AdamW" if sharded_adam else "", sharded_adam
         if isinstance(compression, ErrorFeedback) and compression.corrects:
-            self._compression = compression
+            self._made_by, self._instead = compression.correction, instead_of_clipping(compression)
         self._scaler: Any = None
         self._agreed: AgreedSteps | None = None
-        self._norms: dict[torch.Tensor, float] = {}  # of the agreed gradients, where measured
-        self._is_changing = False  # the script changed gradients before the last step
-        self._passes = self._short = 0  # passes with changes; passes in a row that were too short
+        self._norms: dict[torch.Tensor, float] = {}  # of shards, where measured
+        self._passes = 0
 
     def agree(self, parameters: Iterable[torch.Tensor], scaler: Any) -> None:
-        """Note that these parameters' gradients are now the agreed ones.
+        """Note that these parameters' gradients, and no others, are now the agreed ones.
 
         scaler: the GradScaler that scales them, or None.
         """
-        if self._compression is None:
+        if not self._made_by:
             return
         stepped = [each for each in parameters if each.grad is not None]
-        self._agreed, self._norms, self._scaler = AgreedSteps(stepped), {}, scaler
-        self._passes += self._is_changing
-        if self._is_changing and (self._passes <= _FIRST or self._passes % _EVERY == 0):
-            self._norms = {each: _norm([each], loss_scale(scaler)) for each in stepped}
+        self._agreed = AgreedSteps([] if self._made_by == "AdamW" else stepped)
+        self._norms, self._scaler = {}, scaler
+        self._passes += 1
+        if self._passes <= _FIRST or self._passes % _EVERY == 0:
+            sharded = (each for each in stepped if each.grad is not _local(each))
+            self._norms = {each: _norm([each], loss_scale(scaler)) for each in sharded}
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the gradients that an optimizer is about to step with."""
-        if self._compression is None or (agreed := self._agreed) is None:
+    def require_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError where a script has changed what this optimizer is about to step with."""
+        if (agreed := self._agreed) is None:
             return
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        # torch counts no changes of a DTensor.
-        self._is_changing = any(agreed.is_changed(p) or p.grad is not _local(p) for p in stepped)
-        if not self._is_changing:
-            return
-        measured = [each for each in stepped if each in self._norms and each.grad is not None]
-        if measured:
-            scale = 1.0 if is_unscaled(self._scaler, optimizer) else loss_scale(self._scaler)
-            before = math.hypot(*(self._norms[each] for each in measured))
-            self.compare(before, _norm(measured, scale))
+        if any(map(agreed.is_changed, stepped)) or self._is_shorter(stepped, optimizer):
+            raise ValueError(
+                "gradients were changed between their exchange and step(), where they are steps "
+                f"that {self._made_by} has made, and far longer than gradients: leave "
+                "clip_grad_norm_ (or a trainer's option for it) out. "
+                f"{self._instead} ({page('Clipping')})"
+            )
 
-    def compare(self, agreed: float, applied: float) -> None:
-        """Compare the norms of the agreed gradients and of those that are stepped with."""
-        if self._compression is None or not math.isfinite(agreed):
-            return
-        self._short = self._short + 1 if applied < _FAR_SHORTER * agreed else 0
-        if self._short < _IN_A_ROW:
-            return
-        adam = self._compression.adam_correction
-        name = "adam_correction" if adam else "momentum_correction"
-        _log.warning(
-            "gradients are clipped to %.2g of their norm, and are no gradients by then: "
-            "%s=%s has made steps of them, which are far longer, so that the model hardly learns. "
-            "%s (%s)",
-            applied / agreed,
-            name,
-            getattr(self._compression, name),
-            _INSTEAD_OF_ADAM if adam else _INSTEAD,
-            page("Clipping"),
-            extra=EVERYWHERE,
-        )
-        self._compression = None  # said once
+    def _is_shorter(
+        self, stepped: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
+    ) -> bool:
+        shards = [each for each in stepped if each in self._norms and each.grad is not None]
+        if not shards:
+            return False
+        scale = 1.0 if is_unscaled(self._scaler, optimizer) else loss_scale(self._scaler)
+        before = math.hypot(*(self._norms[each] for each in shards))
+        return math.isfinite(before) and _norm(shards, scale) < _SHORTER * before
 
 
 def _norm(parameters: Iterable[torch.Tensor], scale: float) -> float:

@@ -90,15 +90,26 @@ class Options:
             )
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
-        if self.feedback and self.feedback.adam_correction and self.local_clip_norm is not None:
-            raise ValueError(
-                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
-                "the gradients measure; global_clip_norm shortens what they add up to"
-            )
+        self._refuse_clipping_of_steps()
         if hides_behind_backward(self.compression):
             self._require_overlap()
         if self.op == Adasum:
             self._require_nothing_of_gradients()
+
+    def _refuse_clipping_of_steps(self) -> None:
+        feedback = self.feedback
+        if feedback is None or not feedback.corrects:
+            return
+        if self.global_clip_norm is not None:
+            raise ValueError(
+                f"global_clip_norm is not for {feedback.correction}: it would shorten steps, which "
+                f"are far longer than gradients. {instead_of_clipping(feedback)}"
+            )
+        if feedback.adam_correction and self.local_clip_norm is not None:
+            raise ValueError(
+                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
+                f"the gradients measure. {instead_of_clipping(feedback)}"
+            )
 
     def _require_nothing_of_gradients(self) -> None:
         for name, usual in (
@@ -210,3 +221,16 @@ def warn_of_few_entries(compression: object, elements: int) -> None:
             FEW_ENTRIES,
             enough,
         )
+
+
+def instead_of_clipping(compression: ErrorFeedback) -> str:
+    """Return how to clip gradients that a correction makes steps of, as a sentence."""
+    if compression.adam_correction is not None:
+        return (
+            "Give AdamW itself in place of SGD and adam_correction: global_clip_norm= then clips "
+            "the mean gradient before the moments"
+        )
+    return (
+        "DistributedOptimizer(local_clip_norm=) clips each rank's gradients before the momentum; "
+        "with a hook, let SGD take the momentum, and clip as before"
+    )

@@ -185,15 +185,14 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     return norm(torch.float64) if found == math.inf else found
 
 
-def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> float:
-    """Shorten gradients, the same on all ranks, to this norm, in place; return the norm before.
+def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> None:
+    """Shorten gradients, the same on all ranks, to this norm, in place.
 
-    scale: of the loss: gradients are multiplied with it, both norms are not.
+    scale: of the loss: gradients are multiplied with it, the norm is not.
     """
     norm = agreed_norm(gradients) / scale
     if norm > allowed:
         torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], allowed / norm)
-    return norm
 
 
 def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:

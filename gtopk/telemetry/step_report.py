@@ -176,27 +176,30 @@ class Balance:
         if not self.steps or not self.elements:
             return ""
         saved = self.dense_seconds - self.exchange_seconds
-        run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense"
+        run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
         if abs(saved) < _CLOSE * self.seconds:
-            result = f"compression neither saved nor cost time in {seconds_text(self.seconds)}"
+            result = (
+                f"compression neither saved nor cost time in {seconds_text(self.seconds)} (dense "
+                "by estimate)"
+            )
         elif self._is_unlike_expected(saved):
             times = self.then_seconds, self.expected_seconds, self.then_dense_seconds
             took, expected, dense = (seconds_text(each / self.expected_steps) for each in times)
             result = (
                 f"whether compression saved time is open: an exchange took {took} and was expected "
-                f"to take {expected}, and a dense one {dense}; time a dense run"
+                f"to take {expected}, and a dense one {dense}: time a dense run"
             )
         elif saved > 0:
             result = f"compression saved up to {seconds_text(saved)} of {run}"
         else:
             result = (
-                f"compression cost up to {seconds_text(-saved)} of {seconds_text(self.seconds)}: "
-                "Compression.none is faster here"
+                f"compression cost up to {seconds_text(-saved)} of {seconds_text(self.seconds)} "
+                "(dense by estimate): Compression.none is faster here"
             )
         bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0
         wire = f", wire {bits:.3g} bits an entry" if bits else ""
         return (
-            f"{result} (dense by estimate); used {self.algorithm}, density "
+            f"{result}; used {self.algorithm}, density "
             f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
         )
 

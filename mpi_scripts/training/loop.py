@@ -103,13 +103,15 @@ def train(training: Training) -> None:
     """Train; rank 0 prints. Every rank calls it with equal arguments, except for its data."""
     task, model = training.task, training.model
     base_rates = [group["lr"] for group in training.optimizer.param_groups]
+    clips_before = getattr(training.compression, "corrects", False)
     optimizer = hvd.DistributedOptimizer(
         training.optimizer,
         named_parameters=model.named_parameters(),
         compression=training.compression,
         backward_passes_per_step=training.passes,
         scaler=training.scaler,
-        global_clip_norm=training.clip_norm,
+        local_clip_norm=training.clip_norm if clips_before else None,
+        global_clip_norm=None if clips_before else training.clip_norm,
         adam_steps=training.adam_steps,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -57,7 +57,8 @@ class Preset:
     batch_size: of a rank in a backward pass; density: of the sparse methods.
     is_adam: AdamW in place of SGD. momentum_correction: momentum, or AdamW's steps, before the
         selection instead of after it.
-    clip_norm: largest norm of the agreed update; None: unlimited.
+    clip_norm: largest norm of the agreed update, or, with momentum before the selection, of each
+        rank's gradients; None: unlimited.
     is_at_hand: its data are real even without --data; has_workers: processes may load its batches.
     """
 

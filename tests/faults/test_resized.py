@@ -51,7 +51,7 @@ def network(seed: int) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)  # threads share torch's own
     for parameter in model.parameters():
         width = parameter.shape[-1] if parameter.dim() > 1 else 0
-        torch.nn.init.normal_(parameter, 0, (2 / width) ** 0.5 if width else 0, generator=generator)
+        parameter.data.normal_(0, (2 / width) ** 0.5 if width else 0, generator=generator)
     return model
 
 

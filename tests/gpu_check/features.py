@@ -48,7 +48,7 @@ def network(place: str = PLACE, dtype: torch.dtype = torch.float64, **to: Any) -
     )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        parameter.data.normal_(std=0.1, generator=generator)
     return model.to(device=place, dtype=dtype, **to)
 
 

@@ -16,7 +16,7 @@ def network() -> torch.nn.Module:
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 

@@ -20,7 +20,7 @@ def layers() -> torch.nn.Sequential:
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(4))).double()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+        parameter.data.normal_(std=0.5, generator=generator)
     return model
 
 

@@ -34,7 +34,7 @@ def network() -> torch.nn.Module:
     generator = torch.Generator().manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 5))
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 

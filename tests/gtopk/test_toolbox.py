@@ -27,7 +27,7 @@ def network() -> torch.nn.Sequential:
         torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
     ).double()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+        parameter.data.normal_(std=0.5, generator=generator)
     return model
 
 

@@ -22,7 +22,7 @@ def network() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 

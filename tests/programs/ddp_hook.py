@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12, dtype=dtype) for _ in range(4))
         for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data.normal_(std=0.3, generator=generator)
         self.used = range(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -568,19 +568,21 @@ def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> 
         kind(strangers.parameters(), lr=0.1, **own).step()
 
 
-def test_clipping_is_warned_of_that_takes_away_what_a_correction_has_made() -> None:
-    model = wrapped(GTopKState(0.5, adam_correction=BETAS))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def steps() -> None:
-        for step in range(5):
+def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
+    for options in ({"adam_correction": BETAS}, {"momentum_correction": 0.9}):
+        model, way = (
+            wrapped(GTopKState(0.5, **options)),
+            "AdamW" if "adam_correction" in options else "momentum",
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for clips in (False, True):
             optimizer.zero_grad()
-            model(batch(step)).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-
-    said = [text for text in logged(steps) if "are no gradients by then" in text]
-    assert len(said) == 1  # on every rank, and seen on the first
+            model(batch(0)).square().mean().backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                raises(ValueError, optimizer.step, *options, "clip_grad_norm_", way)
+            else:
+                optimizer.step()
 
 
 def test_rank_0_says_what_is_better_done_before_the_selection() -> None:

@@ -42,7 +42,7 @@ def network() -> torch.nn.Module:
         torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 8), torch.nn.Linear(8, 3)
     )
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+        parameter.data.normal_(std=0.4, generator=generator)
     return model
 
 

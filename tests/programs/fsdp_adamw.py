@@ -31,7 +31,7 @@ def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     model = torch.nn.Sequential(*(torch.nn.Linear(ROWS, ROWS, dtype=dtype) for _ in range(3)))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 
@@ -343,6 +343,10 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.grad.mul_(0.5)
+    raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
+    optimizer.zero_grad()
+    loss(model, 0).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which torch does not count
     raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
     optimizer.zero_grad()
     train(model, optimizer, range(1))

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
-from checks import BETAS, logged, train_beside_adamw
+from checks import BETAS, logged, raises, train_beside_adamw
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +32,7 @@ def network() -> torch.nn.Module:
     model = torch.nn.Sequential(*(torch.nn.Linear(12, 12, dtype=torch.float64) for _ in range(3)))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 
@@ -388,19 +388,21 @@ def _with_mean_gradients(model: torch.nn.Module, step: int) -> torch.nn.Module:
     return other
 
 
-def test_clipping_is_warned_of_that_takes_away_what_a_correction_has_made() -> None:
-    model, _ = sharded(0.5, adam_correction=BETAS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def steps() -> None:
-        for step in range(5):
+def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
+    for options in ({"adam_correction": BETAS}, {"momentum_correction": 0.9}):
+        model, way = (
+            sharded(0.5, **options)[0],
+            "AdamW" if "adam_correction" in options else "momentum",
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for clips in (False, True):
             optimizer.zero_grad()
-            loss(model, step).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-
-    said = [text for text in logged(steps) if "are no gradients by then" in text]
-    assert len(said) == 1  # on every rank, and seen on the first
+            loss(model, 0).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                raises(ValueError, optimizer.step, *options, "clip_grad_norm_", way)
+            else:
+                optimizer.step()
 
 
 def test_what_was_held_back_by_module_is_loaded() -> None:

@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
         self.block = Block()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data.normal_(std=0.3, generator=generator)
 
     def forward(self, x: torch.Tensor, uses: Uses) -> torch.Tensor:
         for names in uses:

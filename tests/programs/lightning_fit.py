@@ -32,7 +32,7 @@ class Net(LightningModule):
         ).double()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data.normal_(std=0.3, generator=generator)
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:

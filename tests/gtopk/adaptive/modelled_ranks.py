@@ -71,7 +71,7 @@ def network() -> torch.nn.Module:
     )
     generator = torch.Generator().manual_seed(1)
     for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+        parameter.data.normal_(std=0.5, generator=generator)
     return model
 
 

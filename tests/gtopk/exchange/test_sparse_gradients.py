@@ -89,7 +89,7 @@ class Embedded(torch.nn.Module):
         self.after = torch.nn.Linear(3, 2).double()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, generator=generator)
+            parameter.data.normal_(generator=generator)
 
     def forward(self, at: torch.Tensor) -> torch.Tensor:
         return self.after(self.rows(at)).square().sum()

@@ -42,7 +42,7 @@ def network() -> torch.nn.Module:
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 
@@ -531,7 +531,7 @@ def test_it_trains_on_the_digits_at_the_learning_rate_of_one_rank(threads):
         generator = torch.Generator().manual_seed(1)
         model = mlp(data.features, 32, data.classes)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.15, generator=generator)
+            parameter.data.normal_(std=0.15, generator=generator)
         with world.entered(transport):
             optimizer = DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), op=Adasum

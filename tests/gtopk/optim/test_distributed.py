@@ -56,7 +56,7 @@ def network(seed: int = 0) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 

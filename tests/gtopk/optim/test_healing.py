@@ -23,7 +23,7 @@ def network() -> torch.nn.Sequential:
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+        parameter.data.normal_(std=0.5, generator=generator)
     return model
 
 

@@ -49,10 +49,10 @@ def test_what_backward_hides_is_no_part_of_the_step() -> None:
     [
         (
             1.003,
-            "compression saved up to 100 s of 101 s against dense",
+            "compression saved up to 100 s of 101 s against dense (by estimate); used",
         ),
-        (0.00305, "compression neither saved nor cost time in 1 s"),
-        (0.001, "Compression.none is faster here"),
+        (0.00305, "neither saved nor cost time in 1 s (dense by estimate); used"),
+        (0.001, "(dense by estimate): Compression.none is faster here; used"),
     ],
 )
 def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
@@ -92,7 +92,7 @@ def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
         balance.note(report(step, dense_seconds=dense_seconds, predicted_seconds=predicted_seconds))
     said = balance.verdict()
     assert said.startswith("whether compression saved time is open: an exchange took 3")
-    assert "time a dense run (dense by estimate); used gtopk" in said
+    assert ": time a dense run; used gtopk" in said
 
 
 def test_a_warm_up_without_expectations_makes_no_verdict_open() -> None:

@@ -274,7 +274,7 @@ def test_a_model_trains_alike_on_several_ranks_and_on_one(threads):
             torch.nn.BatchNorm2d(2),
         ).double()
         for parameter in layers.parameters():
-            torch.nn.init.normal_(parameter, generator=generator)
+            parameter.data.normal_(generator=generator)
         return layers
 
     def train(layers: torch.nn.Module, optimizer: Any, rows: slice) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
             torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
         ).double()
         for parameter in layers.parameters():
-            torch.nn.init.normal_(parameter, generator=generator)
+            parameter.data.normal_(generator=generator)
         return layers
 
     def rows(step: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ def model() -> torch.nn.Module:
     made = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
     generator = torch.Generator().manual_seed(1)
     for parameter in made.double().parameters():
-        torch.nn.init.normal_(parameter, generator=generator)
+        parameter.data.normal_(generator=generator)
     return made
 
 

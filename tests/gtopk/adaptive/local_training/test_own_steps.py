@@ -46,7 +46,7 @@ def record(
             own_generator = torch.Generator().manual_seed(0)  # torch's own is all threads'
             model = torch.nn.Linear(30, 4)
             for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.2, generator=own_generator)
+                parameter.data.normal_(std=0.2, generator=own_generator)
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), compression
             )

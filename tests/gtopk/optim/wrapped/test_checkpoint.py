@@ -39,7 +39,7 @@ def network() -> torch.nn.Sequential:
         torch.nn.Linear(5, 3),
     )
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        parameter.data.normal_(std=0.3, generator=generator)
     return model
 
 

@@ -35,7 +35,7 @@ class Run:
         )
         generator = torch.Generator().manual_seed(0)
         for parameter in self.model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            parameter.data.normal_(std=0.3, generator=generator)
         inner = (
             torch.optim.Adam(self.model.parameters(), lr=0.01)
             if adam
