@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-SWEEP: Final = 64
+SWEEP: Final = 60
 _STRIDE: Final = 17  # from one step's place in a block to the next's; coprime with SWEEP
 _MULTIPLIER: Final = 2654435761  # Knuth's, of multiplicative hashing
 
@@ -50,8 +50,7 @@ class Sampling:
         within = torch.arange(len(self._number), device="cpu")
         within -= (blocks.cumsum(0) - blocks)[self._number]
         self._block = self._begins[self._number] + within * SWEEP
-        # The product's upper bits: the lower ones repeat soon, and would leave columns together.
-        self._phase = (within * _MULTIPLIER % (1 << 32)) * SWEEP >> 32
+        self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
 
     def at(self, steps: Sequence[int]) -> Sample:
         """Return the sample of a step.
