@@ -280,8 +280,7 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW, PowerSGD, rank 2": lambda s: Recipe(adam=True, low_rank=2),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
     "AdamW, PowerSGD, rank 4, tuned": lambda s: Recipe(adam=True, low_rank=4, rate=1.2, ramp=RAMP),
-    "DeMo": lambda s: Recipe(adam=True, decoupled=32, rate=0.5, ramp=RAMP),
-    "DeMo, top 96": lambda s: Recipe(adam=True, decoupled=96, rate=0.5, ramp=RAMP),
+    "DeMo": lambda s: Recipe(adam=True, decoupled=32, rate=3.0, ramp=RAMP),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
     "Adam before, gtopk, int8, growth 2": lambda s: adam_before(
