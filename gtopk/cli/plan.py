@@ -50,7 +50,7 @@ MEMORY: Final = {
     "sparse": 9,
     "momentum": 16,
     "adam_correction": 28,
-    "adam": 31,
+    "adam": 29,
     "adam, shards": 46,
 }
 _MEMORY = (

@@ -463,11 +463,13 @@ class Ledger:
     def _look_for_the_dead(self) -> None:
         """Report workers that have died since the last call; raise PeerError where none may."""
         for place in range(self._memory.places):
-            is_over = self._board.rows["over"][place] >= self.round
-            if is_over or place in self._dead or place == self._board.me:
+            if place in self._dead or place == self._board.me:
                 continue
             is_present = self._memory.is_present(place)
             why = self._why_gone(place)
+            # Read last: a worker that has ended its round may leave at any time, and is not dead.
+            if self._board.rows["over"][place] >= self.round:
+                continue
             if not self._ranks_may_leave and (why or not is_present):
                 raise PeerError(
                     f"rank {self._ranks[place]} left ({why or 'its process has died'}) in the "

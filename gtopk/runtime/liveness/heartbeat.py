@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,7 @@ from .companion import Setting, write_note
 from .watch import Peer
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
+_POLL_SECONDS: Final = 0.01
 _STARTS: Final = 3  # how often a companion is started, as one that was killed is replaced
 
 # Loads this folder as gtopk.runtime.liveness, without the rest of gtopk.
@@ -59,9 +61,9 @@ class Heartbeat:
         self._step_file: int | None = None  # a file in memory, see `Setting`
         self._companion: subprocess.Popen[bytes] | None = None
         self._setting: Setting | None = None
-        self._sending = threading.Lock()
+        # Reentrant, for a handler of SIGTERM explains, and may run within another order.
+        self._sending = threading.RLock()
         self._closing = False
-        self._first_loss = threading.Event()
         self._lost: list[Lost] = []
 
     def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
@@ -99,7 +101,10 @@ class Heartbeat:
 
     def lost(self, wait_seconds: float = 0.0) -> Lost | None:
         """Return the first rank that was lost, after waiting for news of one for so long."""
-        self._first_loss.wait(wait_seconds)
+        # No lock, and so no event: a handler of SIGTERM calls this, perhaps within another call.
+        until = time.monotonic() + wait_seconds
+        while not self._lost and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
         return self._lost[0] if self._lost else None
 
     def note(self, step: int, advice: str) -> None:
@@ -157,8 +162,10 @@ class Heartbeat:
         if companion is None or companion.stdin is None:
             return
         with self._sending, contextlib.suppress(OSError, ValueError):  # it was killed, or has left
-            companion.stdin.write(f"{line}\n".encode(errors="replace"))
-            companion.stdin.flush()
+            # Past the file's buffer, which refuses a write within another one.
+            rest = f"{line}\n".encode(errors="replace")
+            while rest:
+                rest = rest[os.write(companion.stdin.fileno(), rest) :]
 
     def _hear(self) -> None:
         """Receive losses until the companion ends; replace a companion that was killed."""
@@ -187,5 +194,4 @@ class Heartbeat:
         peer = self._setting.peers[report["lost"]]
         lost = Lost(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
         self._lost.append(lost)
-        self._first_loss.set()
         self._on_lost(lost)

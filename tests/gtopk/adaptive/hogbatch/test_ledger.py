@@ -124,6 +124,27 @@ def test_a_rank_that_may_not_leave_is_missed() -> None:
         run_ranks(local_world(2, 20), program)
 
 
+def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None:
+    ended = threading.Event()
+
+    def program(transport: LocalTransport) -> list[int]:
+        def leave(place: int) -> str:
+            if place:  # it ends its round while this rank looks after it
+                ledger._board.rows["idle"][place] = ledger._board.rows["over"][place] = ledger.round
+            return "it has left" if place else ""
+
+        ledger = open_ledger(transport, why_gone=leave)
+        ledger.begin(LENGTH)
+        if transport.rank == 1:
+            ended.wait(20)
+            return []
+        done = work(ledger, 10)
+        ended.set()
+        return done
+
+    assert sorted(run_ranks(local_world(2, 20), program)[0]) == list(range(LENGTH))
+
+
 def test_a_rank_that_stays_silent_is_named() -> None:
     let_go = threading.Event()
 

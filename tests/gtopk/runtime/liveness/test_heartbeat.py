@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,6 +210,32 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
         os.fstat(note)
     heartbeat.note(7, "too late")  # is no error
     assert heartbeat.lost() is None
+
+
+def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
+    reads, writes = os.pipe()
+    heartbeat = Heartbeat(TIMEOUT, TIMEOUT, lambda lost: None)
+    write = os.write
+
+    def interrupted(descriptor: int, text: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        signal.raise_signal(signal.SIGUSR1)
+        return write(descriptor, text)
+
+    def explain(number: int, frame: object) -> None:
+        assert heartbeat.lost(wait_seconds=0.0) is None
+        heartbeat.explain("stopped")
+
+    with os.fdopen(reads, "rb") as told, os.fdopen(writes, "wb") as stdin:
+        heartbeat._companion = SimpleNamespace(stdin=stdin)
+        before = signal.signal(signal.SIGUSR1, explain)
+        try:
+            monkeypatch.setattr(os, "write", interrupted)
+            heartbeat.explain("failed")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        stdin.close()
+        assert told.read().splitlines() == [b"because stopped", b"because failed"]
 
 
 def test_the_memory_that_mpich_shares_is_known_by_its_name():
