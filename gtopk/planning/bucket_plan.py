@@ -88,7 +88,7 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
 
     A bucket is closed when it is full, or when it is worth an operation and not smaller than all
     that follows: towards the end of backward buckets become small, as the last one is not hidden.
-    What follows must be worth an operation, too, or it joins the bucket.
+    What follows a bucket that is not full must be worth an operation, too, or it joins it.
 
     order: the parameters to place, in the order in which their gradients are complete.
     """
@@ -99,7 +99,8 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
         buckets[-1].append(number)
         length += lengths[number]
         rest -= lengths[number]
-        if rest >= sizes.least and length >= min(sizes.full, max(sizes.least, rest)):
+        small_enough = rest >= sizes.least and length >= max(sizes.least, rest)
+        if rest and (length >= sizes.full or small_enough):
             buckets.append([])
             length = 0
     return [bucket for bucket in buckets if bucket]

@@ -58,9 +58,15 @@ def test_buckets_are_full_first_and_small_last():
     st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 60), st.integers(0, 100)
 )
 def test_each_bucket_is_worth_an_operation(lengths, least, more):
-    buckets = fill(range(len(lengths)), lengths, Sizes(least, least + more))
+    sizes = Sizes(least, least + more)
+    buckets = fill(range(len(lengths)), lengths, sizes)
     totals = [sum(lengths[number] for number in bucket) for bucket in buckets]
-    assert len(buckets) == 1 or min(totals) >= least
+    for total, before in zip(totals, [least - 1, *totals], strict=False):
+        assert total >= least or before >= sizes.full or len(totals) == 1
+
+
+def test_buckets_of_a_given_size_leave_a_rest():
+    assert fill(range(5), [10] * 5, Sizes(20, 20)) == [[0, 1], [2, 3], [4]]
 
 
 def test_small_gradients_of_two_ranks_share_one_dense_bucket():
