@@ -124,7 +124,7 @@ class ShardExchange(SparseExchange):
             values = np.zeros_like(values)
             values[own] = total
             self.residual.keep_owner_errors(indices, module_of(errors).asarray(values))
-            # Read anew: the first write of a step goes to the other buffer, and the two are swapped.
+            # Read anew: the first write of a step goes to the other buffer; the two are swapped.
             errors = self.residual.owner_errors
 
 
