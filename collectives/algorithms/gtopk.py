@@ -88,6 +88,7 @@ def _as_host(
     guests = picks.at(slice(0))
     if folds:
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
+        # Only its `alive` is used: the guest itself puts back the errors of its picks.
         conservations.append(Conservation(guests, options.put_back))
     merged = picks
     if folds or not kept:  # otherwise the first merge of a round drops zeros
@@ -228,5 +229,6 @@ def _as_guest(
         alive_bytes(picks.entries),
         number=transport.begun,
     )
+    # After `note_rounding`: it strikes off the errors of picks that died, which return whole.
     conservation.note_fate(unpack_alive(bits, picks.entries))
     return conservation.close(update)._replace(refused_by=refused_by)

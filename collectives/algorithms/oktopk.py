@@ -122,6 +122,7 @@ def reduce_list(
 
     load = sum(vector.entries for vector in lists)
     shares = share_out(total, k_out, cut.owners, transport, load, refused_by)
+    # Also of a step that is refused: the loads are the same on all ranks, so copies stay equal.
     regions.note_loads(shares.loads)
     if shares.refused_by != NOBODY:
         return refused(selected, shares.refused_by)

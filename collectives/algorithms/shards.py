@@ -160,6 +160,7 @@ def _from_owners(
     for source, message in enumerate(transport.allgather(encoded.message)):
         part = update[bounds[source] : bounds[source + 1]]
         if source == rank:
+            # Rounded here, too: the update is the same on all ranks, to the bit.
             part[:] = rounded
             continue
         part[:], their_refusal = _decode(message, part, source, transport, shard, code)

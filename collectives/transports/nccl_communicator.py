@@ -171,6 +171,7 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End all calls under way and free the communicator; later calls raise the reason."""
         self._broken = self._broken or reason
+        # Taken away first: an abort by another thread finds none, and frees nothing twice.
         nccl, self._nccl = self._nccl, None
         if nccl is None:
             return

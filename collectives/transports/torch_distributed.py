@@ -210,6 +210,8 @@ class TorchDistributedTransport(Carrier):
         pieces = [head]
         if message.size > PIECE_BYTES:
             writable = message if message.flags.writeable else message.copy()  # torch insists
+            # No copy: the caller leaves the message unchanged until it is sent, as `Endpoint.send`
+            # says.
             pieces += self._torch.from_numpy(writable[PIECE_BYTES:]).split(PIECE_BYTES)
         with self._posting:
             works = [self._group.send([piece], to, _PIECES) for piece in pieces]
@@ -304,6 +306,7 @@ class TorchDistributedTransport(Carrier):
     def abort(self, exit_code: int, reason: str = "") -> None:
         text = f": it {reason}" if reason else ""
         word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
+        # The word first: gloo's threads, which send it, end with the process.
         _see_off(self._tell_all(_ABORT, word))
         _end_process(exit_code)
 
