@@ -93,6 +93,7 @@ class Conservation:
 
     def __init__(self, picks: SparseVector, put_back: str) -> None:
         self.picks = picks
+        # A comparison makes the mask on the device of the picks.
         self.alive = picks.indices == picks.indices  # all of them
         self._spread = put_back == "spread"
         self._errors = picks.at(slice(0))
@@ -104,6 +105,8 @@ class Conservation:
 
     def note_merge(self, merged: SparseVector, dropped: SparseVector, holders: int) -> None:
         """Take in a merge whose result `holders` ranks hold."""
+        # What is spread are rounded values, so errors stay. Where picks return whole to their
+        # owners, the errors of their indices go.
         if self._spread and holders > 1:
             self._shares.append(dropped._replace(values=dropped.values / holders))
         else:

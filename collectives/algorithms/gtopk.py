@@ -88,6 +88,7 @@ def _as_host(
     guests = picks.at(slice(0))
     if folds:
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
+        # Only its `alive` is used: the guest itself puts back the errors of its picks.
         conservations.append(Conservation(guests, options.put_back))
     merged = picks
     if folds or not kept:  # otherwise the first merge of a round drops zeros
@@ -101,15 +102,19 @@ def _as_host(
         peer = rank ^ holders
         wait_for_go_ahead(transport, peer, holders, transport.size - paired, k)
         swapped = swap_and_merge(merged, refused_by, keep, transport, peer, options, holders)
+        # Before `note_merge`: of an entry that this merge drops, whole picks return, and the error
+        # must not return beside them.
         conservations[0].note_rounding(swapped.error)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
+        # Again after each merge: finite values may add up to infinity.
         merged, refused_by = examine(swapped.merged, finder, swapped.refused_by)
         for conservation in conservations:
             conservation.note_merge(merged, swapped.dropped, holders)
 
     if folds:
         bits = pack_alive(conservations[1].alive)
+        # Values exact: rounded once more, the guest's update would be another than its host's.
         exact = Format(options.format.indices)
         result = wire.encode(
             merged,
@@ -161,6 +166,7 @@ def swap_and_merge(
     place = transport.rank % holders
     error = rounding_error(mine, encoded.vector, options.format, place, holders)
     theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
+    # The rounded list, not `mine`: the peer merges what it has received.
     merged, dropped = merge(encoded.vector, theirs, keep)
     return Swapped(merged, dropped, error, lowest_refusing(refused_by, their_refusal))
 
@@ -223,5 +229,6 @@ def _as_guest(
         alive_bytes(picks.entries),
         number=transport.begun,
     )
+    # After `note_rounding`: it strikes off the errors of picks that died, which return whole.
     conservation.note_fate(unpack_alive(bits, picks.entries))
     return conservation.close(update)._replace(refused_by=refused_by)

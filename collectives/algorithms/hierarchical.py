@@ -164,6 +164,7 @@ class Hierarchy:
         shard = self.shard(length)
         nothing = selected.at(slice(0))
         outcome = Outcome(nothing, nothing, nothing)
+        # The same on all ranks of `across`, which own the same shard.
         if self.across is not None and shard.start < shard.stop:
             k_out = max(1, share(how.k_out, self.shards, self.place))
             outcome = how.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
@@ -209,6 +210,8 @@ class _Step:
             outcomes[self.place] = self._reduce_shard()
         for shard in others:
             outcomes[shard] = self._receive_outcome(shard)
+        # Last: a send may not end before its receiver gets to it, and members send before they
+        # receive.
         for sent in self.sends:
             sent()
         refused_by = lowest_refusing(*(outcome.refused_by for outcome in outcomes.values()))
@@ -243,6 +246,7 @@ class _Step:
         across = self.hierarchy.across
         assert across is not None  # of the owner of a shard
         outcome = self.how.reduce(kept, k, k_out, across, refused_by)
+        # An entry of the node's sum lives or dies for all of its ranks that picked the index.
         alive = kept.where(~contains(outcome.dead.indices, kept.indices))
         for member in range(inside.size):
             if member != place:
@@ -269,6 +273,7 @@ class _Step:
             number=self.number,
         )
         dead = part.where(~unpack_alive(bits, part.entries))
+        # No extra: what was rounded across is put back by the owner of the shard alone.
         return Outcome(update, dead, part.at(slice(0)), refused_by)
 
 

@@ -122,6 +122,7 @@ def reduce_list(
 
     load = sum(vector.entries for vector in lists)
     shares = share_out(total, k_out, cut.owners, transport, load, refused_by)
+    # Also of a step that is refused: the loads are the same on all ranks, so copies stay equal.
     regions.note_loads(shares.loads)
     if shares.refused_by != NOBODY:
         return refused(selected, shares.refused_by)
@@ -130,6 +131,8 @@ def reduce_list(
         block = step.balance(block, k_out, shares.counts)
     update = step.gather(block, k_out)
 
+    # A pick whose index is not in the update returns whole, so the rounding errors of its index
+    # must not return beside it.
     dead = selected.where(~contains(update.indices, selected.indices))
     return Outcome(update, dead, entries_also_in(sum_vectors(step.errors), update))
 
@@ -159,6 +162,7 @@ class _Step:
         lists = {rank: picks.between(first, end)}
         sends = []
         for distance in range(1, size):
+            # Rotated: ranks do not all send to the same owner first.
             to = (rank + distance) % size
             region = self.cut.owners.index(to)
             part = picks.between(*self.cut.bounds[region : region + 2])
@@ -181,6 +185,7 @@ class _Step:
 
     def balance(self, entries: SparseVector, k_out: int, counts: list[int]) -> SparseVector:
         """Send the entries of other blocks to their owners, and return this rank's block."""
+        # All ranks know all counts, and so who gets what from whom: no empty part is sent.
         owners, plan = self.cut.owners, moves(counts)
         sends = [
             self._send(entries.at(part), owners[block], k_out)
@@ -203,6 +208,7 @@ class _Step:
         number = self.transport.begun
         encoded = wire.encode(block, k_out, self.format, number=number)
         self.errors.append(rounding_error(block, encoded.vector, self.format))
+        # This rank decodes its own block, too: the update has rounded values on all ranks.
         messages = self.transport.allgather(encoded.message)
         blocks = [
             wire.decode(message, block, k_out, sender, self.format, number=number).vector

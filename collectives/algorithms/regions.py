@@ -83,6 +83,7 @@ class Regions:
     def agree(self, picks: SparseVector, transport: Transport) -> Cut:
         """Return the regions of this step; where they are due, new ones for these picks."""
         cut = self._cut
+        # The same on all ranks, as each keeps an equal copy: none is in `estimate` alone.
         if (
             cut is None
             or self._served == self.every

@@ -124,6 +124,7 @@ def to_owners(
     rank, size = transport.rank, transport.size
     bounds = shard_bounds(values.size, size)
     refused_by = transport.ranks[rank] if refuses or not all_finite(values) else NOBODY
+    # A rank that refuses sends zeros: messages keep their sizes, and nobody waits in vain.
     sent = values if refused_by == NOBODY else np.zeros_like(values)
     own = slice(*bounds[rank : rank + 2])
     lost = np.zeros_like(values)
@@ -138,6 +139,7 @@ def to_owners(
     sources = [(rank - distance) % size for distance in range(1, size)]
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
         theirs, their_refusal = _decode(message, total, source, transport, shard, code)
+        # In an order of this owner's own: nobody else adds these up, so none has to agree on it.
         total += theirs
         refused_by = lowest_refusing(refused_by, their_refusal)
     return Summed(total, lost, refused_by)
@@ -158,6 +160,7 @@ def _from_owners(
     for source, message in enumerate(transport.allgather(encoded.message)):
         part = update[bounds[source] : bounds[source + 1]]
         if source == rank:
+            # Rounded here, too: the update is the same on all ranks, to the bit.
             part[:] = rounded
             continue
         part[:], their_refusal = _decode(message, part, source, transport, shard, code)

@@ -74,6 +74,7 @@ def share_out(
     keys = -abs(total.values)  # ascending, the largest come first
     keys.sort()
     low, high = 0, min(wanted, total.entries)
+    # All ranks have the same numbers of each round, so they leave the loop in the same one.
     while True:
         lasts = [low + end - 1 for end in quantile_ends(high - low, _QUANTILES)]
         mine = _Told(low, high, load, refused_by, at_positions(keys, lasts))

@@ -221,6 +221,8 @@ def calibrate(
     record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
     if record is not None:
         told = calibration_from(record)
+        # All ranks take this branch alike: both were broadcast, and `still_holds` is the same on
+        # all.
         if not is_kept or still_holds(transport, told, clock):
             return told
     calibration = measure(transport, formats, clock)

@@ -30,6 +30,7 @@ _MISSES: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools in one wo
 
 def all_finite(array: Array) -> bool:
     """Tell whether every element is finite."""
+    # By the bits, as NumPy has no bfloat16: those below infinity's are finite.
     bits = array.view(np.uint16) if array.itemsize == 2 else array
     chunks = (bits[start : start + CHUNK] for start in range(0, array.size, CHUNK))
     if array.itemsize == 2:

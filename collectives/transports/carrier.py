@@ -208,6 +208,7 @@ class Carrier(Streams):
 
     def departure_notice(self, reason: str) -> DepartureNotice:
         """Return the notice that this rank sends its peers when it leaves."""
+        # A list: other threads make views meanwhile.
         views = list(self._views.values())
         completed = {view.tag: view.completed for view in views if view.completed}
         missed = (found for view in views if (found := view.find_missing(None)))
@@ -255,5 +256,6 @@ def tag_of(path: Path, limit: int) -> int:
             return 0
         case (int(channel),):
             return 1 + channel
+    # From the path alone, as no message is sent to agree on a tag; `view_of` refuses collisions.
     digest = hashlib.blake2b(repr(path).encode(), digest_size=8).digest()
     return 1 + CHANNELS + int.from_bytes(digest, "little") % (limit - 1 - CHANNELS)

@@ -91,6 +91,7 @@ class DirectTransport(StagedTransport):
                 f"{self.ranks[self.rank]}"
             )
         announced = self.host.send(Announcement(Way.MPI, message.size).encode(), to)
+        # MPI reads the memory at once, whatever CUDA's streams still have to write there.
         self._wait_for_stream(message)
         sent = self._carrier.send_on(self.host, message, self.ranks[to])
 

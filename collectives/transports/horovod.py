@@ -93,6 +93,7 @@ class HorovodTransport(Carrier):
         for peer in peers:
             self._queue(stream.tag, np.empty(0, np.uint8), peer)
         until_carried = {peer: self._queued_bytes[peer] for peer in peers}
+        # The peers' empty messages: none ends the operation before all have come to its end.
         for peer in peers:
             self._mailbox.take(stream, peer)
 
@@ -128,6 +129,8 @@ class HorovodTransport(Carrier):
 
     def _tick(self) -> tuple[bool, bool]:
         """Exchange what is queued; return whether any rank is awake, and whether all are done."""
+        # Before the queues are read: what is queued from here on sets it again, and waits for no
+        # pause.
         self._awake.clear()
         done = self._has_departed and len(self._left) >= self.size - 1
         limit = TICK_BYTES // self.size
@@ -162,6 +165,8 @@ class HorovodTransport(Carrier):
         for peer in range(self.size):
             if peer != self.rank:
                 self._queue(_DEPARTURE, notice, peer)
+        # After the notices are queued: a tick that found this rank done before would be the last
+        # one.
         self._has_departed = True
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:

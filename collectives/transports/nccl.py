@@ -65,7 +65,6 @@ class NcclTransport(StagedTransport):
 
     A view is connected by its own `connect`, or by its first collective on a GPU's array; until
     then it stages. Each connection takes GPU memory for NCCL's buffers.
-
     An automatic transport connects in the same way, and goes on staging where the ranks cannot use
     NCCL. `choice` then says why; `on_choice` is called with it.
     """
@@ -147,6 +146,7 @@ class NcclTransport(StagedTransport):
     def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
         if not self.automatic or self._is_staged():
             return self
+        # All ranks ask in one order, so all come here for a new `what`, and send nothing later.
         if what not in self._all_on_gpu:
             answer = np.array([on_gpu], np.int32)
             self.host.allreduce(answer, "min")
@@ -204,10 +204,7 @@ class NcclTransport(StagedTransport):
         return tried
 
     def _open(self, seconds: float) -> None:
-        """Connect the ranks, and test a sum over them.
-
-        Raises PeerError, also for a wrong sum.
-        """
+        """Connect the ranks, and test a sum over them; raise PeerError, also for a wrong sum."""
         assert self.choice is not None
         if self.choice.carrying is Carrying.NCCL and self._gpu is None:
             self._gpu = open_gpu(self._device)
@@ -248,6 +245,7 @@ class NcclTransport(StagedTransport):
         def sent() -> None:
             nonlocal finish
             if finish is None:
+                # Nothing came in between: this rank can wait in NCCL until its peer receives.
                 self._undecided.stage = None
                 finish = self._announce(message, to)
                 self._transfer([(message, to)], [])
@@ -441,14 +439,15 @@ class NcclTransport(StagedTransport):
     ) -> Collectives | None:
         """Return NCCL's collectives, once all ranks are connected and agree on the operation.
 
-        None: it is staged. Where ranks disagree, NCCL would hang or compute nonsense.
-        Raises MismatchError on all ranks alike.
+        None: it is staged. Raises MismatchError on all ranks alike.
         """
         span = span_of(array)
         self._check_place(array)
         kind = f" ({reduction})" if reduction else ""
         length = "" if any_size else f" [{span.size}]"
         own = f"{operation}{kind} of {span.dtype}{length}{detail}"
+        # First: `connect` is a collective, too, and in NCCL ranks that disagree would hang, or
+        # compute nonsense.
         require_same(self.host, own)
         self.connect(span.device)
         if self._collectives is None:

@@ -47,6 +47,7 @@ class Communicator:
         unique_id = self._share_id()
 
         def join() -> Any:
+            # Non-blocking: else CUDA would order it with all that is on the legacy default stream.
             self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
             return gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
@@ -90,6 +91,7 @@ class Communicator:
         with self._gpu.device:
             ready = self._wait_for_caller(touched)
             self._touched = touched
+            # Between ranks that have met the calls do not block, so no thread is needed.
             if meets is not None and meets <= self._met:
                 self._unless_broken(lambda: self._group(enqueue), peers)
             else:
@@ -119,6 +121,7 @@ class Communicator:
         try:
             enqueue(self._nccl, self._stream.ptr)
         finally:
+            # After an error, too: NCCL would hold this thread's later calls back.
             self._gpu.nccl.groupEnd()
 
     def _patiently(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
@@ -141,6 +144,7 @@ class Communicator:
 
     def _look(self) -> None:
         """Raise NCCL's asynchronous error, or the reason of an abort while this thread waited."""
+        # A local: another thread's abort may set it to None in between.
         nccl = self._nccl
         if self._broken:
             raise PeerError(self._broken)
@@ -167,6 +171,7 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End all calls under way and free the communicator; later calls raise the reason."""
         self._broken = self._broken or reason
+        # Taken away first: an abort by another thread finds none, and frees nothing twice.
         nccl, self._nccl = self._nccl, None
         if nccl is None:
             return

@@ -68,6 +68,7 @@ class FileLocks:
         """Tell whether a rank's process lives."""
         if place == self.place:
             return True
+        # Shared: of two ranks that ask at once, neither takes the other's lock for a presence.
         if place not in self._gone and self.try_lock(place, fcntl.LOCK_SH):
             self.release(place)
             self._gone.add(place)
@@ -129,6 +130,7 @@ class OfThreads:
     """The state that the threads of a process share."""
 
     def __init__(self, size_bytes: int) -> None:
+        # A map begins at a page, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
         self.bytes: Array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
         self.lock = threading.Lock()
 

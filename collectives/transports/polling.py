@@ -60,8 +60,10 @@ def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any
     def outcome() -> list[T] | None:
         for error in errors:
             raise error
+        # A list, as the call may return None.
         return results or None
 
+    # A daemon: an abandoned call may never end, and must not keep the process.
     threading.Thread(target=make, daemon=True).start()
     wait(outcome)
     return results[0]
@@ -100,6 +102,7 @@ def _poll(
         missing = [text for text in map(transport.missing, needed) if text]
         if missing:
             missed_since = missed_since or now
+            # Not at the first look: `test` runs once more, for what the peer sent before it left.
             if now > missed_since + grace_seconds:
                 raise PeerError(missing[0])
         waiting = (

@@ -199,6 +199,7 @@ def _around(array: Array, bounds: Sequence[int], begin: int, end: int) -> list[A
 
 
 def _joined(slices: list[Array]) -> Array:
+    # One slice is sent from where it lies: no block that is sent is written before it is gone.
     whole = slices[0] if len(slices) == 1 else np.concatenate(slices)
     return np.ascontiguousarray(whole).view(np.uint8)
 
@@ -234,11 +235,14 @@ def _shifted(
             await_word(number - 1)
         if _bytes(slices) >= LONG_BYTES:
             sent.append(endpoint.send(_WORD, source))
+        # Before the piece is used, so that the link is not idle meanwhile. The blocks of a round
+        # that are sent are none of those that are written.
         send(number + 2)
         if come is not None:
             yield from _shares(come, slices, endpoint.ranks[source])
     for is_gone in sent:
         is_gone()
+    # Else the next round's message could queue behind the last piece of this one.
     await_word(last)
 
 

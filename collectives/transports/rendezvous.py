@@ -67,6 +67,7 @@ def connect(
         if (host, port) in _served:
             return _served[host, port]
         try:
+            # TCPStore itself would listen at every address of this host.
             listener = listen(host, port)
             served: TCPStore = make(
                 *(host, listener.getsockname()[1]),
@@ -191,6 +192,7 @@ class StoreCounter:
         who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"
         begun = time.monotonic()
         try:
+            # Rank 0 may have left while a launcher's store still answers: hence the grace.
             answer = wait_until(
                 lambda: answers[0] if answers else None,
                 stream,

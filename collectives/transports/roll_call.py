@@ -47,6 +47,8 @@ def call_roll(store: Store, rank: int, size: int, timeout_seconds: float) -> str
             answers = [f"{called}-{each}" for each in range(size)]
             if rank == 0 and store.check(here):
                 words = [word.decode() for word in store.multi_get(here)]
+                # A word has changed since the call: that rank started anew, or was written over.
+                # Call anew.
                 if [called, *words] != _last_call(store):
                     called = secrets.token_hex(8)
                     store.set(_CALL, " ".join([called, *words]))

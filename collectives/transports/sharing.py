@@ -42,6 +42,7 @@ def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     made = OfThreads(size_bytes) if stream.rank == 0 else None
     name = uuid.uuid4().hex
     if made is not None:
+        # Entered before the name is known to anybody.
         _in_this_process[name] = made
     shared = _in_this_process[stream.broadcast_object(name)]
     stream.barrier()  # the first rank keeps it until all have it
@@ -76,11 +77,13 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
 def _open_file(stream: Transport, size_bytes: int) -> int:
     """Return a new file of zeros that a stream's ranks have all opened, and nobody else can."""
     made = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
+    # A failure travels in the path's place: all ranks raise, and none waits in the barrier.
     told: str = stream.broadcast_object(made[1])
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
     file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
     stream.barrier()  # all have opened it
+    # Unlinked once all have it: the memory goes with the last process, however that ends.
     if stream.rank == 0:
         os.unlink(told)
     return file

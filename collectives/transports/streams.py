@@ -34,6 +34,7 @@ class Streams(Transport):
         if pacer is None or to == self.rank:
             return self.send_on(stream, message, to)
         begins, is_gone_at = pacer.leave(message.size)
+        # Outside of the checksum: the receiver takes the stamp off first, and the checksum last.
         sent = self.send_on(stream, append_stamp(message, begins), to)
         stream.traffic.count(-STAMP_BYTES, 0)  # no network would carry it
 

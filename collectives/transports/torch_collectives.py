@@ -171,10 +171,12 @@ class TorchCollectives:
             return call() if kind in self._called else self._call(call)
 
         works: list[Any] = []
+        # Still set where `abort` follows an error: it must then keep the group alive.
         self._is_under_way = True
         works = self._unless_broken(run)
         self._called.add(kind)
         self._unless_broken(lambda: self._wait(all_there))
+        # They have ended: `wait` raises their errors.
         for work in works:
             self._unless_broken(work.wait)
         self._is_under_way = False

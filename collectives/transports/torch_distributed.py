@@ -95,6 +95,7 @@ class TorchDistributedTransport(Carrier):
         self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
+        # This timeout is for connecting: every later wait names its own.
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
         self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
@@ -121,6 +122,7 @@ class TorchDistributedTransport(Carrier):
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
             reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
             notice = DepartureNotice({}, reason, lost=True)
+        # Before the wake: a thread that wakes reads the notices.
         self.note(source, notice)
         self._mailbox.wake()
 
@@ -134,11 +136,14 @@ class TorchDistributedTransport(Carrier):
         self._posted[source] = posted  # to live as long as the group, which may still fill them
         lost: RuntimeError | None = None
         while True:
+            # -1: no header yet. So a message of 0 bytes takes a piece, too.
             message, begin, filled = _NOTHING, _HEADER.size, -1
             while filled < message.size:
                 if not posted and lost:
                     raise lost
                 work, buffer = posted.popleft()
+                # Gloo cannot give up one wait without the whole group; the peer's notice or loss
+                # ends it.
                 work.wait(_FOREVER)
                 inbox: Array = buffer.numpy()
                 if filled < 0:
@@ -148,6 +153,7 @@ class TorchDistributedTransport(Carrier):
                 piece[:] = inbox[begin : begin + piece.size]
                 begin, filled = 0, filled + piece.size
                 try:
+                    # Only now that the bytes are copied out: gloo may fill the buffer at once.
                     posted.append(self._post_receive(source, buffer))
                 except RuntimeError as error:  # it is gone; what it has sent is still taken
                     lost = error
@@ -196,6 +202,7 @@ class TorchDistributedTransport(Carrier):
     def _post(self, tag: int, message: Array, to: int) -> list[Work]:
         first = message[:PIECE_BYTES]
         size = _HEADER.size + first.size
+        # On the CPU by name: the script may have set another default device.
         head = self._torch.empty(size, dtype=self._torch.uint8, device="cpu")
         outbox: Array = head.numpy()
         _HEADER.pack_into(outbox.data, 0, tag, message.size)
@@ -203,6 +210,8 @@ class TorchDistributedTransport(Carrier):
         pieces = [head]
         if message.size > PIECE_BYTES:
             writable = message if message.flags.writeable else message.copy()  # torch insists
+            # No copy: the caller leaves the message unchanged until it is sent, as `Endpoint.send`
+            # says.
             pieces += self._torch.from_numpy(writable[PIECE_BYTES:]).split(PIECE_BYTES)
         with self._posting:
             works = [self._group.send([piece], to, _PIECES) for piece in pieces]
@@ -242,11 +251,14 @@ class TorchDistributedTransport(Carrier):
         }[reduction]
         options.timeout = _FOREVER  # the mailbox's ends the wait
         try:
+            # Gloo's thread puts an empty answer into the mailbox. So this wait, too, has the
+            # mailbox's timeout, and ends when a peer leaves.
             work = self._group.allreduce([self._torch.from_numpy(array)], options)
             work.get_future().add_done_callback(
                 lambda done: self._mailbox.put(_REDUCED, self.rank, _NOTHING)
             )
             self._mailbox.take_answer(self, _REDUCED)
+            # It has ended: this only raises its error.
             work.wait()
         except RuntimeError as error:
             if isinstance(error, PeerError):
@@ -294,6 +306,7 @@ class TorchDistributedTransport(Carrier):
     def abort(self, exit_code: int, reason: str = "") -> None:
         text = f": it {reason}" if reason else ""
         word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
+        # The word first: gloo's threads, which send it, end with the process.
         _see_off(self._tell_all(_ABORT, word))
         _end_process(exit_code)
 

@@ -279,6 +279,8 @@ class Transport(Endpoint):
         self._begun += 1
         try:
             yield
+            # Before it counts as completed: from then on peers need nothing more of this rank, if
+            # it leaves.
             self.conclude()
             self.completed = self._begun  # one that failed is over, too
         finally:
@@ -353,6 +355,8 @@ class Transport(Endpoint):
     ) -> Iterator[Array]:
         for source in sources[:-1]:
             yield self.receive(source)
+        # The sends are waited for before the last message is given away: who takes as many messages
+        # as there are sources does not come back to this generator.
         last = self.receive(sources[-1])
         for sent in sends:
             sent()

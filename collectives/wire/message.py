@@ -134,6 +134,7 @@ def _encode(
     values_from = HEADER_BYTES + index_bytes
     extra_from = values_from + value_bytes
     message = message[: extra_from + extra.size]
+    # The memory is not cleared, and the checksum covers the padding, which `_decode` examines.
     message[HEADER_BYTES + used : values_from] = 0
     packed = message[values_from:extra_from]
     exponent = value_code.pack(vector.values, packed)
@@ -154,6 +155,7 @@ def _encode(
         message,
     )
     if format.values != "exact":
+        # Out of the message itself: the bits that every receiver will decode.
         rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
         vector = SparseVector(vector.indices, rounded, vector.length)
     return Encoded(message, vector)
@@ -201,10 +203,14 @@ def _decode(
         message = message.copy()  # part of a larger one: kernels need their elements aligned
     header = headers.read(message)
     count, float_bytes = header.entries, header.float_bytes
+    # The number first, as the first difference is named: a message of another operation differs in
+    # all else, too.
     theirs = (header.number, *header[:3], header.length, header.k, header.extra_bytes)
     ours = (number % NUMBERS, *numbers(format), like.values.itemsize, like.length, k, extra_bytes)
     if theirs != ours:
         raise _disagreement(theirs, ours)
+    # The checksum only tells that the bytes are those that were sent: sizes are examined before
+    # anything is read by them.
     if not 0 <= count <= header.length:
         raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:

@@ -171,6 +171,8 @@ class AdamSteps:
             if self._hypers[number] is None:
                 continue
             state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
+            # Another tensor, or none: a state was loaded into the optimizer, or this is the first
+            # step.
             if state.get(SHARED) is not shared:
                 if SHARED not in state:  # no state yet, or a plain AdamW's
                     self._begin_anew(number, own)
@@ -243,6 +245,7 @@ class AdamSteps:
         """
         self._add_decay(gradient, share)
         began = time.perf_counter()
+        # Also with a share of 0: the sum of the samples is a collective.
         ratios = self._learn(gradient, share, transport, own.rows)
         seconds = time.perf_counter() - began
         if share:
@@ -262,6 +265,7 @@ class AdamSteps:
                 part.neg_()
             if hyper.l2 and share:
                 values = self._groups.values_of(parameter).to(part.device, part.dtype)
+                # Times the share: summed over the ranks, the decay is added once.
                 part.add_(values, alpha=share * hyper.l2)
 
     def _learn(
@@ -272,14 +276,18 @@ class AdamSteps:
         places = sample.places.to(gradient.device)
         sent = gradient[places].to(torch.bfloat16)
         on_wire = to_array(sent)
+        # A copy, as the sum overwrites `on_wire`.
         mine = from_array(on_wire, sent).to("cpu", self._shared_rows.dtype)
         if self._ranks > 1:
             transport.allreduce(on_wire)
         mean = from_array(on_wire, sent).to(self._shared.dtype)
         squares = mean.square()
         before = self._shared[places]
+        # After the allreduce, which may raise, and before the first change.
         self._before = _Before(places, before, self._shared_rows.clone(), self._steps)
         weights = self._sample_weights(sample.numbers).to(before)
+        # A first sample has the weight 1, with which lerp returns it to the bit: no trace of
+        # UNKNOWN.
         self._shared[places] = torch.lerp(before, squares, weights)
         self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, squares.cpu())
         own_rows.mul_(_ROW_DECAY)
@@ -315,7 +323,9 @@ class AdamSteps:
     def _ratios_of(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         ratio = mean.sum() / own.sum().clamp_min(1e-30)
         more = own.mean() * _SMOOTHING
+        # Pulled towards the ratio of all rows: the smaller a row's sums are, the more.
         ratios = (mean + ratio * more) / (own + more + 1e-30)
+        # Of equal gradients it is 1, of independent ones 1 / P.
         return ratios.clamp_(0.25 / self._ranks, 1.0)
 
     def square_of_mean(self) -> float:
@@ -355,7 +365,9 @@ class AdamSteps:
             for g, m, v, s, r in _pieces(part, rows, ratio):
                 m.lerp_(g, 1.0 - hyper.beta1)
                 v.mul_(hyper.beta2).addcmul_(g, g, value=(1.0 - hyper.beta2) / share)
+                # From here on g is room for the step: m and v have taken in the gradient.
                 torch.mul(v, 1.0 / (bias2 * share) if r is None else r / (bias2 * share), out=g)
+                # After a whole sweep every coordinate has a sample: no mark has to be looked for.
                 if ratio is not None and times > 1:
                     g.mul_(own_part).add_(s, alpha=1.0 - own_part)
                 elif ratio is not None:  # some coordinates have no sample yet

@@ -95,6 +95,7 @@ class AutomaticExchange:
         elif len(self._seen) >= self.selector.window:
             self._look(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
+        # Alone, a rank measures nothing, and so never looks for another candidate.
         self._exchanged = exchanged if transport.size > 1 else None
         return dataclasses.replace(exchanged, predicted_seconds=self.selector.chosen.seconds)
 

@@ -153,6 +153,7 @@ class BucketExchange:
         )
         residual = self.exchange.residual
         alike = alike and (residual is None or residual.options_are_as_read())
+        # The mark last, and only where it decides: it reads values.
         look = alike and self._mark is not None
         mark = self.bucket.mark(self._marks_whole) if look else None
         return alike and (mark is None or self._mark is None or torch.equal(mark, self._mark))
@@ -220,6 +221,7 @@ class BucketExchange:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
         if isinstance(self.exchange, DrainingExchange):
+            # Else `commit` would change over though the step that sent the rest does not count.
             self.exchange.is_drained = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
@@ -238,6 +240,7 @@ class BucketExchange:
         with profiled("apply"), self.bucket.on_stream():
             self.exchange.apply(self.bucket)
             if self.exchange.residual is not None:
+                # After `apply`, which may empty the residual: what was set aside was not sent.
                 self.exchange.residual.bring_back()
 
     def commit(self) -> None:

@@ -204,7 +204,7 @@ class SparseExchange:
         picked, update, returned, kept = self._outcome
         self._outcome, self._moved = None, (picked, returned)
         self._remove_sent(picked, returned, update)
-        if kept is not None:
+        if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
         bucket.put(update)
 
@@ -215,6 +215,7 @@ class SparseExchange:
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
+        # One rank alone: the rest is of the sum, and the same on all.
         return rest if transport.rank == 0 else None
 
     def sent_mass(self) -> float:
@@ -411,6 +412,7 @@ class DrainingExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
+        # Shares differ from rank to rank: one that has something left keeps all draining.
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
         self._drains_now = not left[0]

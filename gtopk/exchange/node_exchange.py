@@ -68,6 +68,7 @@ class NodeExchange(SparseExchange):
         Not by way of the gradients: momentum would take them a second time.
         """
         own = hierarchy.shard(self._length)
+        # `arrays` keeps the old values beside, for a step that does not count.
         for array in self.residual.arrays():
             hierarchy.scatter(array)
             array[: own.start] = array[own.stop :] = 0

@@ -1,7 +1,4 @@
-"""Residual: the part of a rank's gradients that it has not sent yet (error feedback).
-
-Each step adds the gradient to it, takes out what is sent, and puts back what returns.
-"""
+"""Residual: the part of a rank's gradients that it has not sent yet (error feedback)."""
 
 from __future__ import annotations
 
@@ -240,8 +237,7 @@ class Residual:
     ) -> SparseVector:
         """Add weight * gradient, in one array or in parts, and return the k largest entries.
 
-        where: the part of the vector that the gradient covers and entries are selected from; None:
-            all of it.
+        where: the part that the gradient covers and entries are selected from; None: all.
         """
         self.is_empty, self._drained_steps = False, 0
         if where is not None:
@@ -269,6 +265,7 @@ class Residual:
         return picked
 
     def _add_to_part(self, gradient: Gradient, k: int, weight: float, where: slice) -> SparseVector:
+        # Copied as a whole first: a pass over a part would leave gaps in the other buffer.
         values = self._writable(0).array[where]
         velocity = self._writable(1).array[where] if self.momentum else None
         momentum = None if velocity is None else Momentum(velocity, self.momentum)
@@ -341,6 +338,7 @@ class Residual:
         """Become what was remembered last, to the bit; do nothing where nothing was."""
         if self._remembered is None:
             return
+        # By swapping, not by subtracting what was added: that would round once more.
         for number in tuple(self._swapped):
             self._swap(number)
         if self._steps is not None:
@@ -357,9 +355,8 @@ class Residual:
             self._steps.forget()
 
     def set_aside(self, parts: Mapping[int, slice]) -> None:
-        """Keep the residual of some parameters out of a step; call it after `remember`.
+        """Keep the residual of some parameters out of a step, from `remember` to `bring_back`.
 
-        `bring_back` puts it back.
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
         self._aside = []

@@ -104,6 +104,7 @@ class ShardExchange(SparseExchange):
         super()._remove_sent(picked, returned, update)
         assert self._owned is not None
         self.residual.keep_owner_errors(*self._owned)
+        # Only now: a step that is undone puts the errors back where they were, to be moved again.
         self.residual.may_be_misplaced = False
         self._owned = None
 
@@ -111,6 +112,7 @@ class ShardExchange(SparseExchange):
         """Move all ranks' owner errors to the owners of the parts, and sum them there."""
         errors = self.residual.owner_errors
         held = np.array([bool(errors.any())], np.uint8)
+        # The same answer on all ranks: all pass over the sums, or none.
         if not any(message.any() for message in transport.allgather(held)):
             return
         for shard in range(self.compression.period):
@@ -122,6 +124,7 @@ class ShardExchange(SparseExchange):
             values = np.zeros_like(values)
             values[own] = total
             self.residual.keep_owner_errors(indices, module_of(errors).asarray(values))
+            # Read anew: the first write of a step goes to the other buffer; the two are swapped.
             errors = self.residual.owner_errors
 
 

@@ -95,6 +95,8 @@ class Step:
 
         touched = [residual, into, request, table]
         touched += [] if momentum is None else [momentum.velocity, momentum.into]
+        # A graph keeps the addresses that it was captured with. Those of the gradients are not
+        # among them: they lie in the table, which is read anew.
         key = (where.dtype, len(where.sizes), *map(self._address, touched))
         self._run(key, launches)
         return held

@@ -114,6 +114,7 @@ def _search_in_copies(
     sums = residual.copy()
     moved = None if momentum is None else Momentum(momentum.velocity.copy(), momentum.factor)
     found = search(sums, parts, k, threshold, moved, weight)
+    # Only now: an error of the search leaves the caller's arrays as they were.
     into[:] = sums
     if momentum is not None and moved is not None:
         (momentum.velocity if momentum.into is None else momentum.into)[:] = moved.velocity

@@ -128,6 +128,8 @@ class Bucket:
         self.gradients = [
             torch.zeros_like(p)
             if gradient is None
+            # With create_graph=True autograd would refuse, or record, the update that is written
+            # into it.
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
@@ -172,6 +174,8 @@ class Bucket:
         if not _on_gpu(self.device):
             parts = self.addend()
             return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
+        # The infinity norm of values that are not all finite is not finite: one number each to
+        # read.
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # waits for the GPU once
 
@@ -209,6 +213,8 @@ class Bucket:
             if isinstance(self._parts, list) and max(p.nbytes for p in self._parts) >= _LARGE_BYTES:
                 for part in self._parts:
                     clear(part)
+                # `clear` writes behind torch's back, and versions tell changes: to placeholders, to
+                # autograd.
                 torch.autograd.graph.increment_version(self.gradients)
             else:
                 torch._foreach_zero_(self.gradients)
@@ -235,6 +241,8 @@ class Bucket:
         values = view_tensor(update.values)  # torch's operators: CuPy's lose subnormal float32
         fitted = values.clamp(-self.largest, self.largest)
         if self._dtypes != {values.dtype}:
+            # As `put` will write them, times the scale: the rest is what the gradients will really
+            # lack.
             fitted = self._rounded(fitted * self.scale, update.indices) / self.scale
         left = values - fitted
         some = left != 0
@@ -325,6 +333,7 @@ class Bucket:
         """Work on `flat` in pinned host memory, and copy it back."""
         self._pinned.copy_(self._flat)
         yield self._pinned.numpy()
+        # No wait: the next copy into `_pinned` comes after this one on the same stream.
         self._flat.copy_(self._pinned, non_blocking=True)
 
     @cached_property
@@ -366,6 +375,7 @@ class Bucket:
 
 def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Return the strides of each parameter's dense copy: they give its elements' order."""
+    # On the meta device: no memory is taken.
     return [torch.empty_like(p, device="meta").stride() for p in parameters]
 
 
