@@ -264,6 +264,7 @@ def neutral(layout: Layout, place: str = "") -> Dense:
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
     limits = np.finfo(wide) if wide.kind == "f" else np.iinfo(wide)
+    # Not the largest finite number: a minimum of infinities must remain infinite.
     infinity = np.inf if wide.kind == "f" else None
     element = {
         "sum": 0,

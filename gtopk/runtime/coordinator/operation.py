@@ -135,6 +135,7 @@ def exchange(transport: Transport, announcement: Announcement, names: int) -> li
     board[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
     transport.allgather_into(board, range(0, size * block + 1, block))
     gathered = board.tobytes()
+    # The usual case costs one comparison of bytes, and no decoding.
     if not text and gathered == own * size:
         return [announcement] * size
     blocks = [gathered[start : start + block] for start in range(0, len(gathered), block)]
@@ -146,6 +147,7 @@ def exchange(transport: Transport, announcement: Announcement, names: int) -> li
                 "must run the same version of gtopk"
             )
     texts = [b""] * size
+    # All ranks have the same heads, so all enter the second gather or none does.
     if any(head != _PROTOCOL for head in heads):
         texts = [t.tobytes() for t in transport.allgather(np.frombuffer(text, np.uint8))]
     return [
@@ -285,6 +287,7 @@ class Operation:
         """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
         self.work, self.fusion = _nothing, ()
+        # After the outcome: `wait` reads `done` without the lock, and then the outcome.
         self.done = True
         if self.finished is not None:
             self.finished.set()

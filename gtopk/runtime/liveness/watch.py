@@ -77,6 +77,7 @@ class Beat(NamedTuple):
         content, signature = datagram[:-_HMAC_BYTES], datagram[-_HMAC_BYTES:]
         if len(content) < _FIELDS.size or len(datagram) > BEAT_BYTES:
             return None
+        # Before any field is read: anyone can send a datagram to this port.
         if not hmac.compare_digest(signature, hmac.digest(secret, content, "sha256")):
             return None
         magic, sender, about, state, size, sequence, seconds = _FIELDS.unpack_from(content)
