@@ -188,6 +188,8 @@ class Reducer:
             transaction.invalidate()
         if not self.planned.bucket_exchanges:
             self._plan(order)
+        # Whether a transaction is void, and why, comes from all ranks' flags. So all ranks try
+        # again equally often, and stop the overlap or plan anew together.
         while True:
             transaction = transaction or self._open()
             self._finish(transaction)
