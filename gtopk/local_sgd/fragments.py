@@ -186,6 +186,7 @@ class Fragment:
         if self.before is not None and self.before.error is not None:
             self.before.made = 0
         elif self.before is not None:
+            # `place` then moves the replica by nothing but the center's own move until then.
             self.before.sent = [z.clone() for z in self.center]
 
     def state(self) -> dict[str, Any]:

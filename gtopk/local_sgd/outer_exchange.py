@@ -382,6 +382,8 @@ class OuterExchange:
                 else:
                     bucket_exchange.undo()
                 yield outcome
+                # After the outer step: where that fails, the exchange is undone and counts for
+                # nothing.
                 self._progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
@@ -397,6 +399,7 @@ class OuterExchange:
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
         ]
+        # Every branch below is decided by the flags of all ranks: all gather here, or none does.
         lost: dict[int, list[str]] = {}
         if not all(flags & _FINITE for flags in all_flags):
             said = transport.gather_object(mine)
@@ -407,6 +410,7 @@ class OuterExchange:
         if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
+        # Before the decay: where the sum does not count, `undo` gives the residual back undecayed.
         self._bucket_exchange.remember()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
