@@ -120,6 +120,7 @@ class _Taker:
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
         view = (*storage, *bits, *place)
+        # Empty tensors have no address of their own: they would all look like one.
         if tensor.numel() and view in self._names:
             return self._names[view]
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
