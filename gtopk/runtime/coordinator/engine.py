@@ -237,7 +237,7 @@ class Engine:
             )
 
     def _hurry(self, operation: Operation) -> threading.Event | None:
-        """Begin the next cycle at once; return the event of the operation's end; None: it is over."""
+        """Begin the next cycle at once; return the event set at the operation's end; None: done."""
         with self._changed:
             if operation.done:
                 return None

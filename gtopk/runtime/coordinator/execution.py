@@ -53,6 +53,7 @@ class Settings(NamedTuple):
     def within(self, timeout_seconds: float) -> Settings:
         """Return the settings with an idle time of at most a quarter of every limit on waits."""
         limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
+        # Ranks learn in cycles what the others wait for: several must fit into the shortest limit.
         idle = min(self.idle_seconds, min(limits) / 4)
         return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
 
@@ -163,6 +164,7 @@ def part_of(
                 "optimizer on every rank, also where there is nothing to train on"
             )
         work = shadow_work(name, spec.join_descriptor)
+    # Where one rank has its tensors on the host, all reduce there, and so must this one's part.
     place = place if all_on_gpu(all_flags) else ""
     return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
 

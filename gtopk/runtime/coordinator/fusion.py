@@ -47,6 +47,7 @@ from collectives.transports.gpu import host_copy, tensor_of
 # Flags of operations that may be done on a GPU; a rank that has joined has 0.
 ON_HOST, ON_GPU = 1, 2
 
+# Streams of a thread's own: each process set has an engine, and so a thread, of its own.
 _own: Final = threading.local()
 
 Event = Any  # torch.cuda.Event, or None on the host
@@ -175,6 +176,7 @@ def reduce_as_one(
         scale_tensor(whole, postscale)
         if len(tensors) > 1:
             parts = whole.split([tensor.numel() for tensor in tensors])
+            # One launch for all of them, not one for each.
             torch._foreach_copy_(tensors, list(parts))
 
 

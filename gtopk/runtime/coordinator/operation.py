@@ -131,6 +131,7 @@ def exchange(transport: Transport, announcement: Announcement, names: int) -> li
         8 * words, "little"
     )
     size, block = transport.size, len(own)
+    # Blocks of one size on all ranks: no lengths need be exchanged before.
     board = np.empty(size * block, np.uint8)
     board[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
     transport.allgather_into(board, range(0, size * block + 1, block))
@@ -160,6 +161,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
     if not text:
         return Announcement(ready)
     try:
+        # Keys that are no texts: slots' numbers. Tuples, as the specs are compared with tuples.
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
         known = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)

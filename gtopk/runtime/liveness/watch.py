@@ -227,6 +227,7 @@ class Watch:
         return min(others, key=others.__getitem__, default=None)
 
     def _lose(self, rank: int, why: str, when: float) -> None:
+        # What another rank says of it may come after its own departure, and is of no matter then.
         if not self._seen[rank].left:
             self.lost.setdefault(rank, why)
             self.lost_at.setdefault(rank, when)

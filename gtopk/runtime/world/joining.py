@@ -152,6 +152,7 @@ class HorovodrunServer:
                 with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
                     return read(response.read(_ADDRESS_BYTES))
             except (OSError, http.client.HTTPException, ValueError) as error:
+                # A server that many ranks ask at once refuses, resets, or answers too late.
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 0
                 is_said_later = (method, code) == ("GET", 404)
                 if 400 <= code < 500 and not is_said_later:

@@ -408,6 +408,7 @@ class World:
         self._endings += [each.begin(self.engine) for each in unfinished]
 
     def _finishes_later(self) -> bool:
+        # The engine's thread asks: to wait here would stop the operations that are waited for.
         if not all(each.is_ready() for each in self.unfinished):
             return True
         self._begin_to_finish()
