@@ -277,6 +277,7 @@ class _LocalSGD(Wrapping):
         with before.waiting():
             fragment.place(before)
         if before.is_lost:
+            # Its moments are of the replica that was lost.
             self.state.clear()
             for other in self._fragments:
                 if other is not fragment:

@@ -304,6 +304,7 @@ class OuterExchange:
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
+        # On all ranks, also those that have loaded nothing: the bucket is exchanged otherwise then.
         if of_any:
             self._bucket_exchange.start_draining()
             load_residuals([self._bucket_exchange], self._residuals)
@@ -347,6 +348,7 @@ class OuterExchange:
         if mine:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
+            # A lost replica announces no steps, and so weighs nothing in the sum.
             operation = self._engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),

@@ -155,6 +155,7 @@ class Merging:
                     self._take()
                 self._merge(is_last=self._begun + 1 == self._due)
             self._take()
+            # Last: by it the other workers of this node go on to the next epoch.
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
@@ -360,6 +361,7 @@ def join_node(
         node = Node(memory, len(nodes), ranks, length, layout)
         shared = SharedModel(node.model_bytes, layout)
         counter: Counter | None = None
+        # All ranks have found the same nodes, so all of them make the counter, or none does.
         if len(nodes) > 1:
             counter = transport.counter()
         if memory.place == 0:

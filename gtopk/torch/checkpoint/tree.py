@@ -106,6 +106,7 @@ class _Taker:
         return [self.take(item, (*path, str(place))) for place, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+        # A key that begins with "$" would be read as a mark.
         if all(type(key) is str and not key.startswith("$") for key in mapping):
             return {key: self.take(value, (*path, key)) for key, value in mapping.items()}
         pairs = [
