@@ -336,7 +336,9 @@ class OuterExchange:
         preempted: this rank had SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
+        # z - x, as of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
+        # The bucket reads its values where gradients are; those of the last step come back after.
         with gradients_for_a_while(bucket_exchange.parameters):
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())

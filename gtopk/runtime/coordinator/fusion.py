@@ -129,6 +129,7 @@ class Finish:
         """Work on this thread's own stream of a device, after `made`; record the end."""
         with on_own_stream(device, made):
             yield
+            # Within the context, so that the event is on this thread's own stream.
             self._device, self._end = device, record_event(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
