@@ -370,8 +370,8 @@ class Engine:
 
     def _enter(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and do what follows."""
-        # Before any slot is given: slots' numbers are equal on all ranks only with equal
-        # capacities.
+        # Before any slot is given: with unlike capacities slots' numbers would differ between
+        # ranks.
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
@@ -388,6 +388,7 @@ class Engine:
         self._execute(outcome.ready, now)
         if outcome.joined is not None:
             self._finish_joining(outcome.joined)
+        # All ranks raise it in this cycle, when no operation is under way between them.
         if outcome.expired is not None:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
@@ -445,8 +446,7 @@ class Engine:
     def _fail_all(self, error: PeerError) -> None:
         """Fail all pending operations, also those that were submitted while the engine ended."""
         with self._changed:
-            # A later `submit` sees `_over`, an earlier one is in `_pending`: no caller waits for
-            # ever.
+            # A later `submit` sees `_over`, an earlier one is in `_pending`: nobody waits for ever.
             self._over = error
             left = [*self._pending.values()]
             left += [] if self._joining is None else [self._joining]

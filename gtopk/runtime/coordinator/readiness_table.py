@@ -113,8 +113,7 @@ class ReadinessTable:
         changed_flags: dict[int, int] = {}
         for each in requests:
             slot = self._named.get(each.name)
-            # A name with another spec travels in full, and every rank takes its slot away
-            # (`_uncache`).
+            # A name with another spec travels in full, and all ranks take its slot away.
             if slot is None or slot.spec != each.spec:
                 fresh.append(each)
                 continue
@@ -252,8 +251,7 @@ class ReadinessTable:
         for run, present in zip(self._run_slots(bits), there, strict=True):
             error = self._why_not(run.name, run.spec, present)
             if error is None:
-                # A slot keeps a joined rank's flags from when it took part last; they count no
-                # more.
+                # A slot keeps a joined rank's last flags, which count no more.
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
                 ready.append(run._replace(all_flags=all_flags))
             else:

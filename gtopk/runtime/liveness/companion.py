@@ -91,8 +91,7 @@ class Process(NamedTuple):
 def look_at(pid: int) -> Process:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            # From the last parenthesis: the program's name before it may hold spaces and
-            # parentheses.
+            # After the last parenthesis: the program's name before it may hold any character.
             state, parent = stat.read().rpartition(b")")[2].split()[:2]
     except OSError:
         return Process("", 0)
@@ -298,8 +297,7 @@ class Companion:
     def _hear(self) -> None:
         for _ in range(_DATAGRAMS):
             try:
-                # A byte more than a beat has: a longer datagram must not be cut to the length of
-                # one.
+                # A byte more than a beat has, so that a longer datagram is not cut to a beat.
                 datagram = self._socket.recv(BEAT_BYTES + 1)
             except OSError:  # no datagram is left, or one that was sent found no receiver
                 return

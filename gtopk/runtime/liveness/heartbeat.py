@@ -72,8 +72,7 @@ class Heartbeat:
         if address:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
-        # The companion shares this memory: it finds the step there also of a rank that SIGKILL
-        # ended.
+        # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
         self._step_file = os.memfd_create("gtopk-note")
         write_note(self._step_file, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
@@ -172,8 +171,7 @@ class Heartbeat:
             assert companion.stdout is not None
             with companion.stdout as reports:
                 for line in reports:
-                    # First: handling a loss may take long, and the companion kills a rank that does
-                    # not answer.
+                    # First: handling it may take long, and a rank that does not answer is killed.
                     self._order("heard")
                     self._note(json.loads(line))
             if self._closing:

@@ -393,8 +393,7 @@ class Guard:
         while self._heartbeat is not None:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            # An engine whose operations still end meets the loss by itself, and raises it in the
-            # script.
+            # An engine whose operations still end meets the loss, and raises it in the script.
             if engine.activity == "idle" or engine.cycles != cycles:
                 since, cycles = now, engine.cycles
             elif now - since > _STUCK_SECONDS:
