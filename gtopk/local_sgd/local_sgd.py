@@ -162,7 +162,7 @@ class _LocalSGD(Wrapping):
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
-            # At this step even if the exchange ended earlier: so each round has as many late steps.
+            # Not earlier, although the exchange may have ended: all ranks move at the same step.
             if fragment.before is not None and fragment.steps_made >= self.overlap_steps:
                 self._move(fragment)
         for fragment in self._fragments:

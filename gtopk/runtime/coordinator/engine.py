@@ -370,8 +370,7 @@ class Engine:
 
     def _enter(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and do what follows."""
-        # Before any slot is given: with unlike capacities slots' numbers would differ between
-        # ranks.
+        # Before any slot is given: with unlike capacities ranks would number slots differently.
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]

@@ -264,8 +264,8 @@ class Execution:
         self, ready: Sequence[ReadyOperation], fusion_threshold_bytes: int
     ) -> list[FusionGroup]:
         """Return the groups; last time's where the table returned the same list."""
-        # By identity: comparing the lists would take as long as making the groups. The table makes
-        # another list where a name, a spec or a rank's flags have changed.
+        # By identity, which costs nothing: the table makes another list where a name, a spec or a
+        # rank's flags have changed.
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes
             self._planned = ready, fusion_groups(ready, fusion_threshold_bytes, alone_bytes)

@@ -350,10 +350,10 @@ class Guard:
 
     def _end_alone(self, error: BaseException) -> None:
         """Leave and end this process at once, with exit code 1; the others notice its absence."""
-        # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         standard_streams.flush()
+        # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
