@@ -170,6 +170,7 @@ class GTopKState:
         self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
         # Residuals of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
+        # One thread, so that buckets end in order: the last one's task finds all before it done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # used by the engine's thread only
@@ -387,6 +388,7 @@ class GTopKState:
                 self._skips.note(self._counted, self._world.rank, step, where)
         except Exception as error:
             self._failures.append(error)
+        # On the exchange's stream, as a future makes its readers wait for the stream of this call.
         with bucket_exchange.bucket.on_stream():
             future.set_result(buffer)
 

@@ -398,6 +398,7 @@ class ReplicaState:
             flags=self._flags_of_pass(),
         ).wait()
         self._spoilt, self._finite = [], True
+        # From all ranks' flags: the shards of all ranks are dropped, or those of none.
         if is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():

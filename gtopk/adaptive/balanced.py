@@ -268,6 +268,7 @@ class BalancedLoader(LoaderBase):
         ]
         if any(window.size and not window.seconds for window in windows):
             return  # a rank computed no gradients, or only a partial step
+        # Workers prefetch: the steps before that are cut already, on some rank at least.
         takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]

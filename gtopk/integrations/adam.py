@@ -179,6 +179,7 @@ class HookedAdam:
     def note(self) -> None:
         """Note that a pass that counts has ended: gradients are agreed steps now."""
         self._agreed, self._is_due = AgreedSteps(self._skips.parameters()), True
+        # Within a closure torch is going through these hooks: their dict must not change then.
         if not self._in_closure:  # register anew: run after hooks that came later and may clip
             self._before.remove()
             self._before = self._optimizer.register_step_pre_hook(self._before_step)

@@ -56,6 +56,7 @@ class BucketExchanges:
         self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> BucketExchange:
         """Return the exchange of a bucket, with the residual of its parameters."""
+        # By identity: `_homes` keeps the parameters alive, so no other tensor gets one's id.
         key = tuple(map(id, parameters))
         if key not in self._bucket_exchanges:
             for parameter in parameters:

@@ -61,6 +61,7 @@ def _deal(items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int) 
     """Return places: each item's go to the fragment that has the fewest values by then."""
     totals, dealt = [0] * fragments, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
     weights = [sum(sizes[place] for place in item) for item in items]
+    # The sort is stable: layers of one size stay in the order of their depth.
     for number in sorted(range(len(items)), key=lambda number: -weights[number]):
         fragment = totals.index(min(totals))
         totals[fragment] += weights[number]
@@ -118,6 +119,7 @@ class Fragment:
         with before.waiting():
             self.exchange.begin(name, self.center, signature, before.made, preempted)
             if outer is not None:
+                # What the rank changes during the exchange is told from what was sent by this copy.
                 before.sent = [p.detach().clone() for p in self.parameters]
                 before.options = options_by_group(outer)
         self.before, self.steps_made, self.wasted, self.early = before, 0, 0, 0
@@ -137,6 +139,8 @@ class Fragment:
                     for parameter in self.others:
                         parameter.grad = None  # so that the outer optimizer passes over it
                     if not before.sent:
+                        # The rank has waited, so nothing needs the replica: the outer optimizer
+                        # steps in its place.
                         torch._foreach_copy_([*self.parameters], self.center)
                         if outcome.moves:
                             outer.step()
@@ -186,6 +190,7 @@ class Fragment:
         if self.before is not None and self.before.error is not None:
             self.before.made = 0
         elif self.before is not None:
+            # `place` then moves the replica by nothing but the center's own move until then.
             self.before.sent = [z.clone() for z in self.center]
 
     def state(self) -> dict[str, Any]:

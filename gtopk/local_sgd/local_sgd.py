@@ -162,6 +162,7 @@ class _LocalSGD(Wrapping):
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
+            # Not earlier, although the exchange may have ended: all ranks move at the same step.
             if fragment.before is not None and fragment.steps_made >= self.overlap_steps:
                 self._move(fragment)
         for fragment in self._fragments:
@@ -277,6 +278,7 @@ class _LocalSGD(Wrapping):
         with before.waiting():
             fragment.place(before)
         if before.is_lost:
+            # Its moments are of the replica that was lost.
             self.state.clear()
             for other in self._fragments:
                 if other is not fragment:

@@ -304,6 +304,7 @@ class OuterExchange:
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
+        # On all ranks, also those that have loaded nothing: the bucket is exchanged otherwise then.
         if of_any:
             self._bucket_exchange.start_draining()
             load_residuals([self._bucket_exchange], self._residuals)
@@ -335,7 +336,9 @@ class OuterExchange:
         preempted: this rank had SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
+        # z - x, as of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
+        # The bucket reads its values where gradients are; those of the last step come back after.
         with gradients_for_a_while(bucket_exchange.parameters):
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
@@ -347,6 +350,7 @@ class OuterExchange:
         if mine:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
+            # A lost replica announces no steps, and so weighs nothing in the sum.
             operation = self._engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
@@ -382,6 +386,8 @@ class OuterExchange:
                 else:
                     bucket_exchange.undo()
                 yield outcome
+                # After the outer step: where that fails, the exchange is undone and counts for
+                # nothing.
                 self._progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
@@ -397,6 +403,7 @@ class OuterExchange:
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
         ]
+        # Every branch below is decided by the flags of all ranks: all gather here, or none does.
         lost: dict[int, list[str]] = {}
         if not all(flags & _FINITE for flags in all_flags):
             said = transport.gather_object(mine)
@@ -407,6 +414,7 @@ class OuterExchange:
         if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
+        # Before the decay: where the sum does not count, `undo` gives the residual back undecayed.
         self._bucket_exchange.remember()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)

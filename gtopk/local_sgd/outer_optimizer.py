@@ -69,6 +69,8 @@ def center_in_place(
         for group, of in zip(groups, options, strict=True):
             group.update(of)
         with ExitStack() as versions:
+            # A step in place counts up the parameters' versions, and a backward pass under way
+            # would refuse them.
             for parameter in known:
                 versions.enter_context(preserve(parameter))
             yield

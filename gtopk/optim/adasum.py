@@ -267,6 +267,7 @@ class _AdasumOptimizer(Wrapping):
         combined = time.perf_counter()
         changes = deltas.tensors()
         finite = all(bool(change.isfinite().all()) for change in changes)
+        # The combined changes are the same bits on all ranks: all of them add these, or none does.
         if finite:
             for parameter, change in zip(parameters, changes, strict=True):
                 parameter.add_(change)

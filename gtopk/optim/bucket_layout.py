@@ -76,6 +76,7 @@ class Plan:
         """
         sparse = set().union(*transport.gather_object(list(self.sparse)))
         unsent = set().union(*transport.gather_object(list(self.unsent)))
+        # Rank 0's alone: the order in which gradients became complete may differ between ranks.
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in mine]
         said = transport.broadcast_object([parts, self.steps, list(self.wanted)])

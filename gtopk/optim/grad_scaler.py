@@ -26,6 +26,7 @@ class _Reading:
 
     def __init__(self, scale: torch.Tensor) -> None:
         self._scale, self._version = scale, scale._version
+        # Pinned: a copy from a GPU into pageable memory makes the host wait for it.
         self._here = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
         self._here.copy_(scale, non_blocking=True)
         self._come = (

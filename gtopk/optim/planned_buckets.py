@@ -69,6 +69,7 @@ class PlannedBuckets:
         """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
         if self._loaded_steps is not None:
             return True
+        # By identity: == of tensors compares values, and waits for a GPU.
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return not self.takes(trained)
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups

@@ -183,11 +183,14 @@ class Reducer:
             order = self.hooks.order
         finally:
             self.hooks.forget()  # also where this fails: the next step counts
+        # Taken away first: whatever happens below, the next step opens a transaction of its own.
         transaction, self._transaction = self._transaction, None
         if transaction is not None and transaction.samples != self.samples:  # set after backward
             transaction.invalidate()
         if not self.planned.bucket_exchanges:
             self._plan(order)
+        # Whether a transaction is void, and why, comes from all ranks' flags. So all ranks try
+        # again equally often, and stop the overlap or plan anew together.
         while True:
             transaction = transaction or self._open()
             self._finish(transaction)
@@ -396,6 +399,7 @@ class Reducer:
         An update that no step has used does not count: the parameters lack it, too.
         """
         if self._transaction is not None:
+            # The engine's thread may be changing the residual.
             self._transaction.wait_for_operations()
         if self._applied is not None and self._applied.may_have_stepped:
             self.commit()
@@ -406,6 +410,7 @@ class Reducer:
     ) -> None:
         """Replace the residual, and go on from these steps; see `PlannedBuckets.import_state`."""
         if self._transaction is not None:
+            # First: the engine's thread may be at the residual that is to be replaced.
             self._transaction.invalidate()
         self.commit()
         self.planned.import_state(residuals, records, steps)

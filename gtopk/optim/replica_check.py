@@ -128,6 +128,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
             )
     mended: dict[str, bytes] = {}
     sick: set[int] = set()
+    # In one order on all ranks, as `compare` returns it: sends and receives match by it.
     for each, most in parted:
         healthy = [transport.ranks.index(rank) for rank in most or []]
         others = [place for place in range(transport.size) if place not in healthy]

@@ -169,6 +169,8 @@ class StepTransaction:
         """
         for index in self._late():
             self._submit(index, _BROKEN_OFF)
+        # This rank's part in them is done: a bucket that the others submit again is of their next
+        # try, for which the reducer opens another transaction.
         self.shadowed.update(self.operations)
 
     def finish(self, unplanned: bool, preempted: bool) -> None:
@@ -179,6 +181,8 @@ class StepTransaction:
         Raises HorovodInternalError, on every rank alike, where the ranks disagree: `drop` it then.
         """
         self._submit_the_rest(unplanned, preempted)
+        # In one order on all ranks: where several operations have failed, each raises the same
+        # error.
         for index in sorted(self.operations):
             self.operations[index].wait()
 
@@ -211,6 +215,7 @@ class StepTransaction:
 
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
+        # The engine's thread may still write to the residuals.
         self.wait_for_operations()
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
@@ -334,6 +339,8 @@ class StepTransaction:
         bucket_exchange = self.bucket_exchanges[index]
         missing = bucket_exchange.missing()
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
+        # The names as a checksum: flags have 35 bits for all of this. Where the checksums differ,
+        # the ranks exchange the names (`_look_at_missing`).
         self.operations[index] = self._engine.submit(
             bucket_exchange.name,
             [self._signature, self.samples.signature, bucket_exchange.signature],
@@ -360,6 +367,7 @@ class StepTransaction:
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         last = index == len(self.bucket_exchanges) - 1
+        # Before any return: all ranks learn of SIGTERM in the same try, also in a void one.
         if last:
             places = enumerate(all_flags)
             self.preempted = [
@@ -369,6 +377,8 @@ class StepTransaction:
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # Where all ranks have broken off, the last bucket may be run before others.
         self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
+        # All from flags and sums that are the same on all ranks: all return, or none. One rank that
+        # returned alone would leave the others waiting in the exchange below.
         if self.void or (self._stopped and not last):
             return
         if last and self._done < index:  # the ranks disagree about another bucket
@@ -382,6 +392,7 @@ class StepTransaction:
                 self.bucket_exchanges[index].set_weight(
                     self._factor(self.bucket_exchanges[index], weight, share), share
                 )
+            # First, so that `undo` also takes back what the next two lines change in the residual.
             self.bucket_exchanges[index].remember()
             self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
             self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)

@@ -56,6 +56,7 @@ class Recorder:
     ) -> None:
         self._sinks = list(sinks)
         self._began, self._every, self._step = began, every, step
+        # Appending to a deque, and taking from it, is atomic: a note takes no lock from training.
         self._noted: deque[Line | Noted] = deque([begin])
         self._bytes = self._samples = self._steps = 0
         self._samples_said: int | None = None  # by the script, for the current step

@@ -116,6 +116,7 @@ class Stragglers:
             if is_slow:
                 self._in_a_row[place] = 0
                 told.slow.append(place)
+        # Both lists follow from all ranks' flags: all ranks gather here, or none does.
         if told.slow != self._slow:
             mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
             said = transport.gather_object(mine)

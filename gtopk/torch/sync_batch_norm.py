@@ -145,6 +145,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
         "mean": mean[None],
         "invstd": (variance + eps).rsqrt()[None],
     }
+    # All are begun before any is waited for, so that they share a cycle of the engine.
     handles = [
         mpi_ops.allgather_async(tensor, f"sync_batch_norm.{name}")
         for name, tensor in of_this_rank.items()

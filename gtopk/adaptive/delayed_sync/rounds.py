@@ -260,6 +260,7 @@ class Rounds:
             if gradient.dtype in (torch.float16, torch.bfloat16):
                 gradient = gradient.float()
             if (total := self._sums[place]) is None:
+                # Its memory is taken over without a copy: the parameter has given it up.
                 self._sums[place] = gradient.detach().mul_(scale)
             else:
                 total.add_(gradient.detach(), alpha=scale)
@@ -316,6 +317,7 @@ class Rounds:
 
     def _end_round(self) -> None:
         """Apply the round before, and begin to reduce this one."""
+        # The exchange has one bucket and one residual: the reduction before must be over.
         self._finish_reduction()
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
         self._sums = [None] * len(self._parameters)
@@ -408,6 +410,8 @@ class RoundWire:
             done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
             culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
+            # This and the conditions below follow from all ranks' flags: all ranks check, agree and
+            # gather together.
             if any(counts) and not culprits:
                 if look is not None and all(flags & _LOOKS for flags in all_flags):
                     self.parted = look(transport)

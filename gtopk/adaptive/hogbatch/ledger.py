@@ -189,6 +189,7 @@ class Board:
         else is ever lost, so only updates counted here can lose a part of themselves.
         """
         others = self.others()
+        # Begun writes first: one that begins after this sum is found by the sum at the end.
         begun = self._sum("writes_begun", others)
         beside_others = self._sum("writes_ended", others) < begun
         self.add("writes_begun", 1)
@@ -351,6 +352,8 @@ class Ledger:
                     self._look_for_the_dead()
                     found.extend(lost[:count])
                     self._notes[found] = self._number
+                    # Under the same lock: the others then wait for these places, and take them over
+                    # should this worker die, too.
                     board["idle"] = self.round - 1
             return bool(found) or idle
 
@@ -442,6 +445,9 @@ class Ledger:
         begun = time.monotonic()
         while True:
             self.require_sound()
+            # First: the dead are missing among those that `look` waits for. Where ranks may not
+            # leave, the next line raises, and a round that is over for lack of a worker does not
+            # count as one.
             is_over = look()
             self._look_for_the_dead()
             if is_over:

@@ -122,6 +122,7 @@ class HogbatchLoader(LoaderBase):
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
         self._batch = BatchInHand(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
+        # Round 1, the time before all epochs: this worker is ready.
         self._ledger.end()
 
     def __len__(self) -> int:
@@ -149,6 +150,7 @@ class HogbatchLoader(LoaderBase):
                 self._node.merging.end(self._ledger)
             raise
         finally:
+            # Before the round ends for this worker: from then on nobody looks for what it holds.
             self._give_back()
             self._batch.count_time()
             self._ledger.end()
@@ -249,6 +251,8 @@ class HogbatchLoader(LoaderBase):
             self._writer.refresh(waits=True)
             return
         with self._steps.spent.waiting():
+            # A round without places: it begins when every worker of this node has ended the last
+            # epoch.
             self._ledger.begin(0, "a drain", between_nodes=False)
             self._node.merging.drain()
         self._writer.refresh(waits=True)  # others go on to write once this worker has ended

@@ -134,6 +134,7 @@ class Merging:
             return
         if self._pending is not None and self._pending.done:
             self._take()
+        # The last merge of an epoch is left to `end`: it must include all updates.
         if self._pending is None and self._begun + 1 < self._due:
             place = int(self._node.board.head["next"][0])
             if place >= (self._begun + 1) * self._every:
@@ -154,6 +155,7 @@ class Merging:
                     self._take()
                 self._merge(is_last=self._begun + 1 == self._due)
             self._take()
+            # Last: by it the other workers of this node go on to the next epoch.
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
@@ -174,6 +176,8 @@ class Merging:
         with torch.no_grad():
             for own, tensor in zip(self._snapshot, self._tensors, strict=True):
                 own.copy_(tensor)
+        # Merging changes the snapshot itself, and workers go on changing the model: only the change
+        # since this copy is added to it.
         self._before = [own.detach().clone() for own in self._snapshot]
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
@@ -357,6 +361,7 @@ def join_node(
         node = Node(memory, len(nodes), ranks, length, layout)
         shared = SharedModel(node.model_bytes, layout)
         counter: Counter | None = None
+        # All ranks have found the same nodes, so all of them make the counter, or none does.
         if len(nodes) > 1:
             counter = transport.counter()
         if memory.place == 0:
@@ -380,6 +385,7 @@ def join_node(
 
     signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
     node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", signature, work).wait()
+    # After the operation, in which every rank has learnt all hosts: so all of them raise, or none.
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "

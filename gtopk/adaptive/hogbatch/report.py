@@ -46,6 +46,7 @@ def mean_loss(
                 try:
                     loss = float(loss_of(collate(fetch(dataset, part))))
                 except BaseException:
+                    # Else the others would wait for these places, or leave them out of the mean.
                     ledger.give_back(chunks)
                     raise
                 own["losses"][0, parity] += loss * len(part)

@@ -479,6 +479,7 @@ class Writer:
     def update(self, apply: Callable[[], None]) -> None:
         """Update the model by a step, which `apply` takes on the shared parameters."""
         board = self._board
+        # Copied first: only the step itself counts as a write that another may overlap.
         with self._copy.lent() if self._copy is not None else nullcontext(), board.writing():
             if self._audit is not None:
                 self._audit.in_place(apply)

@@ -60,6 +60,7 @@ class ClassSizes:
         A slow class's smallest batch is never above a fast one's.
         """
         with self._memory.lock():
+            # Another worker may have agreed on a size since this one looked.
             if not self.found:
                 self._said[self._mine] = self._beside_others(size)
             return int(self._said[self._mine])

@@ -251,6 +251,7 @@ class BatchInHand:
         self.count_time()
         self._board.add("busy", spent)
         size = len(self.places)
+        # After the update: if this worker dies before it, others compute the batch again.
         self._ledger.finish(self.places)
         self.places = ()
         if self._device.type == "cuda":

@@ -296,6 +296,7 @@ class Replica:
             self.reduction.forget()
             self.reset()
             return
+        # Before the center moves: what was reduced are offsets from where it is now.
         moved = torch._foreach_mul(self.offsets(), force)
         unsent = self.reduction.unsent
         if unsent is not None:

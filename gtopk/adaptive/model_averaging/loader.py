@@ -281,6 +281,7 @@ class MergingLoader(LoaderBase):
         norm = replica.norm() if perturbs else 0.0
         finite = replica.prepare()
         if not finite:
+            # Its moments are of the replica that was not finite, and is the center now.
             self._optimizer.state.clear()
         mine = Report(
             batches.sizes[self._world.rank],

@@ -87,6 +87,7 @@ class SharedCursor:
         self._begin, self._total = count, total
 
     def take(self, samples: int) -> range:
+        # Ranks also count beyond the stretch's end: the next one begins from the largest count.
         before = self._counter.add(samples)
         self.count = before + samples
         first = before - self._begin

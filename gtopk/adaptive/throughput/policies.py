@@ -275,6 +275,7 @@ def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
     below, above = 0.0, max(cost.seconds(b) for cost, b in zip(costs, high, strict=True))
     while above - below > 1e-15 * above:
         middle = (below + above) / 2
+        # Between neighbouring floats the middle is one of them, and the loop would not end.
         if middle in (below, above):
             break
         if math.fsum(at(middle)) < limits.total:

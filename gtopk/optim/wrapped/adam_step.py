@@ -66,6 +66,8 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
                     "the embedding"
                 )
             here = on_this_rank(parameter)
+            # Decay first, in the parameter's own memory, which may be c - a until then: one pass
+            # writes the decayed centre over it.
             torch.mul(here if centre is None else centre, keep, out=here)
             here.sub_(on_this_rank(update))
 

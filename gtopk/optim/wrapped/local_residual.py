@@ -168,6 +168,7 @@ class LocalResidual:
                 here.device,
             ):
                 centre = self._centre[parameter] = torch.empty_like(here)
+            # A copy, as (c - a) + a is not c to the bit, and the centre is the same on all ranks.
             centre.copy_(here)
             # A residual carries the rank's weight in the sum, 1/ranks: alone, it counts in full.
             here.sub_(residual.to(here.device), alpha=ranks)

@@ -121,6 +121,7 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
         super(made, self).zero_grad(*args, **kwargs)
 
     made: Any = type(own.__name__, (kind, own), {"zero_grad": zero_grad})
+    # Not by the class's __init__, whose arguments are unknown here.
     wrapped = object.__new__(made)
     wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer

@@ -174,6 +174,7 @@ class Engine:
             operation.request = self._recognize(request)
             self._pending[name] = operation
             self._submitted.append(operation)
+            # The first of a burst wakes the engine, which then looks itself when the burst is over.
             if len(self._submitted) == 1:
                 self._changed.notify()
         return operation
@@ -236,13 +237,11 @@ class Engine:
             )
 
     def _hurry(self, operation: Operation) -> threading.Event | None:
-        """Begin the next cycle at once, as this thread waits for an operation.
-
-        Return the event that is set when the operation is done; None: it is done already.
-        """
+        """Begin the next cycle at once; return the event set at the operation's end; None: done."""
         with self._changed:
             if operation.done:
                 return None
+            # Under the lock, as `finish` looks for it once: an event made later would never be set.
             operation.finished = operation.finished or threading.Event()
             self._waits[threading.get_ident()] = operation.name
             if not self._hurried:
@@ -358,10 +357,8 @@ class Engine:
         )
 
     def _stuck(self) -> str | None:
-        """Return the operation that the one submitting thread has waited in for 0.5 s, if any.
-
-        Where several threads submit, another may go on: None.
-        """
+        """Return the operation that the one submitting thread has waited in for 0.5 s, if any."""
+        # Where several threads submit, another may submit what the other ranks wait for.
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
@@ -373,6 +370,7 @@ class Engine:
 
     def _enter(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and do what follows."""
+        # Before any slot is given: with unlike capacities ranks would number slots differently.
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
@@ -389,6 +387,7 @@ class Engine:
         self._execute(outcome.ready, now)
         if outcome.joined is not None:
             self._finish_joining(outcome.joined)
+        # All ranks raise it in this cycle, when no operation is under way between them.
         if outcome.expired is not None:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
@@ -446,6 +445,7 @@ class Engine:
     def _fail_all(self, error: PeerError) -> None:
         """Fail all pending operations, also those that were submitted while the engine ended."""
         with self._changed:
+            # A later `submit` sees `_over`, an earlier one is in `_pending`: nobody waits for ever.
             self._over = error
             left = [*self._pending.values()]
             left += [] if self._joining is None else [self._joining]

@@ -53,6 +53,7 @@ class Settings(NamedTuple):
     def within(self, timeout_seconds: float) -> Settings:
         """Return the settings with an idle time of at most a quarter of every limit on waits."""
         limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
+        # Ranks learn in cycles what the others wait for: several must fit into the shortest limit.
         idle = min(self.idle_seconds, min(limits) / 4)
         return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
 
@@ -163,6 +164,7 @@ def part_of(
                 "optimizer on every rank, also where there is nothing to train on"
             )
         work = shadow_work(name, spec.join_descriptor)
+    # Where one rank has its tensors on the host, all reduce there, and so must this one's part.
     place = place if all_on_gpu(all_flags) else ""
     return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
 
@@ -182,6 +184,8 @@ def fusion_groups(
     ready: Sequence[ReadyOperation], threshold_bytes: int, alone_bytes: int
 ) -> list[FusionGroup]:
     """Return the groups, in the order in which they are run."""
+    # From layouts, flags and sizes alone, which are equal on all ranks: so are the groups and their
+    # order, in which the ranks' messages match.
     arrays = (
         ArrayIndex(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
@@ -227,6 +231,8 @@ class Execution:
         """
         place = self.transport.tensor_place
         parts = [part_of(each, operations.get(each.name), shadow_work, place) for each in ready]
+        # An operation's arrays may be in several groups. It begins with the first of them; its work
+        # runs after the last.
         left = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
         for group in self._groups(ready, fusion_threshold_bytes):
@@ -258,6 +264,8 @@ class Execution:
         self, ready: Sequence[ReadyOperation], fusion_threshold_bytes: int
     ) -> list[FusionGroup]:
         """Return the groups; last time's where the table returned the same list."""
+        # By identity, which costs nothing: the table makes another list where a name, a spec or a
+        # rank's flags have changed.
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes
             self._planned = ready, fusion_groups(ready, fusion_threshold_bytes, alone_bytes)
@@ -288,6 +296,7 @@ class Execution:
             result = part.work(self.transport, part.all_flags)
         except MismatchError as disagreement:  # on every rank, which thus completes the operation
             error = disagreement
+        # Only what was sent since the last count: `_reduce` has counted the dense arrays' traffic.
         if self.transport.traffic.sent_messages:
             self._count(part)
         self._notice("end", "execute", [part])

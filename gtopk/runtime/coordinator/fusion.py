@@ -47,6 +47,7 @@ from collectives.transports.gpu import host_copy, tensor_of
 # Flags of operations that may be done on a GPU; a rank that has joined has 0.
 ON_HOST, ON_GPU = 1, 2
 
+# Streams of a thread's own: each process set has an engine, and so a thread, of its own.
 _own: Final = threading.local()
 
 Event = Any  # torch.cuda.Event, or None on the host
@@ -128,6 +129,7 @@ class Finish:
         """Work on this thread's own stream of a device, after `made`; record the end."""
         with on_own_stream(device, made):
             yield
+            # Within the context, so that the event is on this thread's own stream.
             self._device, self._end = device, record_event(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
@@ -175,6 +177,7 @@ def reduce_as_one(
         scale_tensor(whole, postscale)
         if len(tensors) > 1:
             parts = whole.split([tensor.numel() for tensor in tensors])
+            # One launch for all of them, not one for each.
             torch._foreach_copy_(tensors, list(parts))
 
 
@@ -264,6 +267,7 @@ def neutral(layout: Layout, place: str = "") -> Dense:
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
     limits = np.finfo(wide) if wide.kind == "f" else np.iinfo(wide)
+    # Not the largest finite number: a minimum of infinities must remain infinite.
     infinity = np.inf if wide.kind == "f" else None
     element = {
         "sum": 0,

@@ -131,10 +131,12 @@ def exchange(transport: Transport, announcement: Announcement, names: int) -> li
         8 * words, "little"
     )
     size, block = transport.size, len(own)
+    # Blocks of one size on all ranks: no lengths need be exchanged before.
     board = np.empty(size * block, np.uint8)
     board[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
     transport.allgather_into(board, range(0, size * block + 1, block))
     gathered = board.tobytes()
+    # The usual case costs one comparison of bytes, and no decoding.
     if not text and gathered == own * size:
         return [announcement] * size
     blocks = [gathered[start : start + block] for start in range(0, len(gathered), block)]
@@ -146,6 +148,7 @@ def exchange(transport: Transport, announcement: Announcement, names: int) -> li
                 "must run the same version of gtopk"
             )
     texts = [b""] * size
+    # All ranks have the same heads, so all enter the second gather or none does.
     if any(head != _PROTOCOL for head in heads):
         texts = [t.tobytes() for t in transport.allgather(np.frombuffer(text, np.uint8))]
     return [
@@ -158,6 +161,7 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
     if not text:
         return Announcement(ready)
     try:
+        # Keys that are no texts: slots' numbers. Tuples, as the specs are compared with tuples.
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
         known = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
         return Announcement(ready, known, *rest)
@@ -285,6 +289,7 @@ class Operation:
         """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
         self.work, self.fusion = _nothing, ()
+        # After the outcome: `wait` reads `done` without the lock, and then the outcome.
         self.done = True
         if self.finished is not None:
             self.finished.set()

@@ -113,6 +113,7 @@ class ReadinessTable:
         changed_flags: dict[int, int] = {}
         for each in requests:
             slot = self._named.get(each.name)
+            # A name with another spec travels in full, and all ranks take its slot away.
             if slot is None or slot.spec != each.spec:
                 fresh.append(each)
                 continue
@@ -165,6 +166,8 @@ class ReadinessTable:
 
     def _enter_any(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         for rank, announcement in enumerate(announcements):
+            # Of all ranks before any slot is taken away below: a bit is the number of a slot as it
+            # was when the rank announced it.
             self._bits[rank] |= announcement.ready
             for number, flags in announcement.changed_flags.items():
                 slot = self._slots[number]
@@ -183,11 +186,13 @@ class ReadinessTable:
             if announcement.leaves is not None:
                 self._leaving[rank] = announcement.leaves
         ready, refused = self._complete()
+        # An operation that became ready in this very cycle has not expired.
         expired = next(
             (t for a in announcements for n, t in a.expired.items() if self._there(n)), None
         )
         refused += self._without_those_who_leave()
         news = any(announcement.is_news for announcement in announcements)
+        # A rank that says it is stuck may be freed by another's news in the same cycle.
         if not news:
             refused += self._untangle(announcements)
         return CycleOutcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
@@ -211,8 +216,12 @@ class ReadinessTable:
         needed = [rank for rank in range(self._size) if rank not in self.joined]
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
+        # Where all ranks have joined, whatever any of them submitted before is run now: nobody will
+        # submit it later.
         bits = functools.reduce(all_of, waiting or self._bits)
         ready, refused = self._pop_slots(bits)
+        # A dict keeps the order of insertion, by rank and then by announcement. It is equal on all
+        # ranks, and so is the order in which the operations run.
         for name, entry in list(self._open.items()):
             if any(rank not in entry.specs for rank in needed):
                 continue
@@ -224,6 +233,7 @@ class ReadinessTable:
                 continue
             all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
             ready.append(ReadyOperation(name, spec, all_flags))
+            # A copy: the slot's flags change with announcements, those of the operation must not.
             self._cache(name, spec, all_flags.copy())
         return ready, refused
 
@@ -231,6 +241,7 @@ class ReadinessTable:
         self, bits: int
     ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: those to run, and those a joined rank prevents."""
+        # Read before the bits are cleared.
         there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
@@ -240,6 +251,7 @@ class ReadinessTable:
         for run, present in zip(self._run_slots(bits), there, strict=True):
             error = self._why_not(run.name, run.spec, present)
             if error is None:
+                # A slot keeps a joined rank's last flags, which count no more.
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
                 ready.append(run._replace(all_flags=all_flags))
             else:
@@ -309,6 +321,7 @@ class ReadinessTable:
         if len(self.joined) < self._size:
             return None
         self.joined.clear()
+        # Of several in one cycle the highest, so that all ranks name the same one.
         return self._ranks[max(joining)]
 
     def _gone(self) -> tuple[int, str] | None:
@@ -340,6 +353,7 @@ class ReadinessTable:
             self._slots.append(None)
         else:
             union = functools.reduce(int.__or__, self._bits)
+            # A slot that a rank is ready for cannot go: its bit would stand for another name.
             unused = (slot for slot in self._named.values() if not union >> slot.number & 1)
             oldest = next(unused, None)
             if oldest is None:

@@ -254,6 +254,7 @@ _GRACE_SECONDS: Final = 3.0  # for the launcher to end its ranks before this pro
 
 # A program that asks the kernel to end it if this process is killed (prctl 1: PR_SET_PDEATHSIG),
 # then becomes the launcher.
+# It looks at its parent after prctl: the kernel sends nothing for one that has ended before.
 _BECOME_LAUNCHER: Final = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"

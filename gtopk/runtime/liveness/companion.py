@@ -91,6 +91,7 @@ class Process(NamedTuple):
 def look_at(pid: int) -> Process:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
+            # After the last parenthesis: the program's name before it may hold any character.
             state, parent = stat.read().rpartition(b")")[2].split()[:2]
     except OSError:
         return Process("", 0)
@@ -180,6 +181,7 @@ class Companion:
                 for key, _ in waking.select(max(0.0, next_beat - time.monotonic())):
                     if key.fileobj is self._socket:
                         self._hear()
+                    # A pipe at its end is always readable: `select` would return at once for ever.
                     elif key.fileobj == self._orders and not self._obey():
                         waking.unregister(self._orders)
         self._say_last(State.LEFT, self._watch.tells, "", time.monotonic())
@@ -295,6 +297,7 @@ class Companion:
     def _hear(self) -> None:
         for _ in range(_DATAGRAMS):
             try:
+                # A byte more than a beat has, so that a longer datagram is not cut to a beat.
                 datagram = self._socket.recv(BEAT_BYTES + 1)
             except OSError:  # no datagram is left, or one that was sent found no receiver
                 return

@@ -74,6 +74,7 @@ class Heartbeat:
         if address:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
+        # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
         self._step_file = os.memfd_create("gtopk-note")
         write_note(self._step_file, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
@@ -109,6 +110,7 @@ class Heartbeat:
 
     def note(self, step: int, advice: str) -> None:
         """Store the step and advice that the companion reports if this rank ends silently."""
+        # A closed descriptor's number may be another file's by now.
         if self._step_file is not None and not self._closing:
             write_note(self._step_file, step, advice)
 
@@ -118,6 +120,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Tell the others to stop watching this rank, as it leaves in good order."""
+        # Before the order, so that `_hear` does not replace the companion that follows it.
         self._closing = True
         self._order("leave")
         if self._companion is not None:
@@ -175,6 +178,7 @@ class Heartbeat:
             assert companion.stdout is not None
             with companion.stdout as reports:
                 for line in reports:
+                    # First: handling it may take long, and a rank that does not answer is killed.
                     self._order("heard")
                     self._note(json.loads(line))
             if self._closing:

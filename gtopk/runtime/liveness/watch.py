@@ -77,6 +77,7 @@ class Beat(NamedTuple):
         content, signature = datagram[:-_HMAC_BYTES], datagram[-_HMAC_BYTES:]
         if len(content) < _FIELDS.size or len(datagram) > BEAT_BYTES:
             return None
+        # Before any field is read: anyone can send a datagram to this port.
         if not hmac.compare_digest(signature, hmac.digest(secret, content, "sha256")):
             return None
         magic, sender, about, state, size, sequence, seconds = _FIELDS.unpack_from(content)
@@ -226,6 +227,7 @@ class Watch:
         return min(others, key=others.__getitem__, default=None)
 
     def _lose(self, rank: int, why: str, when: float) -> None:
+        # What another rank says of it may come after its own departure, and is of no matter then.
         if not self._seen[rank].left:
             self.lost.setdefault(rank, why)
             self.lost_at.setdefault(rank, when)

@@ -231,6 +231,7 @@ class Guard:
             self._handles_sigterm = True
         heartbeat = self._heartbeat
         meet = heartbeat.meet if heartbeat else lambda transport, all_flags: None
+        # Also where the heartbeat is off here: the signature finds the ranks with another setting.
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()
@@ -241,6 +242,7 @@ class Guard:
         """Stop the heartbeat: this rank and the others have left."""
         if self._heartbeat:
             self._heartbeat.close()
+            # This also ends the thread of `_end_if_stuck`, which would abort a job that goes on.
             self._heartbeat = None
 
     def forget(self) -> None:
@@ -351,6 +353,7 @@ class Guard:
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         standard_streams.flush()
+        # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -359,6 +362,7 @@ class Guard:
             return
         if not self._retired and not self._told:  # else its error is printed already
             self._say_that_it_is_stopped()
+        # By the default handler, so that the launcher sees a rank that the signal has ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -389,6 +393,7 @@ class Guard:
         while self._heartbeat is not None:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
+            # An engine whose operations still end meets the loss, and raises it in the script.
             if engine.activity == "idle" or engine.cycles != cycles:
                 since, cycles = now, engine.cycles
             elif now - since > _STUCK_SECONDS:

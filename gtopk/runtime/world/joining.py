@@ -152,6 +152,7 @@ class HorovodrunServer:
                 with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
                     return read(response.read(_ADDRESS_BYTES))
             except (OSError, http.client.HTTPException, ValueError) as error:
+                # A server that many ranks ask at once refuses, resets, or answers too late.
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 0
                 is_said_later = (method, code) == ("GET", 404)
                 if 400 <= code < 500 and not is_said_later:
@@ -227,6 +228,8 @@ def deadline(lookout: Lookout) -> Iterator[None]:
         yield
         return
     program = os.path.abspath(watchdog.__file__)
+    # -IS: without the user's site packages and PYTHONPATH, so that it starts quickly and runs
+    # nothing of theirs.
     dog = subprocess.Popen(
         [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
     )
@@ -314,6 +317,7 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
         with _watched(job, timeouts[1], all_join=comm is None):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
+        # Without a limit on seconds: torch's store has a timeout of its own, MPI's start has none.
         with _watched(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
     if comm:
@@ -432,6 +436,7 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
     server = horovodrun_server(os.environ)
     if address is None and server is not None:
         if job.rank == 0:
+            # Port 0: the system chooses a free one, and the server passes it on.
             host = server.own_host()
             store = connect(host, 0, 0, start_timeout_seconds)
             server.tell(Address(host, store.port), start_timeout_seconds)

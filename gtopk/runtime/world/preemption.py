@@ -110,6 +110,7 @@ class Termination:
         sys.exit(EXIT_CODE)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        # First: a second SIGTERM ends this rank at once, also while the first is dealt with.
         signal.signal(signal.SIGTERM, self._before)
         here = self._here()
         here.termination_requested = True  # a rank that is lost later ends this one

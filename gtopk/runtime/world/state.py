@@ -287,8 +287,10 @@ class World:
         emulate_on(transport)
 
         def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
+            # Inside an operation of all ranks: checksums begin between the same two messages.
             if checks_messages:  # equal on all ranks, as was checked
                 transport.check_messages()
+            # All ranks have the same flags: they compare clocks together, or none does.
             if not any(all_flags):
                 return Offset(), 0.0
             return clock_offset(transport), agree_on_now(transport)
@@ -359,6 +361,7 @@ class World:
         def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
             said = transport.gather_object([made, *sets])
             numbers = set(sets).intersection(*(numbers for _, *numbers in said))
+            # The highest count, so that the next set has the same unused number on all ranks.
             return max(made for made, *_ in said), sorted(numbers - {0})
 
         self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
@@ -387,6 +390,7 @@ class World:
         leave_timeout_seconds: the longest wait for the others. Returns the ranks that stay.
         """
         self._begin_to_finish()
+        # Sets first: their channels lie on the world's transport, which is left last.
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
         staying = self.engine.close(reason, leave_timeout_seconds)
@@ -404,6 +408,7 @@ class World:
         self._endings += [each.begin(self.engine) for each in unfinished]
 
     def _finishes_later(self) -> bool:
+        # The engine's thread asks: to wait here would stop the operations that are waited for.
         if not all(each.is_ready() for each in self.unfinished):
             return True
         self._begin_to_finish()

@@ -61,6 +61,7 @@ class Leaving:
     def _leave(self) -> None:
         self._now.wait(_EXCEPTION_SECONDS)
         self._close()
+        # Not `remove`: a signal's handler can be set in the main thread only.
         self.guard.retire()
 
 
@@ -141,6 +142,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         here.engine.close("its init() failed", FAILED_SECONDS)
         guard.remove()
         raise
+    # Only now: an init() that fails leaves no world behind.
     _process, _guard = here, guard
     _handled = object()
     if (error := sys.exc_info()[1]) is not None:
@@ -222,6 +224,7 @@ def rejoin() -> None:
     # A rank that has been silent for that long already gets 5 s more.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    # A copy, as leaving closes the sets and forgets them.
     sets = here.sets.copy()
     staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):

@@ -190,6 +190,7 @@ class Archive:
         way_out: the end of the error's text where "report" would find one.
         """
         newest, problems = self._newest(takes)
+        # Both lists are those of all ranks: all look again, or none does.
         while newest is None and self._list() != self._holders:
             self.look()  # a running job may have finished newer ones, and removed these
             newest, problems = self._newest(takes)
@@ -339,6 +340,8 @@ class Archive:
             if refusal or problem:
                 break
         attempts = {content.attempt for content in contents.values()}
+        # Reached by every rank, whatever it could read: one that raised before would leave the
+        # others waiting here.
         told = allgather_object(
             (as_told(problem), as_told(refusal), unread, sorted(attempts), absent),
             "checkpoint.read",
@@ -371,6 +374,8 @@ class Archive:
         parts = [(name_of(rank()), snapshot.own)]
         if rank() == 0:
             parts.append((ALL, snapshot.replicated))
+        # Read now: `write_own` may run later, in another thread, when the ranks are another
+        # world's.
         ranks, step, attempt, folder = size(), snapshot.step, self._attempt, self.folder
         rank_name = parts[0][0]
         before = max(self._whole, default=0)

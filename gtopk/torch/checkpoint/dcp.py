@@ -310,6 +310,7 @@ class Writer(StorageWriter):
         whole = Part(shards[0].number, self._step, 1, ALL)
         own = Content(attempt, take_apart(NOTHING_OWN), before)
         write_part(self._folder, whole._replace(name=name_of(0)), own)
+        # Last: with the part "all" the checkpoint is whole, and any reader may take it.
         write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()

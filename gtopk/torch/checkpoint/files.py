@@ -172,6 +172,7 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
     """
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
+    # The new folder's name, too: else a crash could lose a checkpoint that was finished in it.
     sync(folder)
     tensors = content.state.tensors
     record = {
@@ -184,6 +185,7 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
         "tensors": write_tensors(path.with_suffix(".safetensors"), tensors) if tensors else None,
         "state": content.state.tree,
     }
+    # Last: with the JSON file the part is there.
     with beside(path) as unfinished:
         unfinished.write_bytes(seal(record))
 
@@ -247,6 +249,7 @@ def beside(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(path.name + _BESIDE)
     try:
         yield unfinished
+        # Before the rename: else the name could outlive a crash, and the content not.
         sync(unfinished)
         os.replace(unfinished, path)
     except BaseException as error:
@@ -347,6 +350,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
             raise DamagedError(f"it is longer than {most_bytes} bytes")
         if status.st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise MemoryError  # with overcommitted memory, reading would get this process killed
+        # A byte more: a file that grows meanwhile must not pass for one of this size.
         return stream.read(status.st_size + 1)
 
 

@@ -365,6 +365,7 @@ def put(
         like = {name: _state_of(target) for name, target in targets.items()}
         like["others"] = {name: _state_of(other) for name, other in others.items()}
         state = keyed(state, like)
+    # Collective, so before any load_state_dict: that may raise on this rank alone.
     residuals = {name: _residual_of(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         saved = _of(state, "model", found)

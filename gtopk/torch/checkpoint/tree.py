@@ -106,6 +106,7 @@ class _Taker:
         return [self.take(item, (*path, str(place))) for place, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+        # A key that begins with "$" would be read as a mark.
         if all(type(key) is str and not key.startswith("$") for key in mapping):
             return {key: self.take(value, (*path, key)) for key, value in mapping.items()}
         pairs = [
@@ -120,6 +121,7 @@ class _Taker:
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
         view = (*storage, *bits, *place)
+        # Empty tensors have no address of their own: they would all look like one.
         if tensor.numel() and view in self._names:
             return self._names[view]
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

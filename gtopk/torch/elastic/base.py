@@ -301,6 +301,7 @@ def run_fn(
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             reset()
+            # After the reset, which carries the step of the failure over to the new world.
             if restored:
                 state._go_back()
             state.on_reset()

@@ -221,6 +221,7 @@ def _begin(
     combines = reduction.op == Adasum  # not element by element, so the engine cannot fuse it
     on_gpu = not combines and carried(tensors, transport)
     memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
+    # One wait for all copies, which go on side by side.
     if not on_gpu:
         await_copies(tensors)
     denses = [

@@ -126,6 +126,7 @@ def begin_broadcast(
     is_root = current().rank == root_rank
     on_gpu = carried([tensor], process_set.engine.transport)
     mine = OnGpu.now(elements_of(tensor, output)) if on_gpu else None
+    # A copy: the script may change the tensor before the operation is run.
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
 

@@ -68,6 +68,7 @@ def alltoall_async(
     if on_gpu:
         mine = OnGpu.now(as_bytes(tensor))
     elif row_bytes(tensor):
+        # A copy: the script may change the tensor before the operation is run.
         content = np.array(view_bytes(tensor))
     finished = Finish()
 

@@ -133,6 +133,8 @@ def join(device: int = -1) -> int:
     """
     everyone = global_process_set.members
     engine = global_process_set.engine
+    # First: the others must know that the step this rank is in is void before it joins. Else its
+    # shadow would run that step's other buckets, and the ranks' messages would part.
     break_off_steps(engine)
     last: int = engine.join().wait()
     # A rank that joined early has counted fewer unnamed operations than the others.
