@@ -409,6 +409,7 @@ class MpiTransport(Carrier):
         memory = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
         if stream.rank == 0:
             memory[:] = 0
+        stream.barrier()  # else what another rank writes first would be overwritten
         return share_by_file(stream, size_bytes, memory)
 
     def counter_on(self, stream: Transport) -> Counter:

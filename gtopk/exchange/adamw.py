@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -162,11 +162,12 @@ class AdamSteps:
         ]
         self._steps = [0] * len(self._sizes)
         self._hypers: list[Hyper | None] = []
+        self._aside: Collection[int] = ()  # parameters without a gradient on any rank
         self._before: _Before | None = None
 
     def read(self, own: OwnMoments) -> None:
         """Read the options, and take over state that was loaded into the optimizer."""
-        self._hypers = self._groups.read(self._parameters)
+        self._hypers, self._aside = self._groups.read(self._parameters), ()
         for number, parameter in enumerate(self._parameters):
             if self._hypers[number] is None:
                 continue
@@ -256,10 +257,10 @@ class AdamSteps:
 
     def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
         """Add weight decay, and negate to maximize, as Adam does before its moments."""
-        for hyper, parameter, part in zip(
-            self._hypers, self._parameters, self._split(gradient), strict=True
+        for number, (hyper, parameter, part) in enumerate(
+            zip(self._hypers, self._parameters, self._split(gradient), strict=True)
         ):
-            if hyper is None:
+            if hyper is None or number in self._aside:  # decay alone would make a step, too
                 continue
             if hyper.maximize:
                 part.neg_()
@@ -400,6 +401,10 @@ class AdamSteps:
             self._shared_rows.copy_(rows)
             self._set_steps(steps)
             self._before = None
+
+    def set_aside(self, numbers: Collection[int]) -> None:
+        """Add no decay for these parameters in this step: no rank has a gradient of theirs."""
+        self._aside = numbers
 
     def leave(self, numbers: Sequence[int]) -> None:
         """Restore the shared state of some parameters from before `make_step`.

@@ -360,6 +360,8 @@ class Residual:
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
         self._aside = []
+        if self._steps is not None:
+            self._steps.set_aside(parts.keys())
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         for number, name in enumerate(self._names):
             if number == 0 and self.is_empty:

@@ -764,6 +764,29 @@ def test_a_frozen_layer_keeps_its_values_in_forward_passes(threads):
     threads(2, program)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_decay_in_gradients_moves_no_parameter_without_a_gradient_on_any_rank(threads, size):
+    def program(transport):
+        with world.entered(transport):
+            used, idle = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            model = torch.nn.ModuleDict({"used": used, "idle": idle})
+            plain = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+            named = model.named_parameters()
+            optimizer = DistributedOptimizer(plain, named, Compression.gtopk(0.25))
+            seen = []
+            for step in range(6):
+                optimizer.zero_grad()
+                layers = [used, idle] if step < 2 else [used]
+                sum(layer(torch.ones(4, 8)).square().mean() for layer in layers).backward()
+                optimizer.step()
+                seen.append(idle.weight.detach().clone())
+            return seen
+
+    for weights in threads(size, program):
+        assert not torch.equal(weights[0], weights[1])
+        assert all(torch.equal(weight, weights[1]) for weight in weights[2:])
+
+
 def test_a_rank_that_has_joined_knows_what_the_others_share(threads):
     def program(transport: LocalTransport) -> Any:
         model = network()

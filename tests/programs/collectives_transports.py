@@ -544,6 +544,16 @@ def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
         stream.barrier()
 
 
+def test_what_is_written_into_shared_memory_at_once_stays(transport: Transport) -> None:
+    """Of large memory, which the first rank may still be filling with zeros."""
+    for _ in range(3):
+        memory = transport.shared_memory(64 << 20)
+        memory.bytes[-1 - transport.rank] = 7
+        transport.barrier()
+        assert memory.bytes[-transport.size :].tolist() == [7] * transport.size
+        transport.barrier()
+
+
 def test_who_lets_go_of_what_is_shared_is_still_there(transport: Transport) -> None:
     for stream in (transport, transport.channel(4)):
         memory = [stream.shared_memory(64), stream.shared_memory(64)]
