@@ -166,6 +166,7 @@ class GTopKState:
             if optimizer is not None
             else "give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
             stepped=None if self._adam is None else optimizer,
+            adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
         )
         self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
         # Residuals of names that no parameter has; saved again.

@@ -231,7 +231,7 @@ class ReplicaState:
             if optimizer is None
             else "",
             stepped=None if self._adam is None else optimizer,
-            sharded_adam="" if self._adam is None else f"{_NO_CLIPPING}.",
+            adam="" if self._adam is None else f"{_NO_CLIPPING}.",
         )
         self._spoilt: list[torch.Tensor] = []  # parameters whose gradients the last pass made NaN
         self._finite = True  # this rank's gradients in the pass

@@ -83,10 +83,11 @@ class DecoupledMomentum:
         before = self._transport.traffic.sent_bytes
         message = torch.cat([self._select(number) for number in range(len(self._parameters))])
         messages = self._transport.allgather(message.numpy().view(np.uint8))
-        updated = self._apply(torch.from_numpy(np.stack(messages).view(np.int16)))
+        self._apply(torch.from_numpy(np.stack(messages).view(np.int16)))
         self._inner.step()
         sent = self._transport.traffic.sent_bytes - before
-        self.last_step = Cost(len(message) // 2, updated, sent)
+        everything = sum(parameter.numel() for parameter in self._parameters)
+        self.last_step = Cost(len(message) // 2, everything, sent)
 
     def _select(self, number: int) -> torch.Tensor:
         """Return a parameter's part of the message: int16, the values' bits and the indices."""
@@ -102,9 +103,9 @@ class DecoupledMomentum:
         momentum.sub_(chunks.values(sent, parameter.shape))
         return torch.cat([values.view(torch.int16).flatten(), indices.short().flatten()])
 
-    def _apply(self, everyone: torch.Tensor) -> int:
-        """Set the gradients from all ranks' messages; return how many components were updated."""
-        begin = updated = 0
+    def _apply(self, everyone: torch.Tensor) -> None:
+        """Set the gradients from all ranks' messages."""
+        begin = 0
         for parameter, chunks in zip(self._parameters, self._chunks, strict=True):
             entries = chunks.count * chunks.top
             parts = everyone[:, begin : begin + 2 * entries]
@@ -115,10 +116,8 @@ class DecoupledMomentum:
                 indices = part[1].long()
                 total.scatter_add_(1, indices, part[0].view(torch.bfloat16).float())
                 senders.scatter_add_(1, indices, torch.ones(indices.shape))
-            updated += int(senders.count_nonzero())
             total /= senders.clamp(min=1.0)  # the mean of those that were sent, as published
             parameter.grad = chunks.values(total, parameter.shape).sign()
-        return updated
 
 
 def cosines(size: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -24,8 +24,11 @@ from .hook_skips import HookSkips
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 
-# By optimizer, the object that was made last for it: a script may make several.
-_owners: Final[WeakKeyDictionary[torch.optim.Optimizer, HookedAdam]] = WeakKeyDictionary()
+# By optimizer, the object that was made last for it: a script may make several. The optimizer's
+# hooks keep it; a strong reference here would keep the optimizer, and with it the model.
+_owners: Final[WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[HookedAdam]]] = (
+    WeakKeyDictionary()
+)
 
 
 class HookGroups(AdamGroups):
@@ -110,9 +113,9 @@ class HookedAdam:
         self._loading: Mapping[str, Any] = {}
         self._watched: dict[torch.Tensor, Any] = {}
         self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
-        if (owner := _owners.get(optimizer)) is not None:
+        if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
             owner.detach()
-        _owners[optimizer] = self
+        _owners[optimizer] = ref(self)
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._others = [
             optimizer.register_step_post_hook(self._after_step),

@@ -66,7 +66,7 @@ def look_at_optimizers(
     says: bool,
     way: str,
     stepped: torch.optim.Optimizer | None = None,
-    sharded_adam: str = "",
+    adam: str = "",
 ) -> CorrectedGradients:
     """Check each optimizer of the model once, at its first step, as long as the hook lives.
 
@@ -76,10 +76,12 @@ def look_at_optimizers(
         the density is too low.
     way: how to let the hook make an Adam's steps, in words.
     stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
-    sharded_adam: as of `CorrectedGradients`.
+    adam: as of `CorrectedGradients`.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
-    corrected = CorrectedGradients(compression, sharded_adam)
+    corrected = CorrectedGradients(compression, adam)
+    # `look` must not keep it: the optimizer's hooks keep the model, and a global list keeps `look`.
+    makes_steps = stepped is not None
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
     def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
@@ -89,7 +91,7 @@ def look_at_optimizers(
         parameters = ours.parameters()
         theirs = (p for group in optimizer.param_groups for p in group["params"])
         if any(p in parameters for p in theirs):
-            if stepped is not None and optimizer is not of_hook():
+            if makes_steps and optimizer is not of_hook():
                 if _holds(optimizer, of_hook()):
                     return
                 raise ValueError(
@@ -100,7 +102,7 @@ def look_at_optimizers(
             if says and not seen:
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(compression, trained)
-            if stepped is None:
+            if not makes_steps:
                 require_one_momentum(optimizer, compression)  # in each step, if the script goes on
                 require_plain(optimizer.state.values(), rank)
                 if says:

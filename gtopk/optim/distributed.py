@@ -78,7 +78,8 @@ class _DistributedOptimizer(Readings):
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
         self._agreed: adam_step.AgreedSteps | None = None
-        self._corrected = CorrectedGradients(options.compression)
+        adam = "global_clip_norm= and local_clip_norm= clip before it." if options.adam else ""
+        self._corrected = CorrectedGradients(options.compression, adam)
         self._shared = SharedParameters(self._parameter_names)
         self.last_step: StepReport | None = None
 
@@ -324,6 +325,7 @@ class _DistributedOptimizer(Readings):
             )
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
+        self._corrected.forget()
         self._reducer.drop()
         self._listener.drop()
         super().zero_grad(*args, **kwargs)
@@ -357,6 +359,7 @@ class _DistributedOptimizer(Readings):
         if not self._makes_adam_steps:
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
         self._synchronized, self._skip, self._agreed = False, False, None
+        self._corrected.forget()
         self._skipped.end_row()
         self._reducer.drop()
         if self._local is not None:

@@ -109,7 +109,12 @@ class ExpectedStep:
             each.numel() for bucket_exchange in asked for each in bucket_exchange.bucket.parameters
         ]
         sparse = GTopK(usual_density(sum(bucket_exchange.elements for bucket_exchange in asked)))
-        return buckets_by(None if is_compressed else sparse, parameters, calibration.network.ranks)
+        return buckets_by(
+            None if is_compressed else sparse,
+            parameters,
+            calibration.network.ranks,
+            on_gpu=asked[0].bucket.device.type == "cuda",
+        )
 
     def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
         """Predict what these buckets take from now on, where links were measured."""

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
 from .grad_scaler import is_unscaled, loss_scale
 from .options import instead_of_clipping
-from .samples import norm_of
-from .wrapped.adam_step import AgreedSteps
 
 _log = logging.getLogger("gtopk")
 
-# torch counts no changes of a DTensor: the norms of shards are compared after so many passes, and
-# then after each of so many.
-_FIRST, _EVERY = 20, 50
+_FIRST, _EVERY = 20, 50  # passes whose gradients are compared
 _SHORTER: Final = 0.999
 
 
@@ -135,70 +132,93 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
 
 
 class CorrectedGradients:
-    """Steps in the place of gradients after an exchange: raises where a script changes them.
+    """Steps in the place of gradients after an exchange: raises where a script shortens them.
 
     They are far longer than gradients: a norm to which gradients may be clipped removes nearly all
-    of them, and training stands still. Call `agree` after an exchange and `require_unchanged`
-    before the optimizer's step. Where gradients remain gradients, both do nothing.
-    sharded_adam: how to clip where AdamW has made the steps, as a sentence. Changes that torch
-        counts are found elsewhere then; those of DTensors, which it does not count, are found here.
+    of them, and training stands still. So it does where a GradScaler unscales steps of Adam, which
+    have no scale. Norms are compared, as torch counts neither unscaling nor changes of a DTensor:
+    in the first passes, and then in every 50th, since that reads all gradients twice. Call `agree`
+    after an exchange, `require_unchanged` before the optimizer's step, and `forget` where gradients
+    are cleared. Where gradients remain gradients, all three do nothing.
+
+    adam: how to clip where AdamW's steps were made, as a sentence; empty where they were not.
     """
 
-    def __init__(self, compression: object, sharded_adam: str = "") -> None:
-        self._made_by, self._instead = "AdamW" if sharded_adam else "", sharded_adam
+    def __init__(self, compression: object, adam: str = "") -> None:
+        self._made_by, self._instead = "AdamW" if adam else "", adam
+        self._is_linear = False  # momentum may be scaled and unscaled; Adam's steps may not
         if isinstance(compression, ErrorFeedback) and compression.corrects:
             self._made_by, self._instead = compression.correction, instead_of_clipping(compression)
+            self._is_linear = compression.adam_correction is None
         self._scaler: Any = None
-        self._agreed: AgreedSteps | None = None
-        self._norms: dict[torch.Tensor, float] = {}  # of shards, where measured
         self._passes = 0
+        # By parameter its gradient, and the norm of that; both weak, for `zero_grad` frees them.
+        self._agreed = WeakTensorKeyDictionary()
 
     def agree(self, parameters: Iterable[torch.Tensor], scaler: Any) -> None:
         """Note that these parameters' gradients, and no others, are now the agreed ones.
 
         scaler: the GradScaler that scales them, or None.
         """
+        self.forget()
         if not self._made_by:
             return
-        stepped = [each for each in parameters if each.grad is not None]
-        self._agreed = AgreedSteps([] if self._made_by == "AdamW" else stepped)
-        self._norms, self._scaler = {}, scaler
+        self._scaler = scaler
         self._passes += 1
         if self._passes <= _FIRST or self._passes % _EVERY == 0:
-            sharded = (each for each in stepped if each.grad is not _local(each))
-            self._norms = {each: _norm([each], loss_scale(scaler)) for each in sharded}
+            stepped = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+            for parameter, norm in zip(stepped, _norms(stepped, loss_scale(scaler)), strict=True):
+                assert parameter.grad is not None
+                self._agreed[parameter] = TensorWeakRef(parameter.grad), norm
+
+    def forget(self) -> None:
+        """Forget the agreed gradients."""
+        self._agreed.clear()
 
     def require_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where a script has changed what this optimizer is about to step with."""
-        if (agreed := self._agreed) is None:
+        """Raise ValueError where a script has shortened what this optimizer is about to step with.
+
+        Gradients that are all zero were cleared, and new ones come in a closure.
+        """
+        if not self._agreed:
             return
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(map(agreed.is_changed, stepped)) or self._is_shorter(stepped, optimizer):
-            raise ValueError(
-                "gradients were changed between their exchange and step(), where they are steps "
-                f"that {self._made_by} has made, and far longer than gradients: leave "
-                "clip_grad_norm_ (or a trainer's option for it) out. "
-                f"{self._instead} ({page('Clipping')})"
-            )
-
-    def _is_shorter(
-        self, stepped: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> bool:
-        shards = [each for each in stepped if each in self._norms and each.grad is not None]
-        if not shards:
-            return False
+        here = [p for p in stepped if p in self._agreed and self._agreed[p][0]() is p.grad]
+        if not here:
+            return
+        before = math.hypot(*(self._agreed[p][1] for p in here))
         scale = 1.0 if is_unscaled(self._scaler, optimizer) else loss_scale(self._scaler)
-        before = math.hypot(*(self._norms[each] for each in shards))
-        return math.isfinite(before) and _norm(shards, scale) < _SHORTER * before
+        now = math.hypot(*_norms(here, scale))
+        if not math.isfinite(before) or not 0.0 < now < _SHORTER * before:
+            return
+        if self._is_linear and _is_power_of_two(before / now):
+            return  # a GradScaler that the optimizer was not given has unscaled it
+        raise ValueError(
+            "gradients were shortened between their exchange and step(), to 1 / "
+            f"{before / now:.3g}, where they are steps that {self._made_by} has made, and far "
+            "longer than gradients: leave clip_grad_norm_ (or a trainer's option for it) out. "
+            f"{self._instead.rstrip('.')}. A GradScaler must be given as scaler= "
+            f"({page('Clipping')})"
+        )
 
 
-def _norm(parameters: Iterable[torch.Tensor], scale: float) -> float:
-    """Return the norm of the parameters' gradients; of sharded ones, of this rank's shards."""
-    gradients = map(_local, parameters)
-    return norm_of([each for each in gradients if each is not None]) / scale
+def _norms(parameters: Sequence[torch.Tensor], scale: float) -> list[float]:
+    """Return the norm of each parameter's gradient over `scale`; waits for a GPU once.
+
+    Of sharded ones this rank's shards'.
+    """
+    found = []
+    for parameter in parameters:
+        gradient: Any = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        found.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide).double())
+    if not found:
+        return []
+    values: list[float] = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    return [value / scale for value in values]
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's gradient; of a sharded one this rank's shard."""
-    gradient: torch.Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
-    return gradient
+def _is_power_of_two(ratio: float) -> bool:
+    """Tell whether a ratio of two norms is a power of two, up to their rounding."""
+    power = math.log2(ratio)
+    return abs(power - round(power)) < 1e-5

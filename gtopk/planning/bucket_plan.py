@@ -34,7 +34,7 @@ MOST_FULL_BUCKETS: Final = 16
 # A GPU selects from any model in less than the host takes to launch that and to wait for it, so
 # more than three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
 FULL_SHARE_ON_GPU: Final = 2
-LEAST_SHARE_ON_GPU: Final = 4
+LEAST_SHARE_ON_GPU: Final = 5  # less than the quarters, which are never exactly so large
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # elements
 
 
@@ -58,8 +58,8 @@ def sizes_for(
     least = _elements(WORTH_AN_OPERATION, compression, ranks, value_bytes)
     full = _elements(WORTH_CLOSING, compression, ranks, value_bytes)
     if on_gpu and isinstance(compression, SparseCompression | Automatic):
-        half, quarter = -(-total // FULL_SHARE_ON_GPU), -(-total // LEAST_SHARE_ON_GPU)
-        return Sizes(max(least, quarter), max(full, half))
+        half, least_share = -(-total // FULL_SHARE_ON_GPU), -(-total // LEAST_SHARE_ON_GPU)
+        return Sizes(max(least, least_share), max(full, half))
     return Sizes(least, max(full, -(-total // MOST_FULL_BUCKETS)))
 
 
@@ -106,9 +106,12 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
     return [bucket for bucket in buckets if bucket]
 
 
-def buckets_by(compression: object, lengths: Sequence[int], ranks: int) -> int:
+def buckets_by(
+    compression: object, lengths: Sequence[int], ranks: int, *, on_gpu: bool = False
+) -> int:
     """Return the number of buckets; lengths: in the order in which gradients are complete."""
-    return len(fill(range(len(lengths)), lengths, sizes_for(compression, sum(lengths), ranks)))
+    sizes = sizes_for(compression, sum(lengths), ranks, on_gpu=on_gpu)
+    return len(fill(range(len(lengths)), lengths, sizes))
 
 
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:

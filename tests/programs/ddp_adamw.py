@@ -1,8 +1,10 @@
 """Run under torchrun on 2 ranks or more: AdamW whose steps DDP's hook makes."""
 
 import copy
+import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -449,6 +451,24 @@ def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -
     model.module(batch(0))
     assert torch.equal(weights(model), centre)
     assert old.makes_adam_steps
+
+
+def test_a_scaler_that_was_not_given_may_not_unscale_the_steps() -> None:
+    model, optimizer, _ = hooked()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model, 0)).backward()
+    with pytest.raises(ValueError, match="GradScaler must be given as scaler="):
+        scaler.step(optimizer)
+
+
+def test_a_model_that_was_trained_is_freed() -> None:
+    for options in ({}, {"local_residual": False}):
+        model, optimizer, state = hooked(**options)
+        train(model, optimizer, range(3))
+        kept = [weakref.ref(each) for each in (next(model.parameters()), optimizer)]
+        del model, optimizer, state
+        gc.collect()
+        assert not any(each() is not None for each in kept)
 
 
 def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:

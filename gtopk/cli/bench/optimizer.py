@@ -157,6 +157,11 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
     def horovod(model: nn.Module) -> tuple[nn.Module, Any]:
         peer = importlib.import_module("horovod.torch")
         peer.init()
+        if peer.size() != world.current().size:  # its launcher's variables are not here
+            raise RuntimeError(
+                f"Horovod sees {peer.size()} ranks here, and gtopk {world.current().size}: start "
+                "the benchmark by gtopk run or mpirun"
+            )
         return model, peer.DistributedOptimizer(plain(model), model.named_parameters())
 
     def register_gtopk(model: DistributedDataParallel, _: Any) -> None:

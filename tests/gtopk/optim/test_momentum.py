@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.gtopk.adamw import network, value
 ADAM = {"adam_correction": (0.9, 0.999)}
 MOMENTUM = {"momentum_correction": 0.9}
 SGD = partial(torch.optim.SGD, lr=0.01)
-CLIPPED = r"changed between their exchange and step\(\), .* {}=.* leave clip_grad_norm_ .*{}"
+CLIPPED = r"shortened between their exchange and step\(\), .* {}=.* leave clip_grad_norm_ .*{}"
 
 
 def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: Any) -> None:
@@ -57,7 +58,8 @@ def test_a_script_that_clips_behind_a_correction_is_told_what_to_do(threads, opt
     said = CLIPPED.format(next(iter(options)), way)
     with pytest.raises(ValueError, match=said):
         trained(threads, options, 0.1, scaled=scaled)
-    trained(threads, options, None, scaled=scaled)
+    for harmless in (None, math.inf):  # the latter only to know the norm
+        trained(threads, options, harmless, scaled=scaled)
     trained(threads, {}, 0.1, scaled=scaled)  # of gradients it is nobody's business
 
 
@@ -72,6 +74,56 @@ def test_so_is_one_that_gives_global_clip_norm(options, way):
         DistributedOptimizer(
             SGD([parameter]), compression=Compression.gtopk(0.3, **options), global_clip_norm=1.0
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_refused"),
+    [(torch.optim.AdamW, {}, True), (SGD, ADAM, True), (SGD, MOMENTUM, False)],
+)
+def test_a_scaler_that_was_not_given_may_unscale_no_steps_of_adam(
+    threads, kind, options, is_refused
+):
+    def program(transport: LocalTransport) -> str:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu")
+            optimizer = DistributedOptimizer(
+                kind(model.parameters(), lr=0.01),
+                model.named_parameters(),
+                Compression.gtopk(0.3, **options),
+            )
+            scaler.scale(value(model, transport.rank, 0)).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                try:
+                    scaler.step(optimizer)
+                except ValueError as error:
+                    return str(error)
+        return ""
+
+    for said in threads(2, program):
+        assert bool(said) == is_refused
+        assert not said or "GradScaler must be given as scaler=" in said
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                SGD(model.parameters()),
+                model.named_parameters(),
+                Compression.gtopk(0.3, **MOMENTUM),
+            )
+            value(model, transport.rank, 0).backward()
+            optimizer.synchronize()
+            optimizer.zero_grad(set_to_none=to_none)
+            (1e-3 * value(model, 0, 1)).backward()
+            with optimizer.skip_synchronize():  # a local step
+                optimizer.step()
+
+    threads(2, program)
 
 
 def test_a_hook_looks_at_each_of_the_models_optimizers():
