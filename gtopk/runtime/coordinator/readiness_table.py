@@ -199,6 +199,8 @@ class ReadinessTable:
 
     def _run_slots(self, bits: int) -> list[ReadyOperation]:
         """Return the operations of these slots, and mark the slots as used most recently."""
+        if not bits:  # an idle cycle must not replace what the next step will ask for again
+            return []
         if bits == self._last[0]:
             return self._last[1]
         ready = []
