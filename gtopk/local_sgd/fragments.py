@@ -190,8 +190,10 @@ class Fragment:
         if self.before is not None and self.before.error is not None:
             self.before.made = 0
         elif self.before is not None:
-            # `place` then moves the replica by nothing but the center's own move until then.
+            # `place` then moves the replica by nothing but the center's own move until then, and
+            # keeps the steps since.
             self.before.sent = [z.clone() for z in self.center]
+            self.before.is_lost = False
 
     def state(self) -> dict[str, Any]:
         """Return where this rank is in its round; call `receive` first."""

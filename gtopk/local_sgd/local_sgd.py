@@ -117,14 +117,6 @@ class _LocalSGD(Wrapping):
         return max(fragment.steps_made for fragment in self._fragments)
 
     @property
-    def _exchange(self) -> OuterExchange:
-        return self._fragments.first
-
-    @property
-    def _center(self) -> list[torch.Tensor]:
-        return [tensor for fragment in self._fragments for tensor in fragment.center]
-
-    @property
     def lost_replicas(self) -> int:
         """How often a rank's replica was not finite, and became the others'."""
         return self._lost.count
@@ -293,10 +285,14 @@ class _LocalSGD(Wrapping):
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
         self._report(fragment, before, outcome)
-        if outcome.lost or outcome.overflowed:
+        lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
+        for other in self._fragments:
+            if other.before is not None:
+                other.before.gone_back.update(lost)
+        if lost or outcome.overflowed:
             self._good = 0
-            self._lost.note(self._world.rank, self.outer_steps, outcome.lost, outcome.moves)
-        else:
+            self._lost.note(self._world.rank, self.outer_steps, lost, outcome.moves)
+        elif not outcome.lost:
             self._good += 1
             if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
                 self._lost.end_row()

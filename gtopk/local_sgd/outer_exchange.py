@@ -94,7 +94,8 @@ class Round:
     sent:    the replica that is exchanged; empty where the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
     waits:   when the program stood still for it.
-    is_lost: this rank's replica was not finite.
+    is_lost: this rank's replica was not finite, and is not the center yet.
+    gone_back: the ranks that went back since, for another fragment: their loss has been counted.
     outcome: None: it is not known yet, or came before a checkpoint.
     error:   why the exchange has failed.
     """
@@ -108,6 +109,7 @@ class Round:
     waits: list[Bounds] = field(default_factory=list)
     is_lost: bool = False
     is_loaded: bool = False
+    gone_back: set[int] = field(default_factory=set)
     outcome: Outcome | None = None
     error: HorovodInternalError | None = None
 

@@ -17,6 +17,7 @@ from tests.gtopk.local_rounds import (
     PARTS,
     backward,
     close,
+    copied,
     flat,
     in_fragments,
     momentum,
@@ -294,6 +295,51 @@ def test_a_replica_that_is_not_finite_goes_back_as_a_whole(overlap: int) -> None
 
     after = on_ranks(3, rank)
     assert all(torch.equal(after[0], each) for each in after)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("overlap", [0, 3, 4])
+def test_a_replica_is_lost_once_though_all_exchanges_under_way_find_it(
+    overlap: int, is_resumed: bool
+) -> None:
+    def made() -> tuple[list[torch.nn.Parameter], Any]:
+        parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(4)]
+        return parameters, LocalSGD(
+            torch.optim.SGD(parameters, lr=1.0, momentum=0.5),
+            4,
+            averaging,
+            overlap_steps=overlap,
+            fragments=4,
+            max_skipped_steps=1,
+        )
+
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        parameters, optimizer = made()
+        is_one = transport.rank == 1
+        for step in range(20):
+            is_spoilt = is_one and step == 4
+            for p in parameters:
+                p.grad = torch.full_like(p, float("nan") if is_spoilt else 1.0)
+            optimizer.step()
+            if is_resumed and step == 5 + overlap:  # some of the exchanges have moved nothing yet
+                saved = copied(torch.nn.ParameterList(parameters), optimizer)
+                parameters, optimizer = made()
+                torch.nn.ParameterList(parameters).load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+        assert optimizer.lost_replicas == (0 if is_resumed else 1)
+        # Its rank begins anew once, and makes steps that count from then on.
+        begun = 4 + overlap
+        velocity = sum(0.5**n for n in range(19 - begun))
+        if is_one:
+            torch.testing.assert_close(
+                optimizer.state[parameters[0]]["momentum_buffer"],
+                torch.full_like(parameters[0], velocity),
+            )
+        assert all(fragment.wasted == 0 for fragment in optimizer._fragments)
+        optimizer.outer_step()
+        return flat(parameters)
+
+    assert torch.equal(*on_ranks(2, rank))
 
 
 def test_steps_of_a_replica_that_was_lost_weigh_nothing_in_any_fragment() -> None:

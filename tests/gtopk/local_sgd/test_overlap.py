@@ -324,7 +324,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
             if (transport.rank, step) == (1, 3):
                 model[2].bias.grad[1] = float("nan")
             optimizer.step()
-        before = torch.cat([z.reshape(-1) for z in optimizer._center])
+        before = torch.cat([z.reshape(-1) for part in optimizer._fragments for z in part.center])
         own = before - weights(model)  # rank 0's changes; rank 1 has thrown its own away
         optimizer.outer_step()
         return before - weights(model), own
@@ -393,7 +393,7 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
         model, optimizer = begin()
         trained(transport, range(4), model, optimizer)
         assert optimizer.last_step is None
-        while not any(optimizer._exchange._span):  # until the engine's thread is done
+        while not any(optimizer._fragments.first._span):  # until the engine's thread is done
             time.sleep(0.001)
         trained(transport, range(4, 6), model, optimizer)
         report = optimizer.last_step
