@@ -266,6 +266,14 @@ class Fragments:
         """Return the first fragment's exchange: ranks are those of all."""
         return self._fragments[0].exchange
 
+    def layout(self) -> list[str]:
+        """Return how many there are, and which parameter is in which."""
+        placed = {place: number for number, each in enumerate(self) for place in each.places}
+        return [
+            f"fragments={len(self)}",
+            *(f"parameter {place} in fragment {placed[place]}" for place in sorted(placed)),
+        ]
+
     def begin_anew(self, inner_steps: int | None) -> None:
         """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
         steps, count = inner_steps or 0, len(self)

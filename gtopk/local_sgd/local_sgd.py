@@ -129,6 +129,9 @@ class _LocalSGD(Wrapping):
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
 
+    def shared_layout(self) -> list[str]:
+        return self._fragments.layout()
+
     def load_shared_state(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
         self._receive()  # this rank's residual goes by it, as the others' do

@@ -10,6 +10,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.local_sgd import LocalSGD
 from gtopk.runtime.world import world
 from gtopk.torch.elastic import TorchState
 from tests.gtopk.local_rounds import (
@@ -132,6 +133,31 @@ def test_all_go_on_as_the_root_does(overlap: int) -> None:
 
     first, *others = on_ranks(3, rank)
     assert all(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "layers", "said"),
+    [
+        ((2, 3), ("0123", "0123"), "rank 1 has fragments=3, rank 0 has fragments=2"),
+        ((2, 2), ("0011", "0123"), "rank 1 has parameter 1 in fragment 1, rank 0 has .* 0$"),
+    ],
+)
+def test_ranks_with_other_fragments_share_no_state_and_all_hear_of_it(
+    fragments: tuple[int, int], layers: tuple[str, str], said: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+        names = [f"{layer}.{place}" for place, layer in enumerate(layers[transport.rank])]
+        optimizer = LocalSGD(
+            torch.optim.SGD(parameters, lr=0.1),
+            4,
+            fragments=fragments[transport.rank],
+            named_parameters=zip(names, parameters, strict=True),
+        )
+        with pytest.raises(ValueError, match=said):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    on_ranks(2, rank)
 
 
 def test_elastic_recovers_within_the_turns() -> None:
