@@ -11,7 +11,7 @@ is exchanged as often as with one fragment, and the longest exchange is that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from ..errors import HorovodInternalError
 from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import ResidualState
 from ..optim.wrapped.checkpoint import CHANGES
+from ..runtime.world.process_sets import ProcessSet
+from ..runtime.world.state import World
 from .outer_exchange import OuterExchange, Round, gradients_for_a_while
 from .outer_optimizer import center_in_place, options_by_group
 
@@ -88,15 +90,14 @@ class Fragment:
 
     def __init__(
         self,
-        names: Mapping[torch.nn.Parameter, str],
+        every: Sequence[torch.nn.Parameter],
         places: Sequence[int],
-        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+        exchange: OuterExchange,
     ) -> None:
-        every = list(names)
         self.places = list(places)
         self.parameters = [every[place] for place in places]
         self.others = [p for place, p in enumerate(every) if place not in set(places)]
-        self.exchange = open_exchange({p: names[p] for p in self.parameters})
+        self.exchange = exchange
         self.center: list[torch.Tensor] = []
         self.before: Round | None = None
         self.steps_made = self.wasted = self.early = 0
@@ -246,14 +247,42 @@ class Fragments:
         self,
         names: Mapping[torch.nn.Parameter, str],
         fragments: int,
-        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+        compression: Any,
+        process_set: ProcessSet,
+        here: World,
+        residual_decay: float,
     ) -> None:
-        dealt = deal(names, fragments)
-        self._fragments = [Fragment(names, places, open_exchange) for places in dealt]
+        self._names, self._process_set = names, process_set
+        every, self._name = list(names), self._name_in(here)
+        self._fragments = [
+            Fragment(
+                every,
+                places,
+                OuterExchange(
+                    {every[place]: names[every[place]] for place in places},
+                    f"{self._name}.{number}",
+                    compression,
+                    process_set,
+                    here,
+                    residual_decay,
+                ),
+            )
+            for number, places in enumerate(deal(names, fragments))
+        ]
         # Of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
-        self._names = names
         self.turn = 0  # of the next exchange
+
+    def enter(self, here: World) -> None:
+        """Enter the next world; `meet` of each before its exchange."""
+        self._name = self._name_in(here)
+        for number, each in enumerate(self):
+            each.exchange.enter(here, f"{self._name}.{number}")
+
+    def _name_in(self, here: World) -> str:
+        # Of all parameters: it is the same on ranks with other fragments, which so hear of them.
+        ranks = self._process_set.members.ranks
+        return f"local_sgd.{here.name_optimizer(self._names.values(), ranks)}"
 
     def __iter__(self) -> Iterator[Fragment]:
         return iter(self._fragments)
@@ -326,7 +355,7 @@ class Fragments:
         The exchange is named by its turn: where ranks do not exchange the same fragment, all hear
         of it, and none waits.
         """
-        name, count = f"{self.first.name}.outer", len(self)
+        name, count = f"{self._name}.outer", len(self)
         if count > 1:
             name = f"{name}.{self.turn % count}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]

@@ -35,7 +35,7 @@ import torch
 from ..compression import Compressing, Compression, ErrorFeedback
 from ..errors import HorovodInternalError, check_count, check_number
 from ..exchange.automatic import hides_behind_backward
-from ..exchange.buckets.parameters import name_parameters, require_known
+from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
@@ -47,7 +47,7 @@ from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments
-from .outer_exchange import LostReplicas, Outcome, OuterExchange, Round, report_of
+from .outer_exchange import LostReplicas, Outcome, Round, report_of
 from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
@@ -87,13 +87,8 @@ class _LocalSGD(Wrapping):
         self.overlap_steps = overlap_steps
         self._residual_decay = residual_decay
         self.process_set = process_set
-        self._names = {
-            p: name
-            for p, name in name_parameters(self, named_parameters).items()
-            if p.requires_grad
-        }
-        if not self._names:
-            raise ValueError("LocalSGD needs a parameter that requires a gradient")
+        names = name_parameters(self, named_parameters)
+        self._names = {p: names[p] for p in require_trained(names)}
         self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
             require_one_momentum(self.outer, compression, outer=True)
@@ -103,9 +98,7 @@ class _LocalSGD(Wrapping):
         self._good = 0  # outer steps since the last that was amiss
         self._world = here = world.current()
         self._fragments = Fragments(
-            self._names,
-            fragments,
-            lambda names: OuterExchange(names, compression, process_set, here, residual_decay),
+            self._names, fragments, compression, process_set, here, residual_decay
         )
         self._fragments.begin_anew(inner_steps)
         self._are_alike = False  # whether the ranks' models were found to be the same
@@ -180,7 +173,7 @@ class _LocalSGD(Wrapping):
                 with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
                     if fragment.before is not None:
                         self._move(fragment)
-                fragment.exchange.enter(here)
+            self._fragments.enter(here)
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
         for fragment in self._fragments:

@@ -239,10 +239,11 @@ class OuterExchange:
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
+        name: str,
         compression: Any,
         process_set: ProcessSet,
         here: World,
-        residual_decay: float = 1.0,
+        residual_decay: float,
     ) -> None:
         self._names = names
         self._compression = compression
@@ -253,16 +254,16 @@ class OuterExchange:
         # The operation and the changes that it exchanges, while it goes on.
         self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
         self._span: Bounds = (0.0, 0.0)
-        self._enter(here, {})
+        self._enter(here, name, {})
 
-    def enter(self, here: World) -> None:
+    def enter(self, here: World, name: str) -> None:
         """Enter the next world, after `shutdown` or a failure; `meet` before an exchange."""
-        self._enter(here, self._take_out())
+        self._enter(here, name, self._take_out())
 
-    def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
+    def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
+        self.name = name
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
-        self.name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
         self._peers = Peers(here, self._engine, self.name, self.ranks, takes_part=True)
         self._bucket_exchange: BucketExchange = open_bucket_exchange(
             self.name,
