@@ -254,6 +254,7 @@ class Fragments:
     ) -> None:
         self._names, self._process_set = names, process_set
         every, self._name = list(names), self._name_in(here)
+        elements = sum(parameter.numel() for parameter in every)
         self._fragments = [
             Fragment(
                 every,
@@ -265,6 +266,7 @@ class Fragments:
                     process_set,
                     here,
                     residual_decay,
+                    sum(every[place].numel() for place in places) / elements,
                 ),
             )
             for number, places in enumerate(deal(names, fragments))

@@ -407,6 +407,7 @@ def LocalSGD(
         top of late changes overshoots (docs/local_sgd.md).
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
+        bytes_per_step is for an exchange of all fragments: each has its share of the elements.
     overlap_steps: how many a rank makes while changes are exchanged, at most inner_steps: about the
         seconds of an exchange over those of a step. It then moves by all ranks' changes, as many
         steps late, and keeps its own steps. `outer_step()` waits. 0: steps wait for every exchange.

@@ -380,6 +380,31 @@ def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_a_budget_of_bytes_is_for_an_exchange_of_all_fragments(fragments: int) -> None:
+    def rank(transport: LocalTransport) -> None:
+        generator = torch.Generator().manual_seed(transport.rank)
+        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (40_000, 30_000, 20_000, 10_000)]
+        optimizer = LocalSGD(
+            descent(parameters),
+            4,
+            compression=hvd.Compression.auto(bytes_per_step=40_000),
+            fragments=fragments,
+        )
+        sent = []
+        for _ in range(12):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator)
+            before = optimizer.last_step
+            optimizer.step()
+            if optimizer.last_step is not before:
+                sent.append(optimizer.last_step.sent_bytes)
+        # By then names are known, and no longer sent along.
+        assert 20_000 < sum(sent[-fragments:]) <= 40_000
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_ranks_that_end_unlike_rounds_hear_of_it_and_none_waits(overlap: int) -> None:
     def rank(transport: LocalTransport) -> None:
