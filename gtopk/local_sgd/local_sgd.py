@@ -176,17 +176,22 @@ class _LocalSGD(Wrapping):
             self._fragments.enter(here)
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
-        for fragment in self._fragments:
-            if not fragment.center:
-                self._require_known()
-                fragment.center = [p.detach().clone() for p in fragment.parameters]
+        begins = [fragment for fragment in self._fragments if not fragment.center]
+        for fragment in begins:
+            self._require_known()
+            fragment.center = [p.detach().clone() for p in fragment.parameters]
         if not self._are_alike:
             begun = time.perf_counter()
             signature = [*self._signature(), state_of(self.outer, self._names)]
-            for fragment in self._fragments:
-                self.outer_steps = fragment.exchange.meet(
-                    fragment.center, signature, self.outer_steps
-                )
+            try:
+                for fragment in self._fragments:
+                    self.outer_steps = fragment.exchange.meet(
+                        fragment.center, signature, self.outer_steps
+                    )
+            except BaseException:
+                for fragment in begins:  # the model may be broadcast before the next try
+                    fragment.center = []
+                raise
             self._fragments.turn = 0  # nothing goes on
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # links may be measured: no round's time
@@ -485,7 +490,7 @@ def LocalSGD(
         compression,
         overlap_steps,
         fragments,
-        residual_decay,
+        float(residual_decay),  # 1 on one rank is 1.0 on another
         process_set,
         max_skipped_steps,
     )

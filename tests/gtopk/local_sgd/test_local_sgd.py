@@ -276,9 +276,40 @@ def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
         backward(model, 0, 0)
         with pytest.raises(hvd.HorovodInternalError, match=r"'2\.bias' has the checksums"):
             optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        backward(model, 0, 0)
+        optimizer.step()
+        assert optimizer.steps_made == 1
 
     for program in (disagree, apart):
         on_ranks(2, program)
+
+
+def test_whole_numbers_are_options_as_good_as_fractions() -> None:
+    def rank(transport: LocalTransport) -> None:
+        one = [1, 1.0][transport.rank]
+        outer = partial(torch.optim.SGD, lr=one, momentum=0 * one)
+        sparse = hvd.Compression.gtopk(density=0.5)
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1, outer, sparse, residual_decay=one)
+        backward(model, 0, 0)
+        optimizer.step()
+        assert optimizer.outer_steps == 1
+
+    on_ranks(2, rank)
+
+
+def test_parameters_that_have_no_size_yet_are_refused_with_their_names() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = torch.nn.LazyLinear(3)
+        with pytest.raises(ValueError, match="parameter 'weight' has no size yet: have a batch"):
+            LocalSGD(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                1,
+                named_parameters=model.named_parameters(),
+            )
+
+    on_ranks(1, rank)
 
 
 def epochs(optimizer: Any, model: torch.nn.Module, rank: int, batches: int) -> None:
