@@ -85,7 +85,7 @@ class Fragment:
     center:     z, while a round goes on.
     before:     the round before, while its exchange goes on.
     steps_made: by this rank, in this round; wasted: those of them by a replica that was lost.
-    early:      by how many steps this round is shorter than others.
+    early:      by how many steps this round is shorter than others; below 0: longer.
     """
 
     def __init__(
@@ -273,6 +273,7 @@ class Fragments:
         ]
         # Of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
+        self._spaced_for: int | None = None  # inner_steps by which the rounds end in turn
         self.turn = 0  # of the next exchange
 
     def enter(self, here: World) -> None:
@@ -307,10 +308,23 @@ class Fragments:
 
     def begin_anew(self, inner_steps: int | None) -> None:
         """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
+        for fragment in self:
+            fragment.put({"steps_made": 0, "center": ()})
+        self._spaced_for = None
+        self.space(inner_steps)
+
+    def space(self, inner_steps: int | None) -> None:
+        """Let the rounds that go on end in turn, where they were spaced for other inner_steps.
+
+        All ranks call it in the same step: the order in which rounds would have ended is kept.
+        """
         steps, count = inner_steps or 0, len(self)
-        for number, fragment in enumerate(self, 1):
-            early = steps - -(-steps * number // count)
-            fragment.put({"steps_made": 0, "early": early, "center": ()})
+        if count > 1 and inner_steps != self._spaced_for:
+            in_order = sorted(self, key=lambda each: -(each.steps_made + each.early))
+            for number, fragment in enumerate(in_order, 1):
+                steps_left = -(-steps * number // count)
+                fragment.early = steps - steps_left - fragment.steps_made
+        self._spaced_for = inner_steps
 
     def state(self, outer_steps: int) -> dict[str, Any]:
         """Return where this rank is in all rounds; call `receive` of each first.
@@ -319,7 +333,8 @@ class Fragments:
         """
         first, *others = (fragment.state() for fragment in self)
         outer_steps += sum(fragment.is_uncounted for fragment in self)
-        return {"outer_steps": outer_steps, **first, "other_fragments": others}
+        spaced = {"outer_steps": outer_steps, "inner_steps": self._spaced_for}
+        return {**spaced, **first, "other_fragments": others}
 
     def are_of(self, state: Mapping[str, Any]) -> bool:
         """Tell whether a state is of the same fragments."""
@@ -329,6 +344,7 @@ class Fragments:
         """Go on from a state of the same fragments; return how many outer steps it counts."""
         for fragment, (_, own) in zip(self, self._rounds(state), strict=True):
             fragment.put(own)
+        self._spaced_for = state.get("inner_steps", self._spaced_for)
         outer_steps: int = state["outer_steps"]
         return outer_steps
 

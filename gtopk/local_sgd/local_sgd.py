@@ -147,6 +147,7 @@ class _LocalSGD(Wrapping):
                 loss = closure()
         self._step_wrapped()
         self._world.step += 1
+        self._fragments.space(self.inner_steps)
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
@@ -425,7 +426,8 @@ def LocalSGD(
     residual_decay: what the residual is multiplied by before a round's changes are added, 0 to 1,
         as in SparseLoCo: what has waited for many rounds is forgotten, not sent late. So much is
         lost; 1: nothing is. Owners' rounding errors, of `shards`, are not multiplied.
-    named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
+    named_parameters: pairs of name and parameter, usually model.named_parameters(): for errors,
+        and for fragments, which tell layers by them; without, parameters are dealt one by one.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
     max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite;

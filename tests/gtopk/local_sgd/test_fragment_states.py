@@ -20,6 +20,7 @@ from tests.gtopk.local_rounds import (
     flat,
     held,
     in_fragments,
+    network,
     on_ranks,
     train,
     weights,
@@ -105,6 +106,41 @@ def test_a_state_from_before_there_were_fragments_is_of_one() -> None:
         resumed.load_state_dict(saved[1])
         train(transport.rank, other, resumed, range(6, 10))
         assert torch.equal(weights(other), weights(model))
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("way", ["set", "loaded", "broadcast"])
+@pytest.mark.parametrize(("before", "then"), [(8, 4), (4, 8), (6, 9)])
+def test_fragments_take_turns_after_inner_steps_have_changed(
+    before: int, then: int, way: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        def made(inner_steps: int) -> tuple[torch.nn.Module, Any]:
+            model = network()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, LocalSGD(inner, inner_steps, fragments=4)
+
+        model, optimizer = made(before)
+        train(transport.rank, model, optimizer, range(11))
+        if way == "set":
+            optimizer.inner_steps = then
+        else:
+            saved = copied(model, optimizer)
+            model, optimizer = made(then)
+            if way == "loaded" or transport.rank == 0:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            if way == "broadcast":
+                hvd.broadcast_parameters(model.state_dict(), 0)
+                hvd.broadcast_optimizer_state(optimizer, 0)
+        counts = []
+        for step in range(2 * then):
+            so_far = optimizer.outer_steps
+            train(transport.rank, model, optimizer, [step])
+            counts.append(optimizer.outer_steps - so_far)
+        ends = [-(-then * number // 4) for number in range(1, 9)]
+        assert counts == [ends.count(step) for step in range(1, 2 * then + 1)]
 
     on_ranks(2, rank)
 
