@@ -109,13 +109,14 @@ class Fragment:
         outer: torch.optim.Optimizer | None,
         preempted: bool,
         covered: int,
+        turn: int,
     ) -> None:
         """End the round, and begin to exchange what this rank has changed in it.
 
         outer: to step the center by its options of now, later; None: the rank waits.
-        covered: as in `Round`.
+        covered, turn: as in `Round`.
         """
-        before = Round(self.steps_made, self.steps_made - self.wasted, self.early)
+        before = Round(self.steps_made, self.steps_made - self.wasted, self.early, turn)
         before.covered = min(covered, before.made)
         with before.waiting():
             self.exchange.begin(name, self.center, signature, before.made, preempted)
@@ -374,12 +375,16 @@ class Fragments:
         of it, and none waits.
         """
         name, count = f"{self._name}.outer", len(self)
+        # With fewer inner_steps since a failure turns are not in order: a name may still be in use.
+        under_way = {each.before.turn for each in self if each.before is not None}
+        turns = (turn % count for turn in range(self.turn, self.turn + count))
+        turn = next(turn for turn in turns if turn not in under_way)
         if count > 1:
-            name = f"{name}.{self.turn % count}"
+            name = f"{name}.{turn}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
         covered = min(each.steps_made for each in self)
-        fragment.begin(name, signature, outer, preempted, covered)
-        self.turn += 1
+        fragment.begin(name, signature, outer, preempted, covered, turn)
+        self.turn = turn + 1
 
     @property
     def ranks(self) -> Sequence[int]:

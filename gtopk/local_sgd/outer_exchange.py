@@ -90,6 +90,7 @@ class Round:
 
     steps:   that this rank has made in it; made: those of them that count.
     early:   by how many steps it was shorter than others.
+    turn:    of its exchange, which names it; -1: its exchange was before a checkpoint.
     covered: the steps that its report tells of: since a round of any fragment was over before.
     sent:    the replica that is exchanged; empty where the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
@@ -103,6 +104,7 @@ class Round:
     steps: int = 0
     made: int = 0
     early: int = 0
+    turn: int = -1
     covered: int = 0
     sent: Sequence[torch.Tensor] = ()
     options: Sequence[Mapping[str, Any]] = ()
