@@ -11,7 +11,7 @@ is exchanged as often as with one fragment, and the longest exchange is that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from ..errors import HorovodInternalError
 from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import ResidualState
 from ..optim.wrapped.checkpoint import CHANGES
+from ..runtime.world.process_sets import ProcessSet
+from ..runtime.world.state import World
 from .outer_exchange import OuterExchange, Round, gradients_for_a_while
 from .outer_optimizer import center_in_place, options_by_group
 
@@ -83,20 +85,19 @@ class Fragment:
     center:     z, while a round goes on.
     before:     the round before, while its exchange goes on.
     steps_made: by this rank, in this round; wasted: those of them by a replica that was lost.
-    early:      by how many steps this round is shorter than others.
+    early:      by how many steps this round is shorter than others; below 0: longer.
     """
 
     def __init__(
         self,
-        names: Mapping[torch.nn.Parameter, str],
+        every: Sequence[torch.nn.Parameter],
         places: Sequence[int],
-        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+        exchange: OuterExchange,
     ) -> None:
-        every = list(names)
         self.places = list(places)
         self.parameters = [every[place] for place in places]
         self.others = [p for place, p in enumerate(every) if place not in set(places)]
-        self.exchange = open_exchange({p: names[p] for p in self.parameters})
+        self.exchange = exchange
         self.center: list[torch.Tensor] = []
         self.before: Round | None = None
         self.steps_made = self.wasted = self.early = 0
@@ -108,13 +109,14 @@ class Fragment:
         outer: torch.optim.Optimizer | None,
         preempted: bool,
         covered: int,
+        turn: int,
     ) -> None:
         """End the round, and begin to exchange what this rank has changed in it.
 
         outer: to step the center by its options of now, later; None: the rank waits.
-        covered: as in `Round`.
+        covered, turn: as in `Round`.
         """
-        before = Round(self.steps_made, self.steps_made - self.wasted, self.early)
+        before = Round(self.steps_made, self.steps_made - self.wasted, self.early, turn)
         before.covered = min(covered, before.made)
         with before.waiting():
             self.exchange.begin(name, self.center, signature, before.made, preempted)
@@ -190,8 +192,10 @@ class Fragment:
         if self.before is not None and self.before.error is not None:
             self.before.made = 0
         elif self.before is not None:
-            # `place` then moves the replica by nothing but the center's own move until then.
+            # `place` then moves the replica by nothing but the center's own move until then, and
+            # keeps the steps since.
             self.before.sent = [z.clone() for z in self.center]
+            self.before.is_lost = False
 
     def state(self) -> dict[str, Any]:
         """Return where this rank is in its round; call `receive` first."""
@@ -244,14 +248,45 @@ class Fragments:
         self,
         names: Mapping[torch.nn.Parameter, str],
         fragments: int,
-        open_exchange: Callable[[Mapping[torch.nn.Parameter, str]], OuterExchange],
+        compression: Any,
+        process_set: ProcessSet,
+        here: World,
+        residual_decay: float,
     ) -> None:
-        dealt = deal(names, fragments)
-        self._fragments = [Fragment(names, places, open_exchange) for places in dealt]
+        self._names, self._process_set = names, process_set
+        every, self._name = list(names), self._name_in(here)
+        elements = sum(parameter.numel() for parameter in every)
+        self._fragments = [
+            Fragment(
+                every,
+                places,
+                OuterExchange(
+                    {every[place]: names[every[place]] for place in places},
+                    f"{self._name}.{number}",
+                    compression,
+                    process_set,
+                    here,
+                    residual_decay,
+                    sum(every[place].numel() for place in places) / elements,
+                ),
+            )
+            for number, places in enumerate(deal(names, fragments))
+        ]
         # Of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
-        self._names = names
+        self._spaced_for: int | None = None  # inner_steps by which the rounds end in turn
         self.turn = 0  # of the next exchange
+
+    def enter(self, here: World) -> None:
+        """Enter the next world; `meet` of each before its exchange."""
+        self._name = self._name_in(here)
+        for number, each in enumerate(self):
+            each.exchange.enter(here, f"{self._name}.{number}")
+
+    def _name_in(self, here: World) -> str:
+        # Of all parameters: it is the same on ranks with other fragments, which so hear of them.
+        ranks = self._process_set.members.ranks
+        return f"local_sgd.{here.name_optimizer(self._names.values(), ranks)}"
 
     def __iter__(self) -> Iterator[Fragment]:
         return iter(self._fragments)
@@ -264,12 +299,33 @@ class Fragments:
         """Return the first fragment's exchange: ranks are those of all."""
         return self._fragments[0].exchange
 
+    def layout(self) -> list[str]:
+        """Return how many there are, and which parameter is in which."""
+        placed = {place: number for number, each in enumerate(self) for place in each.places}
+        return [
+            f"fragments={len(self)}",
+            *(f"parameter {place} in fragment {placed[place]}" for place in sorted(placed)),
+        ]
+
     def begin_anew(self, inner_steps: int | None) -> None:
         """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
+        for fragment in self:
+            fragment.put({"steps_made": 0, "center": ()})
+        self._spaced_for = None
+        self.space(inner_steps)
+
+    def space(self, inner_steps: int | None) -> None:
+        """Let the rounds that go on end in turn, where they were spaced for other inner_steps.
+
+        All ranks call it in the same step: the order in which rounds would have ended is kept.
+        """
         steps, count = inner_steps or 0, len(self)
-        for number, fragment in enumerate(self, 1):
-            early = steps - -(-steps * number // count)
-            fragment.put({"steps_made": 0, "early": early, "center": ()})
+        if count > 1 and inner_steps != self._spaced_for:
+            in_order = sorted(self, key=lambda each: -(each.steps_made + each.early))
+            for number, fragment in enumerate(in_order, 1):
+                steps_left = -(-steps * number // count)
+                fragment.early = steps - steps_left - fragment.steps_made
+        self._spaced_for = inner_steps
 
     def state(self, outer_steps: int) -> dict[str, Any]:
         """Return where this rank is in all rounds; call `receive` of each first.
@@ -278,7 +334,8 @@ class Fragments:
         """
         first, *others = (fragment.state() for fragment in self)
         outer_steps += sum(fragment.is_uncounted for fragment in self)
-        return {"outer_steps": outer_steps, **first, "other_fragments": others}
+        spaced = {"outer_steps": outer_steps, "inner_steps": self._spaced_for}
+        return {**spaced, **first, "other_fragments": others}
 
     def are_of(self, state: Mapping[str, Any]) -> bool:
         """Tell whether a state is of the same fragments."""
@@ -288,6 +345,7 @@ class Fragments:
         """Go on from a state of the same fragments; return how many outer steps it counts."""
         for fragment, (_, own) in zip(self, self._rounds(state), strict=True):
             fragment.put(own)
+        self._spaced_for = state.get("inner_steps", self._spaced_for)
         outer_steps: int = state["outer_steps"]
         return outer_steps
 
@@ -316,13 +374,17 @@ class Fragments:
         The exchange is named by its turn: where ranks do not exchange the same fragment, all hear
         of it, and none waits.
         """
-        name, count = f"{self.first.name}.outer", len(self)
+        name, count = f"{self._name}.outer", len(self)
+        # With fewer inner_steps since a failure turns are not in order: a name may still be in use.
+        under_way = {each.before.turn for each in self if each.before is not None}
+        turns = (turn % count for turn in range(self.turn, self.turn + count))
+        turn = next(turn for turn in turns if turn not in under_way)
         if count > 1:
-            name = f"{name}.{self.turn % count}"
+            name = f"{name}.{turn}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
         covered = min(each.steps_made for each in self)
-        fragment.begin(name, signature, outer, preempted, covered)
-        self.turn += 1
+        fragment.begin(name, signature, outer, preempted, covered, turn)
+        self.turn = turn + 1
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -35,7 +35,7 @@ import torch
 from ..compression import Compressing, Compression, ErrorFeedback
 from ..errors import HorovodInternalError, check_count, check_number
 from ..exchange.automatic import hides_behind_backward
-from ..exchange.buckets.parameters import name_parameters, require_known
+from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
 from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
@@ -47,7 +47,7 @@ from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments
-from .outer_exchange import LostReplicas, Outcome, OuterExchange, Round, report_of
+from .outer_exchange import LostReplicas, Outcome, Round, report_of
 from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
@@ -87,13 +87,8 @@ class _LocalSGD(Wrapping):
         self.overlap_steps = overlap_steps
         self._residual_decay = residual_decay
         self.process_set = process_set
-        self._names = {
-            p: name
-            for p, name in name_parameters(self, named_parameters).items()
-            if p.requires_grad
-        }
-        if not self._names:
-            raise ValueError("LocalSGD needs a parameter that requires a gradient")
+        names = name_parameters(self, named_parameters)
+        self._names = {p: names[p] for p in require_trained(names)}
         self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
             require_one_momentum(self.outer, compression, outer=True)
@@ -103,9 +98,7 @@ class _LocalSGD(Wrapping):
         self._good = 0  # outer steps since the last that was amiss
         self._world = here = world.current()
         self._fragments = Fragments(
-            self._names,
-            fragments,
-            lambda names: OuterExchange(names, compression, process_set, here, residual_decay),
+            self._names, fragments, compression, process_set, here, residual_decay
         )
         self._fragments.begin_anew(inner_steps)
         self._are_alike = False  # whether the ranks' models were found to be the same
@@ -115,14 +108,6 @@ class _LocalSGD(Wrapping):
     def steps_made(self) -> int:
         """How many steps this rank has made in this round; in the longest of all fragments."""
         return max(fragment.steps_made for fragment in self._fragments)
-
-    @property
-    def _exchange(self) -> OuterExchange:
-        return self._fragments.first
-
-    @property
-    def _center(self) -> list[torch.Tensor]:
-        return [tensor for fragment in self._fragments for tensor in fragment.center]
 
     @property
     def lost_replicas(self) -> int:
@@ -136,6 +121,9 @@ class _LocalSGD(Wrapping):
 
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
+
+    def shared_layout(self) -> list[str]:
+        return self._fragments.layout()
 
     def load_shared_state(self, common: dict[str, Any]) -> None:
         """Be where another rank is in its round; its replica comes with broadcast_parameters."""
@@ -159,6 +147,7 @@ class _LocalSGD(Wrapping):
                 loss = closure()
         self._step_wrapped()
         self._world.step += 1
+        self._fragments.space(self.inner_steps)
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
@@ -185,20 +174,25 @@ class _LocalSGD(Wrapping):
                 with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
                     if fragment.before is not None:
                         self._move(fragment)
-                fragment.exchange.enter(here)
+            self._fragments.enter(here)
             self._world, self._are_alike = here, False
             self._ended = time.perf_counter()
-        for fragment in self._fragments:
-            if not fragment.center:
-                self._require_known()
-                fragment.center = [p.detach().clone() for p in fragment.parameters]
+        begins = [fragment for fragment in self._fragments if not fragment.center]
+        for fragment in begins:
+            self._require_known()
+            fragment.center = [p.detach().clone() for p in fragment.parameters]
         if not self._are_alike:
             begun = time.perf_counter()
             signature = [*self._signature(), state_of(self.outer, self._names)]
-            for fragment in self._fragments:
-                self.outer_steps = fragment.exchange.meet(
-                    fragment.center, signature, self.outer_steps
-                )
+            try:
+                for fragment in self._fragments:
+                    self.outer_steps = fragment.exchange.meet(
+                        fragment.center, signature, self.outer_steps
+                    )
+            except BaseException:
+                for fragment in begins:  # the model may be broadcast before the next try
+                    fragment.center = []
+                raise
             self._fragments.turn = 0  # nothing goes on
             self._are_alike = True
             self._ended += time.perf_counter() - begun  # links may be measured: no round's time
@@ -293,10 +287,14 @@ class _LocalSGD(Wrapping):
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
         self._report(fragment, before, outcome)
-        if outcome.lost or outcome.overflowed:
+        lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
+        for other in self._fragments:
+            if other.before is not None:
+                other.before.gone_back.update(lost)
+        if lost or outcome.overflowed:
             self._good = 0
-            self._lost.note(self._world.rank, self.outer_steps, outcome.lost, outcome.moves)
-        else:
+            self._lost.note(self._world.rank, self.outer_steps, lost, outcome.moves)
+        elif not outcome.lost:
             self._good += 1
             if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
                 self._lost.end_row()
@@ -415,6 +413,7 @@ def LocalSGD(
         top of late changes overshoots (docs/local_sgd.md).
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
+        bytes_per_step is for an exchange of all fragments: each has its share of the elements.
     overlap_steps: how many a rank makes while changes are exchanged, at most inner_steps: about the
         seconds of an exchange over those of a step. It then moves by all ranks' changes, as many
         steps late, and keeps its own steps. `outer_step()` waits. 0: steps wait for every exchange.
@@ -427,7 +426,8 @@ def LocalSGD(
     residual_decay: what the residual is multiplied by before a round's changes are added, 0 to 1,
         as in SparseLoCo: what has waited for many rounds is forgotten, not sent late. So much is
         lost; 1: nothing is. Owners' rounding errors, of `shards`, are not multiplied.
-    named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
+    named_parameters: pairs of name and parameter, usually model.named_parameters(): for errors,
+        and for fragments, which tell layers by them; without, parameters are dealt one by one.
     process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
     max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite;
@@ -492,7 +492,7 @@ def LocalSGD(
         compression,
         overlap_steps,
         fragments,
-        residual_decay,
+        float(residual_decay),  # 1 on one rank is 1.0 on another
         process_set,
         max_skipped_steps,
     )

@@ -90,11 +90,13 @@ class Round:
 
     steps:   that this rank has made in it; made: those of them that count.
     early:   by how many steps it was shorter than others.
+    turn:    of its exchange, which names it; -1: its exchange was before a checkpoint.
     covered: the steps that its report tells of: since a round of any fragment was over before.
     sent:    the replica that is exchanged; empty where the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
     waits:   when the program stood still for it.
-    is_lost: this rank's replica was not finite.
+    is_lost: this rank's replica was not finite, and is not the center yet.
+    gone_back: the ranks that went back since, for another fragment: their loss has been counted.
     outcome: None: it is not known yet, or came before a checkpoint.
     error:   why the exchange has failed.
     """
@@ -102,12 +104,14 @@ class Round:
     steps: int = 0
     made: int = 0
     early: int = 0
+    turn: int = -1
     covered: int = 0
     sent: Sequence[torch.Tensor] = ()
     options: Sequence[Mapping[str, Any]] = ()
     waits: list[Bounds] = field(default_factory=list)
     is_lost: bool = False
     is_loaded: bool = False
+    gone_back: set[int] = field(default_factory=set)
     outcome: Outcome | None = None
     error: HorovodInternalError | None = None
 
@@ -229,6 +233,7 @@ class OuterExchange:
 
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
+    share: of all fragments' elements, and so of the budget of `Compression.auto`.
     name:  begins the names of its operations.
     ranks: of the world that exchange, in order; rank: this one's place among them.
     expected: the expected seconds of an exchange; known after `meet`.
@@ -237,30 +242,33 @@ class OuterExchange:
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
+        name: str,
         compression: Any,
         process_set: ProcessSet,
         here: World,
-        residual_decay: float = 1.0,
+        residual_decay: float,
+        share: float,
     ) -> None:
         self._names = names
         self._compression = compression
         self._residual_decay = residual_decay
         self._process_set = process_set
+        self._share = share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
         # The operation and the changes that it exchanges, while it goes on.
         self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
         self._span: Bounds = (0.0, 0.0)
-        self._enter(here, {})
+        self._enter(here, name, {})
 
-    def enter(self, here: World) -> None:
+    def enter(self, here: World, name: str) -> None:
         """Enter the next world, after `shutdown` or a failure; `meet` before an exchange."""
-        self._enter(here, self._take_out())
+        self._enter(here, name, self._take_out())
 
-    def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
+    def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
+        self.name = name
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
-        self.name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
         self._peers = Peers(here, self._engine, self.name, self.ranks, takes_part=True)
         self._bucket_exchange: BucketExchange = open_bucket_exchange(
             self.name,
@@ -268,6 +276,7 @@ class OuterExchange:
             list(self._names.values()),
             self._compression,
             self._progress,
+            self._share,
         )
         self._put_residuals(residuals)
 

@@ -28,7 +28,12 @@ def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
 
 def options_of(outer: torch.optim.Optimizer) -> str:
     """Return the class and options of the outer optimizer, which must be equal on all ranks."""
-    return f"outer {type(outer).__name__} {options_by_group(outer)}"
+    options = [
+        # A rate of 1 on one rank is 1.0 on another.
+        {name: float(value) if type(value) is int else value for name, value in group.items()}
+        for group in options_by_group(outer)
+    ]
+    return f"outer {type(outer).__name__} {options}"
 
 
 def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:

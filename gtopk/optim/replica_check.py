@@ -78,7 +78,8 @@ def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]
     if parted := compare(transport, own, names):
         raise MismatchError(
             f"the replicas are no longer the same: {parted[0].describe()}; begin with "
-            "broadcast_parameters, and change parameters alike on all ranks"
+            "broadcast_parameters and broadcast_optimizer_state, and change parameters alike on "
+            "all ranks"
         )
 
 

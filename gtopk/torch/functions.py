@@ -248,6 +248,8 @@ def broadcast_optimizer_state(
     name = "optimizer_state"
     is_root = rank() == root_rank
     layout, own = optimizer_tree.layout(optimizer), optimizer_tree.tree(optimizer)
+    if isinstance(optimizer, Wrapping):
+        layout += optimizer.shared_layout()
     message: Any = None
     if is_root:
         skeleton, slots = optimizer_tree.take_tensors_out(own, optimizer)

@@ -99,7 +99,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
     trained = [parameter for parameter in names if parameter.requires_grad]
     if not trained:
         raise ValueError(
-            "DistributedOptimizer needs a parameter that requires a gradient, and all "
+            "a distributed optimizer needs a parameter that requires a gradient, and all "
             f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
         )
     refuse_complex(trained, names)

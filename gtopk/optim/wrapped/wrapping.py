@@ -51,6 +51,10 @@ class Wrapping(torch.optim.Optimizer):
         """Return further optimizers, which all ranks step alike: LocalSGD's outer one."""
         return []
 
+    def shared_layout(self) -> list[str]:
+        """Return in words what must be equal on all ranks, where they are to share their state."""
+        return []
+
     def shared_state(self) -> Any:
         """Return what else all ranks share, beyond groups and `state`; None: nothing.
 

@@ -10,6 +10,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.local_sgd import LocalSGD
 from gtopk.runtime.world import world
 from gtopk.torch.elastic import TorchState
 from tests.gtopk.local_rounds import (
@@ -19,6 +20,7 @@ from tests.gtopk.local_rounds import (
     flat,
     held,
     in_fragments,
+    network,
     on_ranks,
     train,
     weights,
@@ -108,6 +110,41 @@ def test_a_state_from_before_there_were_fragments_is_of_one() -> None:
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("way", ["set", "loaded", "broadcast"])
+@pytest.mark.parametrize(("before", "then"), [(8, 4), (4, 8), (6, 9)])
+def test_fragments_take_turns_after_inner_steps_have_changed(
+    before: int, then: int, way: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        def made(inner_steps: int) -> tuple[torch.nn.Module, Any]:
+            model = network()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, LocalSGD(inner, inner_steps, fragments=4)
+
+        model, optimizer = made(before)
+        train(transport.rank, model, optimizer, range(11))
+        if way == "set":
+            optimizer.inner_steps = then
+        else:
+            saved = copied(model, optimizer)
+            model, optimizer = made(then)
+            if way == "loaded" or transport.rank == 0:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            if way == "broadcast":
+                hvd.broadcast_parameters(model.state_dict(), 0)
+                hvd.broadcast_optimizer_state(optimizer, 0)
+        counts = []
+        for step in range(2 * then):
+            so_far = optimizer.outer_steps
+            train(transport.rank, model, optimizer, [step])
+            counts.append(optimizer.outer_steps - so_far)
+        ends = [-(-then * number // 4) for number in range(1, 9)]
+        assert counts == [ends.count(step) for step in range(1, 2 * then + 1)]
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_all_go_on_as_the_root_does(overlap: int) -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
@@ -132,6 +169,31 @@ def test_all_go_on_as_the_root_does(overlap: int) -> None:
 
     first, *others = on_ranks(3, rank)
     assert all(torch.equal(first, each) for each in others)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "layers", "said"),
+    [
+        ((2, 3), ("0123", "0123"), "rank 1 has fragments=3, rank 0 has fragments=2"),
+        ((2, 2), ("0011", "0123"), "rank 1 has parameter 1 in fragment 1, rank 0 has .* 0$"),
+    ],
+)
+def test_ranks_with_other_fragments_share_no_state_and_all_hear_of_it(
+    fragments: tuple[int, int], layers: tuple[str, str], said: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+        names = [f"{layer}.{place}" for place, layer in enumerate(layers[transport.rank])]
+        optimizer = LocalSGD(
+            torch.optim.SGD(parameters, lr=0.1),
+            4,
+            fragments=fragments[transport.rank],
+            named_parameters=zip(names, parameters, strict=True),
+        )
+        with pytest.raises(ValueError, match=said):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    on_ranks(2, rank)
 
 
 def test_elastic_recovers_within_the_turns() -> None:

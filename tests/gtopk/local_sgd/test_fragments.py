@@ -13,11 +13,11 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.local_sgd.fragments import deal
+from gtopk.local_sgd.outer_exchange import OuterExchange
 from tests.gtopk.local_rounds import (
     PARTS,
     backward,
     close,
-    flat,
     in_fragments,
     momentum,
     network,
@@ -267,85 +267,27 @@ def test_nothing_is_lost(compression: Any, overlap: int) -> None:
         close(start[0] - after[0] + sum(waits), sum(own) / ranks)
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_a_replica_that_is_not_finite_goes_back_as_a_whole(overlap: int) -> None:
-    """Also where one fragment alone was found not to be finite; the rest of its round is lost."""
-
-    def rank(transport: LocalTransport) -> torch.Tensor:
-        model = network()
-        optimizer = LocalSGD(
-            momentum(model.parameters()), 4, averaging, GTOPK, overlap_steps=overlap, fragments=4
-        )
-        for step in range(4 + overlap):
-            backward(model, transport.rank, step)
-            if (transport.rank, step) == (1, 2):
-                model[2].weight.grad[1] = float("nan")  # of fragment 2, whose round is over then
-            optimizer.step()
-        assert optimizer.lost_replicas >= 1
-        assert weights(model).isfinite().all()
-        for step in range(10, 20):
-            backward(model, transport.rank, step)
-            optimizer.step()
-        lost = optimizer.lost_replicas
-        optimizer.outer_step()
-        assert optimizer.lost_replicas == lost
-        assert optimizer.skipped_steps == 0
-        return weights(model)
-
-    after = on_ranks(3, rank)
-    assert all(torch.equal(after[0], each) for each in after)
-
-
-def test_steps_of_a_replica_that_was_lost_weigh_nothing_in_any_fragment() -> None:
-    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
-        model, start = network(), weights(network())
-        optimizer = LocalSGD(descent(model.parameters()), 4, averaging, fragments=4)
-        backward(model, transport.rank, 0)
-        if transport.rank == 1:
-            model[0].weight.grad[1] = float("nan")  # of fragment 0, whose round is over then
-        optimizer.step()
-        assert optimizer.lost_replicas == 1
-        is_back = torch.equal(weights(model)[54:], start[54:])
-        assert is_back == (transport.rank == 1)
-        replica = weights(model)
-        backward(model, transport.rank, 1)
-        own = start - replica + 0.1 * flat(p.grad for p in model.parameters())
-        optimizer.step()  # which exchanges fragment 1
-        assert (optimizer.outer_steps, optimizer.lost_replicas) == (2, 1)
-        part = slice(54, 63)
-        return (start - weights(model))[part], own[part]
-
-    moved, own = zip(*on_ranks(3, rank), strict=True)
-    for each in moved:
-        close(each, (2 * own[0] + own[1] + 2 * own[2]) / 5)
-
-
-def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_a_budget_of_bytes_is_for_an_exchange_of_all_fragments(fragments: int) -> None:
     def rank(transport: LocalTransport) -> None:
-        model, start = network(), network()
+        generator = torch.Generator().manual_seed(transport.rank)
+        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (40_000, 30_000, 20_000, 10_000)]
         optimizer = LocalSGD(
-            torch.optim.SGD(model.parameters(), lr=1.0),
+            descent(parameters),
             4,
-            averaging,
-            hvd.Compression.fp16,
-            fragments=4,
-            max_skipped_steps=1,
+            compression=hvd.Compression.auto(bytes_per_step=40_000),
+            fragments=fragments,
         )
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        model[0].bias.grad.fill_(1e6)  # more than float16 can say
-        seen = []
-        for number, before in enumerate(start.parameters()):
+        sent = []
+        for _ in range(12):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator)
+            before = optimizer.last_step
             optimizer.step()
-            assert [
-                p for p in model.parameters() if p not in set(optimizer.diverging_parameters)
-            ] == [[*model.parameters()][number]]
-            seen.append(torch.equal([*model.parameters()][number], before))
-        assert seen == [False, True, False, False]
-        assert (optimizer.outer_steps, optimizer.skipped_steps) == (4, 1)
-        optimizer.step()
-        with pytest.raises(FloatingPointError, match="2 outer steps in a row"):
-            optimizer.step()
+            if optimizer.last_step is not before:
+                sent.append(optimizer.last_step.sent_bytes)
+        # By then names are known, and no longer sent along.
+        assert 20_000 < sum(sent[-fragments:]) <= 40_000
 
     on_ranks(2, rank)
 
@@ -369,11 +311,20 @@ def test_ranks_that_end_unlike_rounds_hear_of_it_and_none_waits(overlap: int) ->
 def test_ranks_with_other_fragments_or_another_decay_hear_of_it() -> None:
     def rank(transport: LocalTransport) -> None:
         for options, said in (
+            ({"fragments": 1 + transport.rank}, "rank 1: .*fragments=2"),
             ({"fragments": 2 + transport.rank}, "rank 1: .*fragments=3"),
             ({"residual_decay": [1.0, 0.5][transport.rank]}, r"rank 1: .*residual_decay=0\.5"),
         ):
             model = network()
-            optimizer = LocalSGD(momentum(model.parameters()), 4, compression=GTOPK, **options)
+            # The first name is not of the first fragment's parameters.
+            names = zip("dcba", model.parameters(), strict=True)
+            optimizer = LocalSGD(
+                momentum(model.parameters()),
+                4,
+                compression=GTOPK,
+                named_parameters=names,
+                **options,
+            )
             backward(model, 0, 0)
             with pytest.raises(hvd.HorovodInternalError, match=said):
                 optimizer.step()
@@ -405,6 +356,37 @@ def test_an_exchange_that_failed_loses_no_step(overlap: int) -> None:
     moved, own = zip(*on_ranks(2, rank), strict=True)
     assert torch.equal(*moved)
     close(moved[0], sum(own) / 2)
+
+
+def test_after_a_failure_exchanges_under_way_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = OuterExchange.begin
+
+    def rank(transport: LocalTransport) -> None:
+        model, optimizer = in_fragments(4, fragments=4)
+        names: dict[OuterExchange, str] = {}
+        for each in optimizer._fragments:
+
+            def note(name: str, *rest: Any, exchange: OuterExchange = each.exchange) -> None:
+                assert name not in [names[e] for e in names if e._under_way is not None]
+                names[exchange] = name
+                begin(exchange, name, *rest)
+
+            monkeypatch.setattr(each.exchange, "begin", note)
+        (group,) = optimizer.outer.param_groups
+        failed = 0
+        for step in range(16):
+            optimizer.inner_steps = 4 if step < 9 else 1
+            group["lr"] = 0.7 + (transport.rank if step == 8 else 0)  # once not alike
+            backward(model, transport.rank, step)
+            try:
+                optimizer.step()
+            except hvd.HorovodInternalError:
+                failed += 1
+        assert failed == 1
+
+    on_ranks(2, rank)
 
 
 def test_the_turns_begin_anew_with_outer_step() -> None:

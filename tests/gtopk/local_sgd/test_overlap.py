@@ -315,26 +315,6 @@ def test_a_frozen_layer_does_not_move_by_momentum() -> None:
         assert moved[3:] == [0.0, 0.0]
 
 
-def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
-    def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
-        model = network()
-        optimizer = LocalSGD(descent(model.parameters()), 4, averaging, overlap_steps=4)
-        for step in range(8):
-            backward(model, transport.rank, step)
-            if (transport.rank, step) == (1, 3):
-                model[2].bias.grad[1] = float("nan")
-            optimizer.step()
-        before = torch.cat([z.reshape(-1) for z in optimizer._center])
-        own = before - weights(model)  # rank 0's changes; rank 1 has thrown its own away
-        optimizer.outer_step()
-        return before - weights(model), own
-
-    (moved, changed), (same, nothing) = on_ranks(2, rank)
-    assert torch.equal(moved, same)
-    assert not nothing.any()
-    close(moved, changed)
-
-
 def test_a_state_that_is_saved_and_loaded_again_and_again_counts_its_round_once() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = begin()
@@ -393,7 +373,7 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
         model, optimizer = begin()
         trained(transport, range(4), model, optimizer)
         assert optimizer.last_step is None
-        while not any(optimizer._exchange._span):  # until the engine's thread is done
+        while not any(optimizer._fragments.first._span):  # until the engine's thread is done
             time.sleep(0.001)
         trained(transport, range(4, 6), model, optimizer)
         report = optimizer.last_step

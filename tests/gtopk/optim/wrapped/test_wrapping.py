@@ -167,7 +167,10 @@ def test_a_state_that_lost_its_strides_gets_its_parameter_s(kind: str) -> None:
         tensors = [optimizer.state[weight]["momentum_buffer"]]
         assert torch.equal(tensors[0], momentum)
         if kind == "local_sgd":
-            tensors += [*optimizer._center, optimizer.outer.state[weight]["momentum_buffer"]]
+            tensors += [
+                *next(iter(optimizer._fragments)).center,
+                optimizer.outer.state[weight]["momentum_buffer"],
+            ]
     assert all(tensor.stride() == weight.stride() for tensor in tensors)
 
 
