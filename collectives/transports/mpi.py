@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -133,6 +133,7 @@ class MpiTransport(Carrier):
         # Messages that MPI may still read, by tag, until their request is done, also if nobody
         # waits. One thread uses a stream, so no two test the same request.
         self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
+        self._receiving: list[tuple[MPI.Request, Array]] = []  # that nobody waits for any more
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)
@@ -199,7 +200,8 @@ class MpiTransport(Carrier):
         piece = memory(status.Get_count(self._mpi.BYTE))
         with self._calling:
             request = message.Irecv([piece, self._mpi.BYTE])
-        self._finish(stream, request, source)
+        with self._kept(request, piece):
+            self._finish(stream, request, source)
         return piece
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
@@ -241,7 +243,8 @@ class MpiTransport(Carrier):
             else:
                 with self._calling:
                     request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
-                self._finish(self, request, None)
+                with self._kept(request, piece):
+                    self._finish(self, request, None)
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
         )
@@ -264,7 +267,8 @@ class MpiTransport(Carrier):
         self._gathers += 1
         with self._calling:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
-        self._await_gather(request)
+        with self._kept(request, parts):
+            self._await_gather(request)
         block_bytes = parts.nbytes // self.size
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
 
@@ -314,6 +318,18 @@ class MpiTransport(Carrier):
                     return
                 message.Recv([number.view(np.uint8), self._mpi.BYTE])
             self._here[status.source] = int(number[0])
+
+    @contextmanager
+    def _kept(self, request: MPI.Request, memory: Array) -> Iterator[None]:
+        """Keep memory that MPI receives into, where the wait for it ends in an error.
+
+        A late rank's message is still written there, whatever the allocator has put there by then.
+        """
+        try:
+            yield
+        except BaseException:
+            self._receiving.append((request, memory))
+            raise
 
     def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:
         self._wait(stream, lambda: request.Test() or None, peer)

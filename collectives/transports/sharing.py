@@ -82,10 +82,15 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
     file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
-    stream.barrier()  # all have opened it
-    # Unlinked once all have it: the memory goes with the last process, however that ends.
-    if stream.rank == 0:
-        os.unlink(told)
+    try:
+        stream.barrier()  # all have opened it
+    except BaseException:
+        os.close(file)
+        raise
+    finally:
+        # Unlinked once all have it: the memory goes with the last process, however that ends.
+        if stream.rank == 0:
+            os.unlink(told)
     return file
 
 

@@ -21,6 +21,7 @@ by the staged transport.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -417,6 +418,7 @@ def _see_off(works: list[Work]) -> None:
 
 
 def _end_process(exit_code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it
+            stream.flush()
     os._exit(exit_code)

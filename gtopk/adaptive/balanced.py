@@ -267,7 +267,10 @@ class BalancedLoader(LoaderBase):
             for size, (seconds, most, _) in zip(before, records, strict=True)
         ]
         if any(window.size and not window.seconds for window in windows):
-            return  # a rank computed no gradients, or only a partial step
+            # A rank computed no gradients, or only a partial step: another whole window, not a
+            # decision in each step from now on.
+            self._controller.measuring_from = self.step
+            return
         # Workers prefetch: the steps before that are cut already, on some rank at least.
         takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)

@@ -73,6 +73,7 @@ class CurrentBatch(StepListener):
 
     def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
+        self._restore_rates()  # a step that has failed called no hook behind it
         self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
         self._optimizer.step_policy.set_weightless(samples == 0)
@@ -126,15 +127,21 @@ class CurrentBatch(StepListener):
         # class's step comes here twice.
         if optimizer is not self._optimizer or self.factor == 1.0 or self._rates is not None:
             return
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = []
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self.factor
+            rate, multiplied = group["lr"], group["lr"] * self.factor
+            self._rates.append((group, rate, multiplied))
+            group["lr"] = multiplied
 
     def _put_back(self, optimizer: Any, *step: Any) -> None:
-        if optimizer is not self._optimizer or self._rates is None:
-            return
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
+        if optimizer is self._optimizer:
+            self._restore_rates()
+
+    def _restore_rates(self) -> None:
+        """Undo the multiplication, but of rates that were set since, by a schedule or a state."""
+        for group, rate, multiplied in self._rates or ():
+            if group["lr"] is multiplied:
+                group["lr"] = rate
         self._rates = None
 
 

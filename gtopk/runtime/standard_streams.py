@@ -52,7 +52,8 @@ def flush() -> None:
     """Flush stdout and stderr, where this process has them."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # the reader is gone; closed
+            # The reader is gone; closed; or a handler of a signal runs within a write of its own.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
                 stream.flush()
 
 

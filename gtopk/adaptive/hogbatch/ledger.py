@@ -279,6 +279,12 @@ class Ledger:
                 self._note_amiss(_UNLIKE, f"{other.decode()} and {what}")
         self.require_sound()
 
+    def before_next_round(self, act: Callable[[], None]) -> None:
+        """Call `act` unless a worker of this node has begun the next round already."""
+        with self._memory.lock():
+            if self._head["prepared"][0] <= self.round:
+                act()
+
     def fail(self, why: str) -> None:
         """Stop all workers of this node: each raises PeerError with this reason."""
         with self._memory.lock():

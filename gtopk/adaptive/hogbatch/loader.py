@@ -131,6 +131,7 @@ class HogbatchLoader(LoaderBase):
 
     def _batches(self) -> Generator[Any, None, None]:
         self._writer.check()
+        self._publish()
         require_known(self._optimizer.param_groups, set(self._trained), KNOWN_TO_ADAPT)
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
@@ -160,6 +161,7 @@ class HogbatchLoader(LoaderBase):
 
     def sit_out(self) -> None:
         """Begin and end an epoch with the others, without taking batches."""
+        self._publish()
         epoch, _ = self._epochs.begin()
         self._begin(epoch, self._order(epoch))
         with self._steps.spent.waiting():
@@ -192,6 +194,10 @@ class HogbatchLoader(LoaderBase):
             yield batch
             self._batch.leave()
 
+    def _publish(self) -> None:
+        """Share a model that was loaded into a fast worker's copy: the next refresh replaces it."""
+        self._ledger.before_next_round(self._writer.publish)
+
     def _give_back(self) -> None:
         """Give samples that this worker claimed and took no step for to the others."""
         self._batch.give_back()
@@ -218,6 +224,7 @@ class HogbatchLoader(LoaderBase):
         """
         self._require_between_epochs("evaluate")
         self._require_its_world("go on in another job, by a checkpoint")
+        self._publish()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
         idles = bool(before(self._node, self._ledger.round + 1))
@@ -247,6 +254,7 @@ class HogbatchLoader(LoaderBase):
         Where the loader's world is over, nothing is merged: each node's model stays as it is.
         """
         self._require_between_epochs("drain")
+        self._publish()
         if is_over(self._world):
             self._writer.refresh(waits=True)
             return

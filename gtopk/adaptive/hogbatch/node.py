@@ -217,9 +217,13 @@ class Merging:
         """Wait until the first worker of this node has merged the epoch."""
         node, begun = self._node, time.monotonic()
         first, seconds = node.ranks[0], self._world.transport.timeout_seconds
-        while node.board.head["merged"][0] < node.ledger.round:
+        while True:
+            # Read first: the worker may merge, and its process end, between the two.
+            is_present = node.memory.is_present(0)
+            if node.board.head["merged"][0] >= node.ledger.round:
+                return
             node.ledger.require_sound()
-            if not node.memory.is_present(0):
+            if not is_present:
                 until = time.monotonic() + _WORD_SECONDS
                 while node.ledger.is_sound and time.monotonic() < until:
                     time.sleep(_PAUSE_SECONDS)

@@ -18,12 +18,6 @@ Only the gradient comes back; the optimizer steps with it in place, on the host,
 does. Writing a stepped copy over the model would undo all others' updates meanwhile. Adding the
 copy's change would be wrong, too: others may have decayed a second moment n times since, and
 (1-b)g^2 - (1-b)v, right for the old v, makes it negative where b^n < 1-b.
-
-Audit: how much of the workers' steps never reached the shared model.
-
-    the model at first + every worker's steps - the model now = lost
-
-An addition is lost where two workers read an element, both add, and the last to write wins.
 """
 
 from __future__ import annotations
@@ -35,15 +29,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 
-from collectives.transports import Transport
 from collectives.vector import Array
 
 from ...exchange.buckets.arrays import await_copies
 from ...exchange.buckets.buckets import is_expanded
 from ...runtime.world.state import World
+from .audit import Audit
 from .ledger import Board
 
 _ALIGNMENT: Final = 64
@@ -293,8 +286,7 @@ _FOR_ALL_CONTEXTS: Final = 1  # cudaHostRegisterPortable
 def lock_pages(memory: Array, device: torch.device) -> bool:
     """Register memory with CUDA for as long as the array lives; tell whether that worked.
 
-    Where it failed, copies are correct but slower: the limit on locked memory (ulimit -l) may be
-    too low.
+    Where it failed, copies are slower: the limit on locked memory (ulimit -l) may be too low.
     """
     if device.type != "cuda" or not memory.size:
         return False
@@ -336,12 +328,24 @@ class DeviceCopy:
             tensor if place.key else self._own[place.parameter]
             for place, tensor in zip(shared.layout.places, shared.tensors, strict=True)
         ]
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy own parameters that the script has changed, by a checkpoint say, to all workers."""
+        if any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True)):
+            for own, shared in zip(self._own, self._shared, strict=True):
+                shared.copy_(own)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the shared parameters into the own ones."""
         for own, shared in zip(self._own, self._shared, strict=True):
             own.copy_(shared, non_blocking=self._locked)  # copying gradients back waits for it
+        self._note_versions()
 
     def wait(self) -> None:
         """Wait until `refresh` has copied: from then on others may write."""
@@ -358,6 +362,7 @@ class DeviceCopy:
             yield
         finally:
             self._put(self._own, gradients)
+            self._note_versions()
 
     def _put(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
@@ -386,51 +391,6 @@ def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Te
     return gradient.to("cpu")
 
 
-class Audit:
-    """Sums up one worker's steps of the parameters, to find out how much was lost.
-
-    Rounding is a small part of the result only where parameters are float64.
-    """
-
-    def __init__(self, shared: SharedModel, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._shared = shared.parameters
-        self._begin = [tensor.double().clone() for tensor in self._shared]
-        self._steps = [torch.zeros_like(each) for each in self._begin]
-        self._distance = 0.0
-
-    @torch.no_grad()
-    def in_place(self, apply: Callable[[], None]) -> None:
-        """Compute a step on a copy of the parameters, record it, and add it to them at once."""
-        shared = [parameter.data for parameter in self._parameters]
-        before = [tensor.clone() for tensor in shared]
-        for parameter, content in zip(self._parameters, before, strict=True):
-            parameter.data = content.clone()
-        apply()
-        steps = [p.data - content for p, content in zip(self._parameters, before, strict=True)]
-        for parameter, tensor, step in zip(self._parameters, shared, steps, strict=True):
-            parameter.data = tensor
-            tensor.add_(step)
-        for total, step in zip(self._steps, steps, strict=True):
-            total.add_(step)
-            self._distance += float(step.double().abs().sum())
-
-    def lost(self, world: World) -> float:
-        """Return the lost share of all steps, in L1; all ranks call it together."""
-        steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
-        sums = np.append(steps, self._distance)
-
-        def work(transport: Transport, all_flags: list[int]) -> None:
-            transport.allreduce(sums)
-
-        name = f"adapt.audit.{next(world.sets[0].unnamed)}"
-        world.engine.submit(name, [f"{len(sums)} numbers"], work).wait()
-        now = torch.cat([tensor.double().reshape(-1) for tensor in self._shared])
-        begin = torch.cat([each.reshape(-1) for each in self._begin])
-        missing = begin + torch.from_numpy(sums[:-1]) - now
-        return float(missing.abs().sum()) / max(float(sums[-1]), 1e-300)
-
-
 class Writer:
     """Applies one worker's steps to the shared model; its board counts updates and staleness.
 
@@ -455,7 +415,7 @@ class Writer:
         self._copy = DeviceCopy(shared, trained) if copies else None
         if self._copy is None:
             shared.map_parameters(trained)
-        self._audit = Audit(shared, trained) if audits else None
+        self._audit = Audit(shared.parameters, trained) if audits else None
         self._seen = 0  # the model's updates at the last hand-over
         self.last_staleness = 0
 
@@ -463,6 +423,11 @@ class Writer:
         """Raise RuntimeError where the script has replaced tensors of parameters or state."""
         tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
         require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
+
+    def publish(self) -> None:
+        """Share what the script has written into a fast worker's parameters since the last step."""
+        if self._copy is not None:
+            self._copy.publish()
 
     def hand_over(self) -> None:
         """Copy the current model into a fast worker's parameters, for the next batch."""

@@ -49,7 +49,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from collectives.errors import PeerError
 from collectives.transports import Transport
@@ -193,6 +193,8 @@ class Guard:
     `install` begins to watch; `remove` ends that after a `shutdown`.
     """
 
+    _installed: ClassVar[Guard | None] = None  # the one that watches now
+
     def __init__(self, member: Member, heartbeat_seconds: float, failures: str = "") -> None:
         """heartbeat_seconds: after which a silent rank counts as lost; 0: never.
 
@@ -225,6 +227,7 @@ class Guard:
             return
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
+        Guard._installed = self
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -262,6 +265,8 @@ class Guard:
         """Close, and ignore exceptions and SIGTERM, as this process is no rank; in any thread."""
         self.close()
         self._retired = True
+        if Guard._installed is self:
+            Guard._installed = None
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
         if threading.excepthook == self._on_thread_exception:
@@ -278,7 +283,9 @@ class Guard:
     def _say(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
         line = f"gtopk: {self.name} ({self.place}) {what}\n"
-        standard_streams.flush()
+        # In a thread: a handler of SIGTERM may run within the main thread's print, which holds the
+        # stream's lock, and another thread's print may wait for its reader for ever.
+        _for_a_moment(standard_streams.flush, _DISK_SECONDS)
         with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, line.encode(errors="replace"))
 
@@ -357,6 +364,10 @@ class Guard:
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._retired and (later := Guard._installed) is not None:
+            # After a recovery within `termination`, which puts this handler back at its end.
+            later._on_sigterm(number, frame)
+            return
         if self._speaks:
             self._stopped_meanwhile = True
             return

@@ -128,14 +128,21 @@ def _join(
 def init_on(transport: Transport, before: World | None = None) -> None:
     """Make a transport the world of this process, until `shutdown`; before: as of World."""
     global _process, _guard, _handled
-    heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
-    logs.speak(transport.rank)
-    if transport.rank == 0 and transport.size > 1:
-        _tell_of_slow_kernels()
-    here = World(transport, before)
-    guard = Guard(here, heartbeat_seconds, failures)
+    try:
+        heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
+        logs.speak(transport.rank)
+        if transport.rank == 0 and transport.size > 1:
+            _tell_of_slow_kernels()
+        here = World(transport, before)
+        guard = Guard(here, heartbeat_seconds, failures)
+    except BaseException as amiss:
+        # The others have met this rank, and would wait for it until the timeout.
+        transport.leave("its init() failed", FAILED_SECONDS)
+        if failures and isinstance(amiss, Exception):
+            write_of_start(failures, transport.rank, transport.size, amiss)
+        raise
     try:
         guard.install()
     except BaseException:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
+from collectives import PeerError
 from collectives.transports import local_world
 from collectives.transports.departure import DepartureNotice
+from collectives.transports.mpi import MpiTransport
 
 
 def test_a_departure_notice_travels_with_its_cause():
@@ -23,3 +28,18 @@ def test_who_died_is_told_from_who_left_also_by_a_peers_word():
     assert one.lost() == [3]
     one._left[2] = DepartureNotice({}, "lost", lost=True)
     assert four.lost() == [2, 3]
+
+
+def test_memory_that_a_late_rank_still_writes_into_is_kept():
+    """In Open MPI a rank that comes late fills what an abandoned receive was given."""
+    transport = object.__new__(MpiTransport)
+    transport._receiving = []
+    memory, request = np.zeros(3, np.uint8), object()
+    with pytest.raises(PeerError), transport._kept(request, memory):
+        raise PeerError("rank 1 left")
+    ((kept, its_memory),) = transport._receiving
+    assert kept is request
+    assert its_memory is memory
+    with transport._kept(request, memory):
+        pass
+    assert len(transport._receiving) == 1

@@ -9,15 +9,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from collectives import PeerTimeoutError, Transport
+from collectives import PeerError, PeerTimeoutError, Transport
 from collectives.transports import LocalTransport
 from collectives.transports.node_memory import FileLocks, FileMemory
-from collectives.transports.sharing import share_by_file
+from collectives.transports.sharing import _open_file, share_by_file
 
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
@@ -78,3 +79,21 @@ def test_no_room_is_an_error_on_every_rank(
             share_by_file(stream, 100)
 
     threads(2, program)
+
+
+def test_no_file_is_left_where_a_rank_dies_before_all_have_opened_it():
+    paths = []
+
+    def hear(path: str) -> str:
+        paths.append(path)
+        return path
+
+    def end() -> None:
+        raise PeerError("rank 1 left")
+
+    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, barrier=end)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PeerError):
+        _open_file(stream, 100)
+    assert not os.path.exists(paths[0])
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -20,7 +20,7 @@ import torch
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Transport, local_world
 from collectives.transports.rendezvous import StoreCounter, connect, listen
-from collectives.transports.torch_distributed import join_at
+from collectives.transports.torch_distributed import _end_process, join_at
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,16 @@ def test_messages_are_the_hosts_whatever_the_default_device(
         return [int(message[0]) for message in gathered]
 
     assert in_world("torch.distributed", 2, program) == [[0, 1]] * 2
+
+
+def test_a_process_ends_also_where_nobody_reads_its_output(monkeypatch):
+    class Gone:
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    ended: list[int] = []
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    _end_process(3)
+    assert ended == [3]

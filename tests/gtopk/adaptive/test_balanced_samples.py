@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    TensorDataset,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -262,3 +263,32 @@ def test_an_order_of_the_users_own() -> None:
     assert sum(map(len, first)) + sum(map(len, second)) == 14
     assert first[0] == [0, 0]
     assert first[-2] == [1, 1]
+
+
+def test_where_no_step_is_whole_ranks_still_look_once_a_window() -> None:
+    """Of a data set that is smaller than the global batch."""
+
+    def program(here: World) -> list[int]:
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
+        )
+        data = DataLoader(TensorDataset(torch.ones(40, 3)), 32)
+        loader = hvd.adapt(data, optimizer, interval=5)
+        decide, looked = loader._decide, []
+
+        def look() -> None:
+            looked.append(loader.step)
+            decide()
+
+        loader._decide = look
+        for _ in range(40):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        return looked
+
+    for looked in on_ranks(2, program):
+        assert len(looked) > 3
+        assert min(b - a for a, b in itertools.pairwise(looked)) >= 5

@@ -285,3 +285,33 @@ def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
         return weight.item()
 
     assert on_ranks(1, program) == [-0.125]
+
+
+def test_a_step_that_fails_leaves_no_rate_behind() -> None:
+    """Rates that were set since stay; the others are what they were."""
+
+    def program(here: World) -> list[float]:
+        script = Script()
+        fails = [True]
+
+        def look(optimizer: Any, *step: Any) -> None:
+            if fails.pop():
+                raise MemoryError
+
+        rates = []
+        loader = script.adapted(6)
+        for _ in chain.from_iterable(iter(loader) for _ in range(2)):
+            script.weight.grad = None
+            script.weight.sum().backward()
+            if len(rates) == 1:  # of the two samples that are left: half the rate
+                handle = script.optimizer.register_step_pre_hook(look)
+                with pytest.raises(MemoryError):
+                    script.optimizer.step()
+                handle.remove()
+                script.optimizer.param_groups[0]["lr"] = 0.25
+            else:
+                script.optimizer.step()
+            rates.append(script.optimizer.param_groups[0]["lr"])
+        return rates
+
+    assert on_ranks(1, program)[0] == [1.0, 0.25, 0.25, 0.25]

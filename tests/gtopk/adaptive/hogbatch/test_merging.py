@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import gtopk.torch as hvd
 from collectives import PeerError
+from gtopk.adaptive.hogbatch.node import Merging
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
@@ -102,3 +105,40 @@ def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(density: float) ->
     assert any(node.beside_merges for node, _ in results)
     for _, model in results:
         torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
+    head = np.zeros(1, np.dtype([("merged", np.int64)]))
+
+    def end(place: int) -> bool:
+        head["merged"][0] = 5  # while this worker looks
+        return False
+
+    merging = object.__new__(Merging)
+    merging._node = SimpleNamespace(
+        board=SimpleNamespace(head=head),
+        memory=SimpleNamespace(is_present=end),
+        ranks=[0, 1],
+        ledger=SimpleNamespace(round=5, is_sound=True, require_sound=lambda: None),
+    )
+    merging._world = SimpleNamespace(rank=1, transport=SimpleNamespace(timeout_seconds=10.0))
+    merging._await_the_first()
+
+
+@pytest.mark.parametrize("kinds", [("fast", "fast"), ("slow", "fast")])
+def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: Any) -> None:
+    def program(here: World) -> tuple[bool, bool]:
+        loader, model, _ = adapted(device_class=kinds[hvd.rank()])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        hvd.barrier()
+        batches = iter(loader)
+        next(batches)
+        begins_there = bool((flat(model) == 7.0).all())
+        batches.close()
+        hvd.barrier()
+        loader.drain()
+        return begins_there, bool((flat(model) == 7.0).all())
+
+    assert on_ranks(2, program) == [(True, True)] * 2

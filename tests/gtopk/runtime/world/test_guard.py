@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gtopk.runtime.world.guard import Guard
 from tests.matrix import some_of
 
 # How rank 2 of 3 ends at step 5 -> what somebody must say besides "step 5". Of a signal mpirun says
@@ -253,3 +258,35 @@ def test_workers_forked_from_a_rank_are_no_ranks(mpirun):
     job = mpirun(2, "forks.py", timeout=60)
     assert job.returncode == 0, job.stderr
     assert "gtopk" not in job.stderr
+
+
+def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capfd):
+    """As within a print of the main thread, whose lock a handler of SIGTERM would wait for."""
+    released = threading.Event()
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=released.wait))
+    guard = object.__new__(Guard)
+    guard.name, guard.place = "rank 1 of 2", "host one, pid 7"
+    guard._say("was stopped by SIGTERM")
+    released.set()
+    monkeypatch.undo()
+    assert "rank 1 of 2 (host one, pid 7) was stopped by SIGTERM" in capfd.readouterr().err
+
+
+def test_a_handler_of_a_guard_that_has_left_is_the_present_ones(monkeypatch):
+    """As `termination` puts it back after a recovery within its block."""
+    left, present = (object.__new__(Guard) for _ in range(2))
+    left._retired, present._retired = True, False
+    heard: list[Any] = []
+    monkeypatch.setattr(Guard, "_installed", present)
+    monkeypatch.setattr(present, "_on_sigterm", lambda *signal: heard.append(signal), raising=False)
+    left._on_sigterm(15, None)
+    assert heard == [(15, None)]
+
+
+def test_a_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path):
+    job = forked(2, "init_fails_on_one.py", GTOPK_TIMEOUT="300", GTOPK_FAILURE_DIR=str(tmp_path))
+    said = job.stdout + job.stderr
+    assert "rank 1: ValueError: GTOPK_HEARTBEAT_TIMEOUT" in said
+    assert re.search(r"rank 0: \w+: .*rank 1 left \(its init\(\) failed", said)
+    (failure,) = tmp_path.glob("*rank1*.json")
+    assert "GTOPK_HEARTBEAT_TIMEOUT" in failure.read_text()
