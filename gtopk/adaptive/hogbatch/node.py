@@ -18,6 +18,7 @@ then, so no update is lost, and none waits.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from ...optim.expected_step import ExpectedStep
 from ...optim.peers import Peers
 from ...planning import advice
 from ...runtime.coordinator import Engine, Operation
+from ...runtime.logs import EVERYWHERE
 from ...runtime.world.state import World
 from ...units import count_text
 from ..local_training.own_steps import OwnSteps
@@ -46,6 +48,8 @@ from ..options import Job
 from .ledger import CLASSES, NAMES, Board, DeviceClass, Ledger
 from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel
+
+_log = logging.getLogger("gtopk")
 
 MERGES: Final = 10  # in an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
@@ -200,7 +204,14 @@ class Merging:
         self._steps.arrived(self._replica.reduction)
         self._pending = None
         self._replica.merge(update, weight)
-        self._add_changes()
+        if update is None:  # on all nodes: each keeps its model, and the next merge has its changes
+            _log.warning(
+                "rank %d: a merge of the nodes' models did not count: their sum is not finite",
+                self._world.rank,
+                extra=EVERYWHERE,
+            )
+        else:
+            self._add_changes()
         self.merges += 1
         if self._is_last:
             # Nobody claims now, so all nodes read the same count: the next epoch begins there.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -142,3 +143,24 @@ def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: An
         return begins_there, bool((flat(model) == 7.0).all())
 
     assert on_ranks(2, program) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_a_merge_without_an_update_leaves_each_node_its_work(is_finite: bool, caplog: Any) -> None:
+    model, center = torch.full((4,), 3.0), torch.ones(4)
+    merging = object.__new__(Merging)
+    merging._snapshot, merging._before = [model.clone()], [model.clone()]
+    merging._tensors, merging._is_last, merging.merges = [model], False, 0
+    merging._pending = merging._steps = MagicMock()
+    merging._node = SimpleNamespace(board=MagicMock())
+    merging._world = SimpleNamespace(rank=2)
+    update = [torch.ones(4)] if is_finite else None
+    merging._wait = lambda pending: (0.5, update, 0)  # type: ignore[method-assign]
+
+    def merge(update: Any, weight: float) -> None:
+        merging._snapshot[0].copy_(center if update is None else center + update[0])
+
+    merging._replica = SimpleNamespace(merge=merge, reduction=None)
+    merging._take()
+    assert model.tolist() == [2.0 if is_finite else 3.0] * 4
+    assert ("a merge of the nodes' models did not count" in caplog.text) != is_finite
