@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from collectives.transports import Transport
 
-from .low_rank import Cost
+from .low_rank import Cost, Rival
 
 CHUNK: Final = 64
 DECAY: Final = 0.999
@@ -53,7 +53,7 @@ class Chunks:
         return (self.bases[0].T @ blocks @ self.bases[1]).transpose(1, 2).reshape(shape)
 
 
-class DecoupledMomentum:
+class DecoupledMomentum(Rival):
     """An optimizer whose gradients are the signs that DeMo's exchange agrees on.
 
     top: components that a chunk sends; 32 in the paper's trainings.
@@ -66,16 +66,9 @@ class DecoupledMomentum:
         top: int,
         transport: Transport,
     ) -> None:
-        self._inner = inner
-        self._transport = transport
-        self._parameters = [parameter for _, parameter in named_parameters]
+        super().__init__(inner, named_parameters, transport)
         self._chunks = [Chunks(each, top) for each in self._parameters]
         self._momenta = [torch.zeros_like(each) for each in self._parameters]
-        self.last_step: Any = None
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self._inner.zero_grad()
 
     @torch.no_grad()
     def step(self) -> None:

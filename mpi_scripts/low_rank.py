@@ -35,7 +35,26 @@ class Matrix(NamedTuple):
     q: torch.Tensor
 
 
-class LowRank:
+class Rival:
+    """An optimizer that exchanges gradients in its own way before the inner one steps."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        transport: Transport,
+    ) -> None:
+        self._inner = inner
+        self._transport = transport
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self.last_step: Any = None
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self._inner.zero_grad()
+
+
+class LowRank(Rival):
     """An optimizer whose gradients are averaged by PowerSGD before each step."""
 
     def __init__(
@@ -45,9 +64,7 @@ class LowRank:
         rank: int,
         transport: Transport,
     ) -> None:
-        self._inner = inner
-        self._transport = transport
-        self._parameters = [parameter for _, parameter in named_parameters]
+        super().__init__(inner, named_parameters, transport)
         self._matrices: dict[torch.nn.Parameter, Matrix] = {}
         generator = torch.Generator().manual_seed(0)  # the same Q on all ranks
         for parameter in self._parameters:
@@ -59,11 +76,6 @@ class LowRank:
                     torch.randn(columns, rank, generator=generator),
                 )
                 self._matrices[parameter] = Matrix(error, q)
-        self.last_step: Any = None
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-        self._inner.zero_grad()
 
     @torch.no_grad()
     def step(self) -> None:

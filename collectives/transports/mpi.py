@@ -85,6 +85,10 @@ def piece_sizes(same_host: bool) -> Iterator[int]:
     yield from itertools.repeat(PIECE_BYTES)
 
 
+# Memory that MPI still receives into, and that nobody waits for any more.
+_receiving: list[tuple[MPI.Request, Array]] = []
+
+
 class MpiTransport(Carrier):
     """The ranks of an MPI communicator (default: all of MPI.COMM_WORLD), duplicated."""
 
@@ -133,7 +137,6 @@ class MpiTransport(Carrier):
         # Messages that MPI may still read, by tag, until their request is done, also if nobody
         # waits. One thread uses a stream, so no two test the same request.
         self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
-        self._receiving: list[tuple[MPI.Request, Array]] = []  # that nobody waits for any more
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)
@@ -323,12 +326,16 @@ class MpiTransport(Carrier):
     def _kept(self, request: MPI.Request, memory: Array) -> Iterator[None]:
         """Keep memory that MPI receives into, where the wait for it ends in an error.
 
-        A late rank's message is still written there, whatever the allocator has put there by then.
+        A late rank's message is still written there, whatever the allocator has put there by then,
+        also after this transport: a recovery opens another.
         """
+        with self._calling:
+            if _receiving and not self._mpi.Is_finalized():
+                _receiving[:] = [pair for pair in _receiving if not pair[0].Test()]
         try:
             yield
         except BaseException:
-            self._receiving.append((request, memory))
+            _receiving.append((request, memory))
             raise
 
     def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -27,7 +27,7 @@ from .outer_exchange import OuterExchange, Round, gradients_for_a_while
 from .outer_optimizer import center_in_place, options_by_group
 
 # A fragment of whole layers may have so many times the values of one that cuts layers up.
-_UNEVEN = 1.1
+_UNEVEN: Final = 1.1
 
 
 def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:
@@ -61,7 +61,8 @@ def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[i
 
 def _deal(items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int) -> list[list[int]]:
     """Return places: each item's go to the fragment that has the fewest values by then."""
-    totals, dealt = [0] * fragments, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+    totals = [0] * fragments
+    dealt: list[list[int]] = [[] for _ in range(fragments)]
     weights = [sum(sizes[place] for place in item) for item in items]
     # The sort is stable: layers of one size stay in the order of their depth.
     for number in sorted(range(len(items)), key=lambda number: -weights[number]):

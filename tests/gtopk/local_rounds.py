@@ -13,7 +13,10 @@ from gtopk.compression import Compression
 from gtopk.local_sgd import LocalSGD, nesterov
 from gtopk.runtime.world import world
 
+descent = partial(torch.optim.SGD, lr=0.1)
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+GTOPK = Compression.gtopk(density=0.1)
+WHOLE = Compression.gtopk(density=1.0)
 # Fragments of the network's parameters, of 54, 9, 36 and 4 values.
 PARTS = {2: [[0], [1, 2, 3]], 3: [[0], [1, 3], [2]], 4: [[0], [1], [2], [3]]}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +14,12 @@ from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.local_sgd.fragments import deal
 from gtopk.local_sgd.outer_exchange import OuterExchange
 from tests.gtopk.local_rounds import (
+    GTOPK,
     PARTS,
+    WHOLE,
     backward,
     close,
+    descent,
     in_fragments,
     momentum,
     network,
@@ -26,9 +28,6 @@ from tests.gtopk.local_rounds import (
     weights,
 )
 
-descent = partial(torch.optim.SGD, lr=0.1)
-GTOPK = hvd.Compression.gtopk(density=0.1)
-WHOLE = hvd.Compression.gtopk(density=1.0)
 SHARDS = hvd.Compression.shards(period=3, bits=3)
 
 

@@ -14,8 +14,10 @@ from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging
 from gtopk.optim.replica_check import BUFFERS_STAY
 from tests.gtopk.local_rounds import (
+    GTOPK,
     backward,
     close,
+    descent,
     flat,
     held,
     momentum,
@@ -23,9 +25,6 @@ from tests.gtopk.local_rounds import (
     on_ranks,
     weights,
 )
-
-descent = partial(torch.optim.SGD, lr=0.1)
-GTOPK = hvd.Compression.gtopk(density=0.1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,18 +14,17 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from tests.gtopk.local_rounds import (
+    GTOPK,
+    WHOLE,
     backward,
     close,
+    descent,
     held,
     momentum,
     network,
     on_ranks,
     weights,
 )
-
-descent = partial(torch.optim.SGD, lr=0.1)
-GTOPK = hvd.Compression.gtopk(density=0.1)
-WHOLE = hvd.Compression.gtopk(density=1.0)
 
 
 def streamed(

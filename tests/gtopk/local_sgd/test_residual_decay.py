@@ -8,9 +8,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging
-from tests.gtopk.local_rounds import flat, held, on_ranks
-
-GTOPK = hvd.Compression.gtopk(density=0.1)
+from tests.gtopk.local_rounds import GTOPK, flat, held, on_ranks
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
