@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from collectives.cost import BreakEven, Link, break_even
@@ -120,10 +120,10 @@ _log = logging.getLogger("gtopk")
 
 
 class Advice(NamedTuple):
-    """The sentence that is logged, and its grounds, which GTOPK_LOG=debug shows."""
+    """The sentence that is logged, and how to work out its grounds, for GTOPK_LOG=debug."""
 
     sentence: str
-    details: str = ""
+    explain: Callable[[], str] = str
 
 
 def say_once(here: World, said: Advice) -> None:
@@ -131,8 +131,8 @@ def say_once(here: World, said: Advice) -> None:
     if here.rank == 0 and not here.advised:
         here.advised = True
         _log.info("%s", said.sentence)
-        if said.details:
-            _log.debug("%s", said.details)
+        if _log.isEnabledFor(logging.DEBUG) and (details := said.explain()):
+            _log.debug("%s", details)
 
 
 def advice(
@@ -169,21 +169,24 @@ def advice(
     runs = _reduced(compression, comparison.cluster, rates)
     if not beyond and runs is None and isinstance(compression, SparseCompression):
         beyond = LABELS[compression.algorithm]
-    verdict = _verdict(found, comparison, runs, beyond)
-    if _is_compressed(runs):
-        name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
-    else:
-        name, edge = LABELS[found.candidate.algorithm], comparison.break_even
-    is_somewhere = edge.lowest < edge.highest
-    link = comparison.cluster.network.farthest
-    details = (
-        f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
-        f"backward: {verdict}; {'' if is_somewhere else 'at this latency '}"
-        f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
-        f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
-    )
+
+    def explain() -> str:
+        if _is_compressed(runs):
+            name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
+        else:
+            name, edge = LABELS[found.candidate.algorithm], comparison.break_even
+        is_somewhere = edge.lowest < edge.highest
+        link = comparison.cluster.network.farthest
+        return (
+            f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
+            f"backward: {_verdict(found, comparison, runs, beyond)}; "
+            f"{'' if is_somewhere else 'at this latency '}"
+            f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
+            f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
+        )
+
     where = f"{comparison.cluster.network.ranks} ranks" + (f" over {over}" if over else "")
-    return Advice(f"{where}: {_in_short(found, comparison, runs, beyond, per)}", details)
+    return Advice(f"{where}: {_in_short(found, comparison, runs, beyond, per)}", explain)
 
 
 def _in_short(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from collectives.cost import ERROR, BreakEven, Link, break_even
@@ -110,8 +111,8 @@ class Comparison:
     dense, sparse:    predictions; each sparse method in its quickest format.
     equal_bytes:      the sparse methods at the density at which they send as many bytes as gtopk.
     cheapest:         the cheapest of all of them.
-    break_even:       the bandwidth at which the quickest sparse method and dense take equal times.
     shards:           its prediction, at any density; None where its values were not measured.
+    rates, formats:   what the predictions rest on, and the formats that sparse methods may send.
     """
 
     cluster: Cluster
@@ -119,8 +120,29 @@ class Comparison:
     sparse: Sequence[Prediction]
     equal_bytes: Sequence[Prediction]
     cheapest: Prediction
-    break_even: BreakEven
-    shards: Prediction | None = None
+    shards: Prediction | None
+    rates: Rates
+    formats: Sequence[Format]
+
+    @cached_property
+    def break_even(self) -> BreakEven:
+        """The bandwidth at which the quickest sparse method and dense take equal times."""
+        # Not one of the fields: the search predicts some hundred clusters, which takes tens of
+        # milliseconds, and the first step of a run asks for no more than the times.
+        on, rates, formats = self.cluster.on, self.rates, self.formats
+        return break_even(
+            lambda link: on(link).reduced(DENSE, rates).seconds,
+            # Added to sparse, not subtracted from dense, whose whole time the margin scales.
+            lambda link: (
+                self.cluster.backward_seconds
+                + min(
+                    each.seconds
+                    for each in _sparse(on(link), rates, formats)
+                    if each.candidate.algorithm in SPARSE
+                )
+            ),
+            self.cluster.network.farthest.latency_seconds,
+        )
 
     @property
     def methods(self) -> list[Prediction]:
@@ -213,19 +235,11 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     def exposed(found: Prediction) -> float:
         return exposed_seconds(found, cluster.backward_seconds)
 
-    def dense_on(at: Cluster) -> Prediction:
-        return at.reduced(DENSE, rates)
-
-    def sparse_on(at: Cluster) -> list[Prediction]:
-        compared = ["gtopk-tree", *offered(at.network)]  # the tree only for comparison
-        return [_in_quickest_format(name, at, rates, formats) for name in compared]
-
-    dense, sparse = dense_on(cluster), sparse_on(cluster)
+    dense, sparse = cluster.reduced(DENSE, rates), _sparse(cluster, rates, formats)
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
     equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
-    latency_seconds = cluster.network.farthest.latency_seconds
     return Comparison(
         cluster,
         dense,
@@ -236,21 +250,16 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
             if each.candidate.algorithm != "dense"
         ],
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
-        break_even(
-            lambda link: dense_on(cluster.on(link)).seconds,
-            # Added to sparse, not subtracted from dense, whose whole time the margin scales.
-            lambda link: (
-                cluster.backward_seconds
-                + min(
-                    each.seconds
-                    for each in sparse_on(cluster.on(link))
-                    if each.candidate.algorithm in SPARSE
-                )
-            ),
-            latency_seconds,
-        ),
         cluster.reduced(SHARDS, rates) if has_shards else None,
+        rates,
+        formats,
     )
+
+
+def _sparse(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[Prediction]:
+    """Return the predictions of all sparse methods; the tree only for comparison."""
+    names = ["gtopk-tree", *offered(cluster.network)]
+    return [_in_quickest_format(name, cluster, rates, formats) for name in names]
 
 
 def _in_quickest_format(

@@ -73,7 +73,7 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
         with caplog.at_level(logging.DEBUG, "gtopk"):
             ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
         said = advice(runs, [10_000_000], SLOW, other_buckets=buckets, over="threads")
-        assert caplog.messages == [said.sentence, said.details]
+        assert caplog.messages == [said.sentence, said.explain()]
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])

@@ -15,7 +15,7 @@ LENGTH = 25_557_032
 
 
 def details(*arguments: object, **options: object) -> str:
-    return advice.advice(*arguments, **options).details
+    return advice.advice(*arguments, **options).explain()
 
 
 def at(bits_per_second: float, ranks: int = 8) -> Calibration:
