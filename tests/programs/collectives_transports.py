@@ -185,7 +185,7 @@ def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
             assert (error <= tolerance * scale + 1e-7).all()
 
 
-def test_bfloat16_is_reduced_in_float32_and_travels_as_float16_does(transport: Transport) -> None:
+def test_bfloat16_is_reduced_in_float32_and_travels_in_two_bytes(transport: Transport) -> None:
     def words(values: np.ndarray) -> np.ndarray:
         return narrow(values.astype(np.float32), BFLOAT16)
 
@@ -197,7 +197,7 @@ def test_bfloat16_is_reduced_in_float32_and_travels_as_float16_does(transport: T
             transport.traffic.take()
             transport.allreduce(array, reduction)
             sent = transport.traffic.take().sent_bytes
-            transport.allreduce(halves, reduction)
+            reductions.allreduce(transport, halves, reduction)
             assert sent == transport.traffic.take().sent_bytes
             assert widen(array).tolist() == expected(rows).tolist(), (reduction, length)
         far = np.random.default_rng(length).standard_normal((transport.size, length)) * 1e30
@@ -618,11 +618,10 @@ LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")
 
 
 def check_torch_distributed(transport: Transport) -> None:
-    from collectives.transports import torch_distributed
 
     for law in LAWS:
         law(transport)
-    check_large_allreduce(transport, torch_distributed.NATIVE_BYTES // 4 + 1)
+    check_large_allreduce(transport, transport.native_bytes() // 4 + 1)
     check_native(transport, True)
     check_descriptors(transport)
     assert "gloo of torch" in transport.library()
