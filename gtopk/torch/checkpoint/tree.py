@@ -135,7 +135,9 @@ class _Taker:
 
     def _add(self, dense: torch.Tensor, path: tuple[str, ...]) -> str:
         """Store a tensor that shares no memory, under a new name; return that."""
-        name = base = ".".join(path)
+        # A lone surrogate, as in the name of a file whose bytes are no UTF-8, is no text for
+        # safetensors. The key itself is in the JSON, so that another name does no harm.
+        name = base = ".".join(path).encode(errors="backslashreplace").decode()
         number = 1
         while name in self.tensors:  # keys "a.b", "c" and keys "a", "b.c" give one name
             number += 1

@@ -126,7 +126,7 @@ class OptimizerStateHandler(StateDictHandler):
 
     def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
         """Keep the sum of those ranks' residuals: on fewer ranks nothing of it is lost."""
-        residual = share(dict(owned), ranks)
+        residual = share({KEY: dict(owned)}, ranks)[KEY]
         if residual is not None:
             self.value.load_state_dict({**self.value.state_dict(), KEY: residual})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import OrderedDict
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from gtopk.errors import DamagedError
 from gtopk.torch.checkpoint import tree
+from gtopk.torch.checkpoint.files import Content, Part, name_of, read_part, write_part
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 
@@ -193,3 +195,12 @@ def test_what_would_need_a_pickle_is_refused_with_its_place():
 def test_what_is_no_such_tree_is_an_error(damaged):
     with pytest.raises(DamagedError):
         put_together([damaged], {"a": torch.zeros(2)})
+
+
+def test_names_of_files_may_be_keys_of_tensors(tmp_path):
+    """Python has lone surrogates in place of bytes that are no UTF-8."""
+    odd = {os.fsdecode(b"\xff.png"): torch.ones(2), "\\udcff.png": torch.zeros(2), "é": [1]}
+    part = Part(1, 1, 1, name_of(0))
+    write_part(tmp_path, part, Content("", take_apart(odd)))
+    state = read_part(tmp_path, part).state
+    assert repr(put_together(state.tree, state.tensors)) == repr(odd)
