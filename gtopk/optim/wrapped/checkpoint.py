@@ -229,11 +229,6 @@ def check_part(part: Any) -> None:
                 raise ValueError("the residual of a rank must be tensors")
 
 
-def frame(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part without the residual: the rest is equal on every rank."""
-    return {**part, "held": {}}
-
-
 def summed(
     frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Any]:

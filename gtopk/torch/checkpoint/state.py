@@ -65,8 +65,9 @@ def share(
     All ranks call it together: one that has no part learns from the others which buckets there
     were.
     """
+    # Without the residual: the rest is equal on every rank.
     mine = {
-        name: optimizer_checkpoint.frame(part)
+        name: {**part, "held": {}}
         for name, parts in parts_of.items()
         for part in islice(parts.values(), 1)
     }

@@ -197,7 +197,7 @@ class ObjectState(State):
         # Without another look the state from before it would be committed over the earlier job's.
         if not all(allgather_object(self._is_resumed, "elastic.resumed")):
             self._is_resumed = False
-            self._open_archive()
+            self._archive = open_archive(self._archive)
             found = self._archive and self._archive.find()
         if found:
             self._check_names(found)
@@ -222,12 +222,9 @@ class ObjectState(State):
         if self._rank() == 0:
             self._resume(put_together(found.tree, found.tensors))
 
-    def _open_archive(self) -> None:
-        self._archive = open_archive(self._archive)
-
     def _keep(self) -> None:
         if not self._is_resumed:
-            self._open_archive()
+            self._archive = open_archive(self._archive)
             self._is_resumed = True
         if self._archive:
             write(self._archive, self._committed())
