@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import DamagedError
 from .bucket_exchange import BucketExchange
 from .residual import AGE, OWNER_ERROR, ROWS, Residual
 from .sparse_gradients import SparseGradientExchange
@@ -23,6 +24,19 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     if what == ROWS:  # one value a row; or a single one, where rows do not follow in memory
         return list(tensor.shape) in ([1], [*shape][:1])
     return list(tensor.shape) == ([] if what == AGE else list(shape))
+
+
+def require_shapes(
+    residuals: Mapping[str, ResidualState], names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Raise DamagedError where a residual does not fit the parameter of its name."""
+    for parameter, name in names.items():
+        for what, tensor in residuals.get(name, {}).items():
+            if not fits(what, tensor, parameter.shape):
+                raise DamagedError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(parameter.shape)}"
+                )
 
 
 def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:

@@ -28,7 +28,13 @@ from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..exchange.residual_state import ResidualState, copy_residuals, load_residuals, unsent
+from ..exchange.residual_state import (
+    ResidualState,
+    copy_residuals,
+    load_residuals,
+    require_shapes,
+    unsent,
+)
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
@@ -454,7 +460,9 @@ class OuterExchange:
         """Replace the residual, and go on from the record's steps; `meet` before an exchange.
 
         steps: where no record is of this bucket, or it tells none.
+        Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
+        require_shapes(residuals, self._names)
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._progress.steps = steps

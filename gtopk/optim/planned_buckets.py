@@ -20,6 +20,7 @@ from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
     load_residuals,
+    require_shapes,
     residuals_of,
     unsent,
 )
@@ -163,7 +164,9 @@ class PlannedBuckets:
         """Replace the residual; the next plan takes the records and steps that rank 0 loaded.
 
         Other ranks may load nothing: until that plan, what all agree on stays as it is.
+        Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
+        require_shapes(residuals, self._names)
         if self.bucket_exchanges:
             load_residuals(self.bucket_exchanges, residuals)
         self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps

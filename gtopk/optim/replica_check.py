@@ -113,12 +113,17 @@ def pack(
     }
 
 
-def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
+def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str = "") -> Healing:
     """Send the majority's parameters to ranks that have others; all ranks call it together.
 
     own: this rank's, from `pack`; all ranks pack the same names.
-    Raises MismatchError, on every rank alike, where no side has more than half of the ranks.
+    problem: why this rank cannot pack them; "": it can.
+    Raises MismatchError, on every rank alike, where no side has more than half of the ranks, or one
+    of them has a problem.
     """
+    problems = zip(transport.ranks, transport.gather_object(problem), strict=True)
+    if said := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
+        raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {said}")
     sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
     parted = [(each, each.majority()) for each in compare(transport, sums, list(own))]
     for each, most in parted:
@@ -273,9 +278,14 @@ class ReplicaCheck:
     def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
         """Replace parameters that differ by the majority's; return in words what was done."""
         parameters = self._reducer.names
-        own = pack(parameters, [each.name for each in parted], state)
+        own: dict[str, bytes] = {}
+        problem = ""
+        try:
+            own = pack(parameters, [each.name for each in parted], state)
+        except TypeError as error:  # on some ranks perhaps: the others would wait
+            problem = str(error)
         ranks, mended = self._reducer.peers.run(
-            "replicas.heal", [], lambda transport, all_flags: spread_majority(transport, own)
+            "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
         install_parameters(parameters, mended, state)
         again, names = checksums(parameters), list(parameters.values())

@@ -87,9 +87,13 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
                 optimizer.state[parameter][name] = tensor.detach().clone()
 
 
-def require_plain(states: Iterable[Mapping[str, Any]], rank: int) -> None:
-    """Raise ValueError for states of steps made before the exchange: Adam cannot use those."""
-    if any(SHARED in state and "exp_avg" not in state for state in states):
+def require_plain(states: Iterable[Any], rank: int) -> None:
+    """Raise ValueError for states of steps made before the exchange: Adam cannot use those.
+
+    states: all that an optimizer has, also of no parameter, such as a count.
+    """
+    of_parameters = (state for state in states if isinstance(state, Mapping))
+    if any(SHARED in state and "exp_avg" not in state for state in of_parameters):
         raise ValueError(
             f"rank {rank}: the optimizer's state is of steps made before the exchange "
             "(adam_steps='before'), whose moments are each rank's own, and here Adam itself steps, "

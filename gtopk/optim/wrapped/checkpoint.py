@@ -192,6 +192,9 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
     if "of" in part:
         sources, saved = part["of"]
         (residuals,), what = part["held"].values(), _said(sources, saved, rank, ranks)
+        # Here, not in `summed`: only the optimizer knows how many ranks share it now; a process
+        # set's are fewer than the job's.
+        residuals = _rescaled(residuals, len(sources), saved, ranks)
     else:
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
@@ -226,11 +229,6 @@ def check_part(part: Any) -> None:
                 raise ValueError("the residual of a rank must be tensors")
 
 
-def frame(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part without the residual: the rest is equal on every rank."""
-    return {**part, "held": {}}
-
-
 def summed(
     frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Any]:
@@ -240,8 +238,7 @@ def summed(
         gather_state returned on the first rank has all ranks' residuals; only its own is taken, as
         the others saved theirs themselves.
     """
-    held = [part["held"][min(part["held"])] for part in parts.values()]
-    residuals = _taken_over(held, frame["ranks"], ranks)
+    residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
     of = [list(parts), frame["ranks"]]
     return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
 
@@ -258,8 +255,8 @@ def _share(
         return {}, ""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
-        residuals = _taken_over([parts[source] for source in mine], saved, ranks)
-        return residuals, _said(mine, saved, rank, ranks)
+        residuals = _sum([parts[source] for source in mine])
+        return _rescaled(residuals, len(mine), saved, ranks), _said(mine, saved, rank, ranks)
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -283,21 +280,22 @@ def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
 
 
-def _taken_over(
-    parts: list[Mapping[str, ResidualState]], saved: int, ranks: int
+def _rescaled(
+    total: Mapping[str, ResidualState], parts: int, saved: int, ranks: int
 ) -> dict[str, ResidualState]:
-    """Return the sum of some of the residuals that `saved` ranks had, for one of `ranks` now.
+    """Return the sum of so many of the residuals that `saved` ranks had, for one of `ranks` now.
 
     Mean squares of gradients carry the share of a rank: they are scaled to the new share.
     """
-    total = _sum(parts)
-    if saved == ranks * len(parts):
-        return total
-    for tensors in total.values():
-        for what in (SECOND_MOMENT, ROWS):
-            if what in tensors:
-                tensors[what] = tensors[what] * (saved / (ranks * len(parts)))
-    return total
+    if saved == ranks * parts:
+        return {**total}
+    return {
+        name: {
+            what: tensor * (saved / (ranks * parts)) if what in (SECOND_MOMENT, ROWS) else tensor
+            for what, tensor in tensors.items()
+        }
+        for name, tensors in total.items()
+    }
 
 
 def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:

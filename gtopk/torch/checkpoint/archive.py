@@ -40,6 +40,7 @@ from .files import (
     list_parts,
     made,
     name_of,
+    naming,
     parts_of,
     read_json,
     read_part,
@@ -114,7 +115,7 @@ class Archive:
     """
 
     def __init__(self, folder: Path, kept: int) -> None:
-        self.folder = made(folder)
+        self.folder = folder  # made by `look`, where an error of one rank is raised on all
         self.number = 0
         self.kept = kept
         self.look()
@@ -141,7 +142,7 @@ class Archive:
     def _list(self) -> dict[Part, list[int]]:
         mine = on_all(
             lambda: [tuple(part) for part in list_parts(made(self.folder))],
-            f"{self.folder} cannot be listed",
+            f"{self.folder} cannot be made or listed",
         )
         holders: dict[Part, list[int]] = {}
         for holder, parts in enumerate(allgather_object(mine, "checkpoint.parts")):
@@ -295,7 +296,11 @@ class Archive:
             return None, problem
         taken: Any = found
         for take in takes:
-            taken, problem = take_on_all(take, taken)
+            try:
+                taken, problem = take_on_all(take, taken, f"{found.path} cannot be loaded")
+            except Exception:  # of the script; loading an older checkpoint would hide it
+                self.set_aside(number)
+                raise
             if problem:  # the cause may be the script, or another version: keep the checkpoint
                 self._spared.add(number)
                 return None, problem
@@ -324,10 +329,11 @@ class Archive:
         for part, place in mine.items():
             try:
                 content = read_part(self.folder, part)
-                state = put_together(content.state.tree, content.state.tensors)
-                if part is everything:
-                    text = json.dumps(content.state.tree)
-                else:
+                with naming(self.folder / part.file):
+                    state = put_together(content.state.tree, content.state.tensors)
+                    if part is everything:
+                        text = json.dumps(content.state.tree)
+                if part is not everything:
                     owned.append(Owned(place, state))
                 contents[part] = content
             except FormatError as error:

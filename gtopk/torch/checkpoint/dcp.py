@@ -301,7 +301,8 @@ class Writer(StorageWriter):
                 for dimension, start in enumerate(offsets):
                     target = target.narrow(dimension, start, value.shape[dimension])
                 target.copy_(value)
-        paths: dict[str, tuple[str | int, ...]] = metadata.planner_data
+        # None of a planner that does not flatten: its names are the state's own, at the top.
+        paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
         tops = _nested({paths.get(name, (name,)): value for name, value in values.items()})
         saved = {name: value for name, value in tops.items() if name in _OF_OURS}
         saved["others"] = {name: value for name, value in tops.items() if name not in _OF_OURS}

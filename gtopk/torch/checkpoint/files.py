@@ -43,8 +43,9 @@ _FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
 _FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
 _MOST_ABSENT: Final = 3  # absent parts that an error lists
 _BESIDE: Final = ".part"  # suffix of a file that is being written
-# The largest JSON file that is read: no options take as much, and a sparse file may be of any size.
+# The largest JSON file that is read, so also written: a sparse file may be of any size.
 _MOST_JSON_BYTES: Final = 1 << 30
+_MOST_HEADER_BYTES: Final = 100_000_000  # safetensors reads no longer header
 _SEALED: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
 
 
@@ -168,7 +169,8 @@ def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 def write_part(folder: Path, part: Part, content: Content) -> None:
     """Write a part atomically: it is whole or absent, even if process or machine end meanwhile.
 
-    Raises OSError where the disk refuses it, and removes what was written.
+    Raises OSError where the disk refuses it, and removes what was written; ValueError for content
+    that `read_part` would refuse.
     """
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
@@ -186,8 +188,14 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
         "state": content.state.tree,
     }
     # Last: with the JSON file the part is there.
+    sealed = seal(record)
+    if len(sealed) > _MOST_JSON_BYTES:
+        raise ValueError(
+            f"{part.file} would have {len(sealed)} bytes, and at most {_MOST_JSON_BYTES} are read: "
+            "save large data as tensors that need no gradient, or NumPy arrays, of real numbers"
+        )
     with beside(path) as unfinished:
-        unfinished.write_bytes(seal(record))
+        unfinished.write_bytes(sealed)
 
 
 def seal(record: Json) -> bytes:
@@ -225,6 +233,11 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MOST_HEADER_BYTES:
+        raise ValueError(
+            f"{len(names)} tensors have a header of {len(text)} bytes, and at most "
+            f"{_MOST_HEADER_BYTES} are read: save fewer tensors, such as one in place of a list"
+        )
     digest = hashlib.sha256()
     with beside(path) as unfinished, open(unfinished, "wb") as stream:
         pieces: list[bytes | memoryview] = [struct.pack("<Q", len(text)), text]
@@ -266,6 +279,10 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; they keep its names without that.
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

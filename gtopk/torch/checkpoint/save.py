@@ -19,7 +19,6 @@ from ...runtime.coordinator.operation import Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.state import World
-from ..functions import allgather_object
 from .archive import Archive, Found, Writing, tell_outcomes
 from .files import whole_number
 from .soundness import on_all
@@ -141,16 +140,15 @@ def _raise_all(failures: Iterable[str]) -> None:
 _opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
-class _Put(NamedTuple):
-    """The loaded parts of a checkpoint; refusal: the reason why this rank could not load it."""
-
-    found: Found
-    values: dict[str, Any]
-    refusal: Exception | None = None
-
-
 # Errors that load_state_dict()s raise for state of another shape than they expect.
-_UNFIT: Final = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_UNFIT: Final = (
+    DamagedError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 _WAY_OUT: Final = (
     ", or go on without the residuals of the ranks whose own parts are missing: "
@@ -269,15 +267,17 @@ def load_latest(
             name = assembled.found.path.name
             raise DamagedError(f"{name} cannot be loaded: {error}") from error
 
-    def load(assembled: Assembled) -> _Put:
+    def load(assembled: Assembled) -> tuple[Found, dict[str, Any]]:
         found = assembled.found
         try:
-            return _Put(found, put(assembled, model, optimizer, loader, others, generators))
+            return found, put(assembled, model, optimizer, loader, others, generators)
         except _UNFIT as error:
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
-        except Exception as error:  # of the script; loading an older checkpoint would hide it
-            return _Put(found, {}, error)
+        except (ValueError, RuntimeError) as error:
+            if type(error) in (ValueError, RuntimeError) and str(found.path) not in str(error):
+                raise type(error)(f"{found.path}: {error}") from error
+            raise
 
     try:
         taken = opened.archive.find_and(
@@ -293,16 +293,7 @@ def load_latest(
         raise
     if taken is None:
         return None
-    found, values, refusal = taken
-    refusals = allgather_object("" if refusal is None else repr(refusal), "checkpoint.refused")
-    if refusal is None and any(refusals):  # other ranks raise their error: do not go on here
-        told = "; ".join(f"rank {number}: {text}" for number, text in enumerate(refusals) if text)
-        refusal = CheckpointError(f"{found.path} cannot be loaded: {told:.300}")
-    if refusal is not None:
-        opened.archive.set_aside(found.number)
-        if type(refusal) in (ValueError, RuntimeError) and str(found.path) not in str(refusal):
-            raise type(refusal)(f"{found.path}: {refusal}") from refusal
-        raise refusal
+    found, values = taken
     opened.archive.tell(found)
     if found.missing:
         _log.warning(
@@ -324,10 +315,6 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
     folders = _opened[here]
     folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
-        on_all(
-            lambda: folder.mkdir(parents=True, exist_ok=True),
-            f"{folder} cannot be a folder of checkpoints",
-        )
         folders[folder] = _Opened(Archive(folder, keep or 1), [])
     if keep is not None:
         folders[folder].archive.kept = keep

@@ -40,14 +40,25 @@ def on_all(take: Callable[[], T], what: str) -> T:
     return cast(T, taken)
 
 
-def take_on_all(take: Callable[[Any], Any], given: Any) -> tuple[Any | None, str]:
-    """Return `take(given)`, None where it raises DamagedError, and the damages on all ranks."""
-    problem, taken = "", None
+def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any | None, str]:
+    """Return `take(given)`, None where it raises DamagedError, and the damages on all ranks.
+
+    Raises any other error of `take`, and CheckpointError on the ranks where there is none of it.
+    """
+    damage, refusal, taken = "", None, None
     try:
         taken = take(given)
     except DamagedError as error:
-        problem = str(error)
-    return taken, by_rank(allgather_object(as_told(problem), "checkpoint.taken"))
+        damage = str(error)
+    except Exception as error:  # of any kind: the other ranks would wait for this one
+        refusal = error
+    mine = as_told(damage), as_told("" if refusal is None else f"{refusal!r:.300}")
+    damages, refusals = zip(*allgather_object(mine, "checkpoint.taken"), strict=True)
+    if refusal is not None:
+        raise refusal
+    if refused := by_rank(refusals):
+        raise CheckpointError(f"{what}: {refused}")
+    return taken, by_rank(damages)
 
 
 def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
@@ -96,8 +107,11 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise DamagedError(f"its {name} is no dict, but {_kind(saved)}")
     state, groups = saved.get("state"), saved.get("param_groups")
-    each_a_dict = isinstance(state, Mapping) and all(isinstance(s, Mapping) for s in state.values())
-    if not isinstance(state, Mapping) or not each_a_dict or any(type(n) is bool for n in state):
+    if not isinstance(state, Mapping) or any(type(number) is bool for number in state):
+        raise DamagedError(f"{name}.state must hold a dict for each parameter")
+    # Under other keys than parameters' numbers an optimizer may keep anything, such as a count.
+    state = {number: each for number, each in state.items() if type(number) is int}
+    if not all(isinstance(each, Mapping) for each in state.values()):
         raise DamagedError(f"{name}.state must hold a dict for each parameter")
     # An entry is a tensor for all parameters or for none, except that it may still be None.
     are_tensors = {
@@ -137,21 +151,6 @@ def check_residual(residuals: Any) -> None:
                 )
 
 
-def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
-    """Raise DamagedError where a residual and its saved parameter have different shapes.
-
-    part: a rank's residual state, or None; most parameters have the same names in both.
-    """
-    for residuals in part["held"].values() if part else ():
-        for name, tensors in residuals.items():
-            parameter = model.get(name)
-            if isinstance(parameter, torch.Tensor) and parameter.shape != tensors["residual"].shape:
-                raise DamagedError(
-                    f"the residual of '{name}' has the shape {list(tensors['residual'].shape)}, "
-                    f"the parameter {list(parameter.shape)}"
-                )
-
-
 def check_alike(place: str, saved: Any, like: Any) -> None:
     """Raise DamagedError where a state is of another kind than the one that it replaces.
 
@@ -164,6 +163,8 @@ def check_alike(place: str, saved: Any, like: Any) -> None:
         return
     if isinstance(like, bool | np.bool_):
         fits = isinstance(saved, bool | np.bool_)
+    elif isinstance(like, torch.Tensor):
+        fits = isinstance(saved, Real) and not isinstance(saved, bool)  # a rate, now a tensor
     elif isinstance(like, Real):
         fits = isinstance(saved, Real) and not isinstance(saved, bool)
         if fits and not math.isfinite(saved) and math.isfinite(like):

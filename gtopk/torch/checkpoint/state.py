@@ -25,7 +25,7 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ from .soundness import (
     check_model,
     check_optimizer,
     check_residual,
-    check_shapes,
+    on_all,
     spread,
 )
 from .tree import Taken, put_together, take_apart
@@ -53,21 +53,35 @@ from .tree import Taken, put_together, take_apart
 _log = logging.getLogger("gtopk")
 
 
-def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
-    """Return the residual state that this rank's optimizer loads under KEY; None: it has none.
+def share(
+    parts_of: Mapping[str, Mapping[int, Any]], saved: int, is_missing: bool = False
+) -> dict[str, Any | None]:
+    """Return, by name, the residual state that this rank's optimizer loads; None: it has none.
 
-    parts: the residual states that this rank takes over, by the rank that saved each.
+    parts_of: by the optimizers' names, the residual states that this rank takes over, by the rank
+        that saved each. Ranks may have other names.
     saved: how many ranks saved.
     is_missing: whether this rank's part is lost; its residual is then zero, in the others' buckets.
     All ranks call it together: one that has no part learns from the others which buckets there
     were.
     """
-    mine = [optimizer_checkpoint.frame(part) for part in islice(parts.values(), 1)]
-    frames = allgather_object(mine, "checkpoint.frames")
-    frame = next(chain(mine, *frames), None)
-    if frame is None or (not parts and saved == size() and not is_missing):
-        return None  # of a plain optimizer, or one of a process set without this rank
-    return optimizer_checkpoint.summed(frame, parts, rank(), size())
+    # Without the residual: the rest is equal on every rank.
+    mine = {
+        name: {**part, "held": {}}
+        for name, parts in parts_of.items()
+        for part in islice(parts.values(), 1)
+    }
+    # One operation for all names, and before any sum, which may fail on this rank alone: the
+    # others would wait for it in the next one.
+    frames = [mine, *allgather_object(mine, "checkpoint.frames")]
+    shares: dict[str, Any | None] = {}
+    for name, parts in parts_of.items():
+        frame = next((frame[name] for frame in frames if name in frame), None)
+        if frame is None or (not parts and saved == size() and not is_missing):
+            shares[name] = None  # of a plain optimizer, or one of a process set without this rank
+        else:
+            shares[name] = optimizer_checkpoint.summed(frame, parts, rank(), size())
+    return shares
 
 
 def keyed(written: Any, like: Any) -> Any:
@@ -244,7 +258,11 @@ def snapshot(
             "parameters are not the same on all ranks, and each rank's are saved: %s", where
         )
     own = {**own, "tree": None if tree == first_tree else tree, "differing": differing}
-    return Snapshot(step, taken, take_apart(own, copy=copy))
+    # On all: the copy may take more memory than this rank has.
+    return on_all(
+        lambda: Snapshot(step, taken, take_apart(own, copy=copy)),
+        f"the own part of a rank cannot be taken at step {step}",
+    )
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -333,8 +351,6 @@ def check(
         return assembled
     if model is not None and "model" in state:
         check_model(state["model"], model.state_dict())
-        for each in assembled.found.owned:
-            check_shapes(each.state["held"].get("optimizer"), state["model"])
     saved = {**state["others"], **{n: state[n] for n in ("optimizer", "loader") if n in state}}
     for name, target in {**others, "optimizer": optimizer, "loader": loader}.items():
         known_to = type(target).__module__.partition(".")[0]
@@ -360,13 +376,13 @@ def put(
     Raises ValueError for an object that the checkpoint lacks, and load_state_dict's errors.
     """
     found, state, own = assembled
+    # Collective, so before anything that may raise on this rank alone.
+    residuals = _residuals_of(found, state.get("held", ["optimizer"]))
     if "held" not in state:  # torch.distributed.checkpoint wrote it
         targets = {"model": model, "optimizer": optimizer, "loader": loader}
         like = {name: _state_of(target) for name, target in targets.items()}
         like["others"] = {name: _state_of(other) for name, other in others.items()}
         state = keyed(state, like)
-    # Collective, so before any load_state_dict: that may raise on this rank alone.
-    residuals = {name: _residual_of(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         saved = _of(state, "model", found)
         try:
@@ -403,11 +419,17 @@ def _state_of(target: Any) -> Any:
     return target.state_dict() if hasattr(target, "state_dict") else target
 
 
-def _residual_of(found: Found, name: str) -> Any | None:
-    """Return the residual for this rank's optimizer, or hook, of this name."""
-    parts = {each.rank: each.state["held"].get(name) for each in found.owned}
-    there = {r: part for r, part in parts.items() if part is not None}
-    return share(there, found.ranks, is_missing=rank() in found.missing)
+def _residuals_of(found: Found, names: Iterable[str]) -> dict[str, Any | None]:
+    """Return the residuals for this rank's optimizers, or hooks, of these names."""
+    parts_of = {
+        name: {
+            each.rank: part
+            for each in found.owned
+            if (part := each.state["held"].get(name)) is not None
+        }
+        for name in names
+    }
+    return share(parts_of, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(residuals: Any | None, saved: Any) -> Any:

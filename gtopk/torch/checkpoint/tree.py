@@ -50,7 +50,7 @@ _ARRAYS_AS: Final = {"uint32": "int32", "uint64": "int64", "uint16": "int16"}  #
 
 
 class Taken(NamedTuple):
-    """An object taken apart; tensors: dense, on the host, none shares memory with another."""
+    """An object taken apart; tensors: dense, on the host, perhaps in the object's own memory."""
 
     tree: Json
     tensors: dict[str, torch.Tensor]
@@ -73,7 +73,6 @@ class _Taker:
         self.tensors: dict[str, torch.Tensor] = {}
         self._copy = copy
         self._names: dict[tuple[object, ...], str] = {}
-        self._storages: set[tuple[object, int]] = set()
 
     def take(self, obj: Any, path: tuple[str, ...]) -> Json:
         kind = type(obj)
@@ -117,7 +116,7 @@ class _Taker:
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         """Store the tensor, unless it is stored; return its name."""
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        storage = tensor.device, tensor.untyped_storage().data_ptr()
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
         view = (*storage, *bits, *place)
@@ -125,17 +124,16 @@ class _Taker:
         if tensor.numel() and view in self._names:
             return self._names[view]
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        is_own = dense.data_ptr() != tensor.data_ptr() or not tensor.numel()
-        whole = dense.untyped_storage().nbytes() == dense.nbytes
-        if not is_own and (self._copy or not whole or storage in self._storages):
+        if self._copy and dense.data_ptr() == tensor.data_ptr():
             dense = dense.clone()
-        self._storages.add(storage)
         name = self._names[view] = self._add(dense, path)
         return name
 
     def _add(self, dense: torch.Tensor, path: tuple[str, ...]) -> str:
         """Store a tensor that shares no memory, under a new name; return that."""
-        name = base = ".".join(path)
+        # A lone surrogate, as in the name of a file whose bytes are no UTF-8, is no text for
+        # safetensors. The key itself is in the JSON, so that another name does no harm.
+        name = base = ".".join(path).encode(errors="backslashreplace").decode()
         number = 1
         while name in self.tensors:  # keys "a.b", "c" and keys "a", "b.c" give one name
             number += 1

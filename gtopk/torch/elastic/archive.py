@@ -6,19 +6,20 @@ as many ranks as it has.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ... import settings
+from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..checkpoint.archive import Archive, Snapshot
 from ..checkpoint.soundness import on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
-from ..mpi_ops import rank
 
 FOLDER: Final = settings.ELASTIC_DIR.name
 KEEP: Final = settings.ELASTIC_KEEP.name
@@ -60,14 +61,22 @@ def advice_of(archive: Archive) -> str:
 _open: weakref.WeakKeyDictionary[World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
 
 
-def open_archive() -> Archive | None:
+def open_archive(before: Archive | None = None) -> Archive | None:
     """Return the archive that the environment asks for; None: commits stay in memory.
 
-    Raises ValueError, on every rank alike, when the ranks are asked for different things.
+    before: an earlier one of the same state, which is not used any more.
+    Raises ValueError, on every rank alike, when the ranks are asked for different things, or
+    another state on one of them uses the folder; CheckpointError, when one cannot list it.
     """
     folder = settings.ELASTIC_DIR.read()
     kept = settings.ELASTIC_KEEP.text() or settings.ELASTIC_KEEP.shown
-    asked = allgather_object((bool(folder), kept), "elastic.asked")
+    here = world.current()
+    other = _open[here]() if here in _open else None
+    # A path that stays right when the script changes its directory.
+    path = Path(os.path.realpath(folder))
+    is_second = other is not None and other is not before and other.folder == path
+    told = allgather_object((bool(folder), kept, is_second), "elastic.asked")
+    asked = [(has, keep) for has, keep, _ in told]
     if len(set(asked)) > 1:
         raise ValueError(
             f"{FOLDER} must be set on every rank or on none, and {KEEP} alike, got "
@@ -76,13 +85,13 @@ def open_archive() -> Archive | None:
     if not folder:
         return None
     newest = settings.ELASTIC_KEEP.read()
-    here = world.current()
-    archive = _open[here]() if here in _open else None
-    if archive is not None and archive.folder == Path(folder):
+    # On all ranks: on some the garbage collector may have removed the other state.
+    if seconds := [number for number, (*_, second) in enumerate(told) if second]:
         raise ValueError(
-            f"{FOLDER}={folder} keeps one state, and this is the second on rank {rank()}; put what "
-            "both hold into one TorchState, models and optimizers by keywords of your choice"
+            f"{FOLDER}={folder} keeps one state, and this is the second on {name_ranks(seconds)}; "
+            "put what both hold into one TorchState, models and optimizers by keywords of your "
+            "choice"
         )
-    archive = Archive(Path(folder), newest)
+    archive = Archive(path, newest)
     _open[here] = weakref.ref(archive)
     return archive

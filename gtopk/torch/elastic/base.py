@@ -23,6 +23,7 @@ import functools
 import queue
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntFlag
+from functools import partial
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
@@ -30,8 +31,9 @@ import torch
 from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
+from ..checkpoint.soundness import on_all
 from ..checkpoint.tree import put_together
-from ..functions import broadcast_object
+from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
 from .archive import ADVICE, FOLDER, Commit, advice_of, open_archive, write
 
@@ -169,7 +171,8 @@ class ObjectState(State):
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._archive: Archive | None = None
-        self._archive_is_open = False
+        # Whether the state is an earlier job's newest commit, or has one of its own after that.
+        self._is_resumed = False
         for name, value in kwargs.items():
             setattr(self, name, value)
         self._saved_state = kwargs
@@ -184,15 +187,21 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Make the state that of rank 0, on every rank; the first time, that of an earlier job."""
+        """Make the state that of rank 0, on every rank; the first time, that of an earlier job.
+
+        Raises CheckpointError, on every rank alike, where that job's newest commit cannot be
+        loaded.
+        """
         found = None
-        if not self._archive_is_open:
-            self._open_archive()
+        # All ranks together: a failure in the first `sync` may have come when some had ended it.
+        # Without another look the state from before it would be committed over the earlier job's.
+        if not all(allgather_object(self._is_resumed, "elastic.resumed")):
+            self._is_resumed = False
+            self._archive = open_archive(self._archive)
             found = self._archive and self._archive.find()
         if found:
             self._check_names(found)
-            if self._rank() == 0:
-                self._resume(put_together(found.tree, found.tensors))
+            on_all(partial(self._load, found), f"{found.path} cannot be loaded")
             if found.ranks != size():
                 self.on_reset()
         self._share()
@@ -200,6 +209,7 @@ class ObjectState(State):
             world.current().resume(found.step)
             self._resume_here(found)
             self.save()
+        self._is_resumed = True
         self._advise()
 
     def on_reset(self) -> None:
@@ -207,13 +217,15 @@ class ObjectState(State):
             self._archive.look()
         super().on_reset()
 
-    def _open_archive(self) -> None:
-        self._archive = open_archive()
-        self._archive_is_open = True
+    def _load(self, found: Found) -> None:
+        """Load, on rank 0, what `_share` then sends."""
+        if self._rank() == 0:
+            self._resume(put_together(found.tree, found.tensors))
 
     def _keep(self) -> None:
-        if not self._archive_is_open:
-            self._open_archive()
+        if not self._is_resumed:
+            self._archive = open_archive(self._archive)
+            self._is_resumed = True
         if self._archive:
             write(self._archive, self._committed())
             self._advise()

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...adaptive.balanced import BalancedLoader
+from ...adaptive.loader_base import LoaderBase
 from ...optim.wrapped.checkpoint import KEY
 from ..checkpoint.archive import Found, Owned
 from ..checkpoint.state import share
@@ -126,7 +127,7 @@ class OptimizerStateHandler(StateDictHandler):
 
     def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
         """Keep the sum of those ranks' residuals: on fewer ranks nothing of it is lost."""
-        residual = share(dict(owned), ranks)
+        residual = share({KEY: dict(owned)}, ranks)[KEY]
         if residual is not None:
             self.value.load_state_dict({**self.value.state_dict(), KEY: residual})
 
@@ -187,6 +188,13 @@ def set_handler_registry(registry: Registry) -> None:
 def _handler_of(value: Any) -> StateHandler | None:
     found = (handler for kind, handler in _registry if isinstance(value, kind))
     handler = next(found, None)
+    if handler is None and isinstance(value, LoaderBase):
+        # `sync` would make rank 0's of the residual that each rank has in its loader.
+        raise ValueError(
+            "of the loaders of hvd.adapt only those of mode 'balanced' can be in an elastic state: "
+            "create another mode's loader, and its DistributedOptimizer, within the function that "
+            "hvd.elastic.run decorates"
+        )
     if handler is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         handler = StateDictHandler  # a GradScaler, say
     return handler(value) if handler else None
@@ -200,6 +208,7 @@ class TorchState(ObjectState):
         hvd.adapt in mode "balanced" are handled as what they are (see `get_handler_registry`), what
         else has state_dict() and load_state_dict(), as a GradScaler has, by these, and anything
         else as a plain object.
+    Raises ValueError for a loader of hvd.adapt in another mode: none goes on after a recovery.
     """
 
     _handlers: Mapping[str, StateHandler] = {}

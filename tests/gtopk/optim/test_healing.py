@@ -135,6 +135,19 @@ def test_without_a_majority_there_is_no_healing(threads, ranks):
     threads(ranks, program)
 
 
+def test_where_one_rank_has_a_state_that_cannot_be_sent_all_hear_of_it(threads):
+    def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
+        if step == EVERY - 1 and rank == 1:
+            flip(model[0].weight)
+            optimizer.state[model[0].weight]["hook"] = spoil
+
+    def program(transport: LocalTransport) -> None:
+        with pytest.raises(HorovodInternalError, match="cannot be healed: rank 1: objects between"):
+            train(transport, spoil)
+
+    threads(3, program)
+
+
 def test_replicas_may_part_where_a_warning_is_enough(threads, caplog):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if rank == 1 and step == STEPS - 1 - EVERY:

@@ -248,7 +248,7 @@ def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_pat
         return listed(folder)
 
     def program(rank):
-        with pytest.raises(CheckpointError, match=r"cannot be listed: rank 1 .*Input/output"):
+        with pytest.raises(CheckpointError, match=r"made or listed: rank 1 .*Input/output"):
             Archive(tmp_path, 2)
 
     monkeypatch.setattr(archives, "list_parts", failing)

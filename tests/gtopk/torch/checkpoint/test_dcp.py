@@ -390,3 +390,19 @@ def test_how_many_steps_a_run_has_counted_is_not_guessed_from_the_scripts_number
     dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, 5))
     steps = ranks(1, lambda rank: (load_latest(tmp_path, None).step, world.current().step))
     assert steps == [(5, 0)]
+
+
+def test_a_planner_that_does_not_flatten_will_do(ranks, tmp_path):
+    theirs = Run(seed=2)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(theirs.state(), storage_writer=Writer(tmp_path, 5), planner=planner)
+
+    def load(rank):
+        other = Run(seed=1)
+        found = load_latest(
+            tmp_path, other.model, other.optimizer, scheduler=other.scheduler, generators=False
+        )
+        assert found.values == {"epoch": 3}
+        return repr(other.state())
+
+    assert ranks(2, load) == [repr(theirs.state())] * 2

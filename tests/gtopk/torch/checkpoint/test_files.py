@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 import subprocess
 from contextlib import nullcontext
 
@@ -204,3 +205,40 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, full):
     assert after.keys() == before.keys()
     if full != "json":  # else the tensors are new, and the JSON's checksum tells
         assert after == before
+
+
+@pytest.mark.parametrize("limit", ["_MOST_JSON_BYTES", "_MOST_HEADER_BYTES"])
+def test_what_would_not_be_read_is_refused_when_it_is_written(tmp_path, monkeypatch, limit):
+    """Else all that is kept could be checkpoints that no run goes on from."""
+    write_part(tmp_path, PART, content(1.0))
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    monkeypatch.setattr(files, limit, 20)
+    with pytest.raises(ValueError, match=r"bytes, and at most 20 are read: save "):
+        write_part(tmp_path, PART, content(1.0))
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EBADF])
+def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, refusal):
+    synced = []
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(refusal, os.strerror(refusal))
+        synced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_part(tmp_path, PART, content(1.0))
+    assert len(synced) == 2  # the files must be on the disk nevertheless
+    assert torch.equal(read_part(tmp_path, PART).state.tensors["weight"], torch.ones(300))
+
+
+def test_a_file_that_cannot_be_synced_is_an_error(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_part(tmp_path, PART, content(1.0))
+    assert files_of(tmp_path) == []

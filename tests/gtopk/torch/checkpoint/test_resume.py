@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import gtopk
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
 from gtopk.optim.wrapped import checkpoint as optimizer_checkpoint
@@ -339,104 +338,6 @@ def test_so_it_does_where_that_thing_itself_is_passed(ranks, tmp_path, caplog, a
     ranks(2, first)
     assert sum(ranks(after, then)).tolist() == [2.0, 11.0]
     assert "lost" not in caplog.text
-
-
-def distributed(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compression = hvd.Compression.gtopk(density=0.2)
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
-
-
-def local_sgd(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return gtopk.LocalSGD(optimizer, inner_steps=1, compression=hvd.Compression.gtopk(density=0.2))
-
-
-def held_by_name(optimizer):
-    (mine,) = optimizer.state_dict()["gtopk"]["held"].values()
-    return {name: tensors["residual"].clone() for name, tensors in mine.items()}
-
-
-@pytest.mark.parametrize("wrapped", [distributed, local_sgd])
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path, after, wrapped):
-    def open_run():
-        model = torch.nn.Linear(4, 3)
-        torch.nn.init.constant_(model.weight, 0.5)
-        torch.nn.init.zeros_(model.bias)
-        return model, wrapped(model), torch.optim.Adam(model.parameters())
-
-    def first(rank):
-        model, optimizer, plain = open_run()
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-            optimizer.step()
-        save_checkpoint(tmp_path, model, None, second=optimizer, plain=plain)
-        return held_by_name(optimizer)
-
-    def then(rank):
-        model, given, plain = open_run()
-        _, asked, _ = open_run()
-        options = {"generators": False, "plain": plain}
-        assert load_latest(tmp_path, model, **options, second=given).values == {}
-        asked.load_state_dict(load_latest(tmp_path, model, **options).values["second"])
-        return held_by_name(given), held_by_name(asked)
-
-    saved, found = ranks(2, first), ranks(after, then)
-    for name in saved[0]:
-        total = sum(part[name] for part in saved)
-        assert total.any()
-        for loaded in zip(*found, strict=True):
-            now = sum(part[name] for part in loaded if name in part)
-            torch.testing.assert_close(now, total, rtol=1e-6, atol=1e-8)
-
-
-def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ranks, tmp_path):
-    """It has a rank's residual among the rest of that optimizer's state."""
-
-    class Older:
-        def __init__(self, optimizer):
-            self.state_dict = optimizer.state_dict
-
-    def first(rank):
-        model = torch.nn.Linear(4, 3)
-        torch.nn.init.ones_(model.weight)
-        optimizer = distributed(model)
-        model(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
-        optimizer.step()
-        save_checkpoint(tmp_path, model, None, second=Older(optimizer))
-        return held_by_name(optimizer)
-
-    def then(rank):
-        model = torch.nn.Linear(4, 3)
-        optimizer = distributed(model)
-        load_latest(tmp_path, model, generators=False, second=optimizer)
-        return held_by_name(optimizer)
-
-    saved = ranks(2, first)
-    assert str(saved[0]) != str(saved[1])
-    assert str(ranks(2, then)) == str(saved)
-
-
-def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
-    """As in the middle of a round of gradients that are applied later."""
-
-    class Loader:
-        def state_dict(self):
-            if hvd.rank() == 1:
-                raise RuntimeError("gradients are under way")
-            return {}
-
-    def program(rank):
-        with pytest.raises(
-            CheckpointError, match=r"rank 1 \(host .*\): RuntimeError: gradients are under way"
-        ):
-            save_checkpoint(tmp_path, torch.nn.Linear(1, 1), None, Loader(), 3)
-
-    ranks(2, program)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_random_numbers_go_on_as_they_would_have(mpirun, tmp_path):

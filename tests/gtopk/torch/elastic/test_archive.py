@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
 import pytest
 
+import gtopk.torch as hvd
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError
+from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.files import list_parts
 from gtopk.torch.checkpoint.tree import put_together
 from gtopk.torch.elastic.archive import ADVICE, Commit, advice_of, open_archive, write
@@ -100,3 +104,46 @@ def test_a_folder_keeps_one_state(ranks, folder):
 
     assert ranks(2, program) == [0, 0]
     assert ranks(2, program) == [0, 0]  # after one is gone, there may be another
+
+
+def test_a_second_state_is_refused_on_every_rank_where_one_has_forgotten_the_first(ranks, folder):
+    def program(rank):
+        archive = open_archive()
+        if rank == 0:
+            del archive
+        with pytest.raises(ValueError, match="keeps one state, and this is the second on rank 1;"):
+            open_archive()
+
+    ranks(2, program)
+
+
+def test_a_folder_that_one_rank_cannot_make_is_said_on_every_rank(ranks, folder, monkeypatch):
+    def made(path):
+        if hvd.rank() == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        path.mkdir(exist_ok=True)
+        return path
+
+    monkeypatch.setattr(archives, "made", made)
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"made or listed: rank 1 .*Permission denied"):
+            open_archive()
+
+    ranks(2, program)
+
+
+def test_a_folder_stays_where_it_is_when_the_script_changes_its_own(ranks, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", "commits")
+
+    def program(rank):
+        archive = open_archive()
+        os.chdir(tmp_path / "other")
+        write(archive, Commit({}, {}))
+        return advice_of(archive)
+
+    (advice,) = ranks(1, program)
+    assert {part.number for part in list_parts(tmp_path / "commits")} == {1}
+    assert f"GTOPK_ELASTIC_DIR={tmp_path / 'commits'} " in advice

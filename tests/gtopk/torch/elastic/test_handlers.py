@@ -7,6 +7,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk.torch.elastic import TorchState
+from tests.gtopk.torch.checkpoint.run import Run
 
 
 class HoldsBack(torch.optim.SGD):
@@ -124,5 +125,17 @@ def test_a_commit_from_before_the_first_step_takes_back_what_was_held_back_since
         again = steps()
         assert all(map(torch.equal, first[0], again[0]))
         assert first[1] == again[1]
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "abs", "micro_batch": 4}, {"mode": "adaptive-sgd"}])
+def test_a_loader_whose_state_is_each_ranks_own_is_refused(ranks, mode):
+    """A `sync` would give all ranks what rank 0 holds back."""
+
+    def program(rank):
+        run = Run(momentum=0.0, **mode)
+        with pytest.raises(ValueError, match="only those of mode 'balanced' can be in an elastic"):
+            TorchState(run.model, run.optimizer, loader=run.loader)
 
     ranks(2, program)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from gtopk.torch.elastic import ElasticSampler, TorchState, state
+from gtopk.errors import CheckpointError, HorovodInternalError
+from gtopk.torch.elastic import ElasticSampler, TorchState, run_fn, state
 from gtopk.torch.elastic.state import (
     LRSchedulerStateHandler,
     ModelStateHandler,
@@ -245,5 +246,73 @@ def test_another_states_commit_is_refused(ranks, tmp_path, monkeypatch):
     def program(rank):
         with pytest.raises(ValueError, match=r"commit 1 holds \['a', .* this state \['b', .*DIR"):
             TorchState(b=1).sync()
+
+    ranks(2, program)
+
+
+class Flaky(ModelStateHandler):
+    """It fails once, in this method, as a link does for a moment."""
+
+    failing = ""
+
+    def fail_in(self, method):
+        if self.failing == method:
+            self.failing = ""
+            raise HorovodInternalError("a link was down")
+
+    def sync(self):
+        self.fail_in("sync")
+        super().sync()
+
+    def resume_here(self, owned, ranks):
+        self.fail_in("resume_here")
+
+
+@pytest.mark.parametrize(("failing", "method"), [([0, 1], "sync"), ([1], "resume_here")])
+def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_the_same(
+    ranks, tmp_path, monkeypatch, failing, method
+):
+    """At its very end, some ranks have got through, and the function begins on them."""
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+    registry = [(torch.nn.Module, Flaky), *state.get_handler_registry()]
+    monkeypatch.setattr(state, "_registry", registry)
+
+    def make():
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        return TorchState(model, epoch=0)
+
+    def begin(rank):
+        one = make()
+        one.sync()
+        one.model.weight.data.fill_(5.0)
+        one.epoch = 7
+        one.commit()
+
+    def go_on(rank):
+        flaky, attempts = make(), []
+        flaky._handlers["model"].failing = method if rank in failing else ""
+
+        def train(one):
+            attempts.append((one.epoch, one.model.weight.item()))
+            if rank not in failing and len(attempts) == 1:
+                raise HorovodInternalError("rank 1 is not in it")
+            one.commit()
+            return attempts[-1]
+
+        return run_fn(train, lambda: None)(flaky)
+
+    ranks(2, begin)
+    assert ranks(2, go_on) == [(7, 5.0)] * 2
+    assert ranks(2, go_on) == [(7, 5.0)] * 2  # from what was committed after that
+
+
+def test_a_commit_that_rank_0_cannot_load_is_said_on_every_rank(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+    ranks(2, lambda rank: TorchState(torch.nn.Linear(1, 1)).commit())
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"(?s)cannot be loaded: rank 0 .*size mismatch"):
+            TorchState(torch.nn.Linear(2, 1)).sync()
 
     ranks(2, program)
