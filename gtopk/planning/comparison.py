@@ -107,6 +107,7 @@ def _over(new: float, old: float) -> float:
 class Comparison:
     """The predictions for all methods, and which one pays.
 
+    formats:          those that the sparse methods may send.
     dense, sparse:    predictions; each sparse method in its quickest format.
     equal_bytes:      the sparse methods at the density at which they send as many bytes as gtopk.
     cheapest:         the cheapest of all of them.
@@ -115,6 +116,7 @@ class Comparison:
     """
 
     cluster: Cluster
+    formats: Sequence[Format]
     dense: Prediction
     sparse: Sequence[Prediction]
     equal_bytes: Sequence[Prediction]
@@ -150,9 +152,11 @@ class Comparison:
         return self.cheapest.candidate.algorithm != "dense"
 
 
-def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
-    """Tell whether to compress; None where the two times differ by less than the model's error."""
-    formats = list(rates.coding)
+def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> bool | None:
+    """Tell whether to compress; None where the two times differ by less than the model's error.
+
+    formats: those that sparse methods may send; rates may be of others, too.
+    """
     backward = cluster.backward_seconds
     dense = exposed_seconds(cluster.reduced(DENSE, rates), backward)
     sparse = min(
@@ -164,9 +168,9 @@ def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
     return None if sparse < dense else False
 
 
-def deciding(cluster: Cluster, rates: Rates) -> list[str]:
-    """Return the inputs of which halving or doubling one alone changes the verdict."""
-    link, now = cluster.network.farthest, pays_clearly(cluster, rates)
+def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[str]:
+    """Return the inputs of which halving or doubling one alone changes `pays_clearly`'s verdict."""
+    link, now = cluster.network.farthest, pays_clearly(cluster, rates, formats)
     found = []
     for factor, words in ((0.5, "half"), (2.0, "twice")):
         changed = {
@@ -182,7 +186,7 @@ def deciding(cluster: Cluster, rates: Rates) -> list[str]:
             changed[f"{words} the backward pass"] = replace(
                 cluster, backward_seconds=factor * cluster.backward_seconds
             )
-        found += [name for name, at in changed.items() if pays_clearly(at, rates) is not now]
+        found += [name for name, at in changed.items() if pays_clearly(at, rates, formats) is not now]
     return found
 
 
@@ -228,6 +232,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     latency_seconds = cluster.network.farthest.latency_seconds
     return Comparison(
         cluster,
+        formats,
         dense,
         sparse,
         [
