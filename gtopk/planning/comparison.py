@@ -186,7 +186,9 @@ def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[
             changed[f"{words} the backward pass"] = replace(
                 cluster, backward_seconds=factor * cluster.backward_seconds
             )
-        found += [name for name, at in changed.items() if pays_clearly(at, rates, formats) is not now]
+        found += [
+            name for name, at in changed.items() if pays_clearly(at, rates, formats) is not now
+        ]
     return found
 
 

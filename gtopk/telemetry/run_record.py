@@ -34,7 +34,7 @@ from ..runtime.world import world
 from ..runtime.world.state import World, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
-from .lines import FORMAT, Line, as_text, path_of
+from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
 from .recorder import Recorder, Sink
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
@@ -445,7 +445,8 @@ class LossWatch:
         self._values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         if len(self._values) < WINDOW:
             return ""
-        values = [each for each in map(_number, self._values) if math.isfinite(each)]
+        # Values that `log` notes as not finite: sums of larger ones overflow.
+        values = [each for each in map(_number, self._values) if abs(each) <= LARGEST_VALUE]
         self._values = []
         self._windows += 1
         self.is_over = self._windows >= _WINDOWS

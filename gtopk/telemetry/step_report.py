@@ -133,7 +133,6 @@ def batch(step: StepReport) -> float | None:
 class Balance:
     """The cost of compression in a run so far, compared with dense gradients."""
 
-    steps: int = 0
     seconds: float = 0.0
     exchange_seconds: float = 0.0
     expected_steps: int = 0  # steps whose exchange was predicted
@@ -145,35 +144,37 @@ class Balance:
     elements: int = 0
     coded_entries: int = 0
     coded_bytes: int = 0
-    algorithm: str = ""
+    algorithm: str = ""  # of the last step that did not send all
     compresses: bool = False  # whether any step did, with a prediction or without
 
     def note(self, step: StepReport, count: int = 1) -> None:
         """Count a step, `count` times, if a dense one was predicted."""
+        is_dense = step.algorithm == "dense"
         self.compresses |= step.algorithm not in ("", "dense")
         if step.dense_seconds is None or step.skipped:
             return
-        self.steps += count
+        # Where Compression.auto has run dense, dense's time was measured: nothing saved or lost.
+        dense_seconds = step.exchange_seconds if is_dense else step.dense_seconds
         self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
         self.exchange_seconds += count * step.exchange_seconds
-        self.dense_seconds += count * step.dense_seconds
+        self.dense_seconds += count * dense_seconds
         if step.predicted_seconds is not None:  # None while the density warms up
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
             self.then_seconds += count * step.exchange_seconds
-            self.then_dense_seconds += count * step.dense_seconds
+            self.then_dense_seconds += count * dense_seconds
         self.selected += step.selected
         self.elements += step.elements
         self.coded_entries += step.coded_entries
         self.coded_bytes += step.coded_bytes
-        self.algorithm = step.algorithm
+        self.algorithm = self.algorithm if is_dense else step.algorithm
 
     def verdict(self) -> str:
-        """Return a sentence on whether compression has paid; "" where that is unknown.
+        """Return a sentence on whether compression has paid; "" where unknown, or none has run.
 
         For dense the model predicts the exchange, but not how much of it backward would hide.
         """
-        if not self.steps or not self.elements:
+        if not self.elements or not self.compresses:
             return ""
         saved = self.dense_seconds - self.exchange_seconds
         run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense (by estimate)"

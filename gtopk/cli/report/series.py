@@ -266,8 +266,17 @@ def tiles(run: Run) -> Iterator[Tile]:
 def verdict(run: Run) -> str:
     """Return whether compression has paid; "" where its record does not tell."""
     rank, balance = run.first, Balance()
+    every, counted = int(rank.begin.get("every", 1)), rank.from_step
     for step in rank.steps:
-        balance.note(step.report, int(rank.begin.get("every", 1)))
+        report = step.report
+        # A line stands for those since the line before: the first one, and that of a skipped step,
+        # are written whatever `every` says, and so is the last.
+        since = round((report.step + 1 - counted) / max(1, report.local_steps))
+        balance.note(report, max(1, since) if every > 1 else 1)
+        if report.skipped:
+            counted += max(1, report.local_steps)
+        else:
+            counted = report.step + 1
     return balance.verdict()
 
 

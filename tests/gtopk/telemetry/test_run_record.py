@@ -61,6 +61,11 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert "nan" not in text
 
 
+def test_a_loss_that_no_sum_can_hold_ends_no_training() -> None:
+    assert not told([1e308] * 3 * WINDOW)
+    assert told([*[1e10] * WINDOW, *[1e300] * 2 * WINDOW])
+
+
 def test_rank_0_of_a_compressed_run_is_warned_and_of_a_dense_one_not(
     threads: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

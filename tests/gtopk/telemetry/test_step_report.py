@@ -81,6 +81,22 @@ def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
     assert balance.verdict() == ""
 
 
+@pytest.mark.parametrize("dense_seconds", [0.001, 1.0])
+def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) -> None:
+    """Those of Compression.auto: what they took is dense's time, whatever was expected."""
+    dense, mixed, alone = Balance(), Balance(), Balance()
+    for step in range(50):
+        dense.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
+    assert dense.verdict() == ""
+    for step in range(50):
+        alone.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
+        mixed.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
+        mixed.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
+    said = [each.verdict().replace("\N{NO-BREAK SPACE}", " ") for each in (alone, mixed)]
+    assert [each.partition(" of ")[0] for each in said] == ["compression saved up to 100 ms"] * 2
+    assert "; used gtopk, " in said[1]
+
+
 @pytest.mark.parametrize(("predicted_seconds", "dense_seconds"), [(0.0001, 0.001), (0.03, 0.01)])
 def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
     predicted_seconds: float, dense_seconds: float

@@ -11,13 +11,22 @@ import pytest
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
 from gtopk.cli.report.page import page
-from gtopk.cli.report.series import BINS, Point, axes, binned, happenings, logged, parts_over_time
+from gtopk.cli.report.series import (
+    BINS,
+    Point,
+    axes,
+    binned,
+    happenings,
+    logged,
+    parts_over_time,
+    verdict,
+)
 from gtopk.cli.top import status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.recorder import Recorder
 from gtopk.telemetry.run_record import LineFile
-from gtopk.telemetry.step_report import parts
+from gtopk.telemetry.step_report import Balance, parts
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
@@ -324,6 +333,34 @@ def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: P
     (rank,) = as_record(run)["ranks"]
     assert (rank["steps"], rank["samples"], rank["sent_bytes"]) == (199, 199 * 32, 199 * 1200)
     assert "199 steps" in html_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "covered"), [(1, 1), (140, 1), (1000, 1), (1060, 1), (1120, 8), (1121, 8)]
+)
+def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
+    tmp_path: Path, steps: int, covered: int
+) -> None:
+    """The first step, which plans and calibrates, and the last are written, and count once."""
+    every = 100 // covered
+    line = begin(0, 1, every=every)
+    recorder = Recorder([LineFile(path_of(tmp_path, 0))], line, 0.0, every, lambda: 0)
+    balance = Balance()
+    for last in range(covered - 1, steps, covered):
+        took = 0.9 if last < covered else 0.003
+        done = report(
+            last,
+            exchange_seconds=took,
+            dense_seconds=0.0123,
+            predicted_seconds=None,
+            skipped=last % 37 == 5,
+            local_steps=covered,
+        )
+        balance.note(done)
+        recorder.note_step(done)
+    recorder.end("called shutdown()")
+    recorder.close()
+    assert verdict(read_run(tmp_path)) == balance.verdict() != ""
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
