@@ -42,6 +42,8 @@ class StepReport:
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
     elements:            values of all gradients that were exchanged.
+    model_elements:      values of the model, where parts of it are exchanged in turn, as fragments
+                         of LocalSGD are; 0: all are exchanged at once.
     ranks:               number of ranks that exchanged; 0: none, or written by an earlier version.
     samples:             number of samples behind this rank's gradients; None if unknown.
     selected:            entries this rank picked (dense: all).
@@ -86,6 +88,7 @@ class StepReport:
     covers: str = "step"
     ranks: int = 0
     dense_seconds: float | None = None
+    model_elements: int = 0
 
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 from collectives.cost import dense_bytes
 
 from ...telemetry.reading import Note, RankRecord, Run, Step, by_interest
-from ...telemetry.step_report import PARTS, Balance, parts
+from ...telemetry.step_report import PARTS, Balance, StepReport, parts
 from ...units import bytes_text, count_text, digits, percent_text, seconds_text
 
 MEANINGS: Final[Mapping[str, str]] = {
@@ -213,18 +213,17 @@ def is_of_several(run: Run) -> bool:
 
 
 def values(run: Run) -> int:
-    """Return the number of values in an exchange; 0 without any.
+    """Return the number of values that are exchanged, of the model or gradient; 0 without any.
 
     Of a period, in which there may have been several merges, each is a bucket of all values.
     """
+
+    def exchanged(report: StepReport) -> int:
+        merges = max(report.buckets, 1) if report.covers == "period" else 1
+        return report.model_elements or report.elements // merges
+
     reports = (step.report for rank in run.ranks for step in rank.steps)
-    return max(
-        (
-            each.elements // max(each.buckets, 1) if each.covers == "period" else each.elements
-            for each in reports
-        ),
-        default=0,
-    )
+    return max(map(exchanged, reports), default=0)
 
 
 def utilisation(seconds: Mapping[str, float]) -> float:

@@ -27,6 +27,7 @@ from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.recorder import Recorder
 from gtopk.telemetry.run_record import LineFile
 from gtopk.telemetry.step_report import Balance, parts
+from gtopk.units import bytes_text
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
@@ -94,6 +95,15 @@ def test_dense_is_that_of_the_ranks_that_exchange_together(
     dense_bytes = 2 * (of - 1) / of * 4 * 100_000
     value, _ = figures["figures"]["Bytes sent, of dense"]
     assert value == f"1/{dense_bytes / 1200:.0f}"
+
+
+def test_dense_is_that_of_the_model_where_fragments_take_turns(tmp_path: Path) -> None:
+    turns = {"covers": "outer step", "elements": 25_000, "model_elements": 100_000}
+    run = read_run(write_run(tmp_path, **turns))
+    (sent,) = [tile for tile in series.tiles(run) if tile.name == "Bytes sent, of dense"]
+    least = bytes_text(2 * 2 / 3 * 4 * 100_000)
+    assert sent.detail.endswith(f"a dense allreduce of float32 sends at least {least}")
+    assert series.what_was_run(run)["Values of the model"] == "100,000"
 
 
 def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
