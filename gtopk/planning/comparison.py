@@ -44,9 +44,10 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 class Cluster:
     """The cluster and the neural network that a comparison is about.
 
-    length:           values of the gradient, float32.
+    length:           values of the gradient.
     buckets:          number of buckets, equally large, that are reduced one after the other.
     dense_buckets:    their number where the gradient is sent whole; None: the same.
+    value_bytes:      of a value before it is encoded; dense_value_bytes: of one that is sent whole.
     backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
                       methods, which select from the whole gradient, when it has ended.
     """
@@ -57,6 +58,8 @@ class Cluster:
     backward_seconds: float = 0.0
     buckets: int = 1
     dense_buckets: int | None = None
+    value_bytes: int = 4
+    dense_value_bytes: int = 4
 
     def on(self, link: Link) -> Cluster:
         """Return the cluster with another link between its nodes, or inside the only one.
@@ -94,8 +97,10 @@ class Cluster:
 
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
         """Return the prediction for reducing the gradient by a candidate."""
-        buckets = (candidate == DENSE and self.dense_buckets) or self.buckets
-        found = predict(candidate, -(-self.length // buckets), self.network, rates)
+        buckets, value_bytes = self.buckets, self.value_bytes
+        if candidate == DENSE:
+            buckets, value_bytes = self.dense_buckets or buckets, self.dense_value_bytes
+        found = predict(candidate, -(-self.length // buckets), self.network, rates, value_bytes)
         return in_a_step(found.times(buckets), self.network, buckets)
 
 
@@ -230,7 +235,8 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
-    equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
+    one = [gtopk.candidate.format]
+    equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
     latency_seconds = cluster.network.farthest.latency_seconds
     return Comparison(
         cluster,
@@ -239,7 +245,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
         sparse,
         [
             in_a_step(each, cluster.network, 1)
-            for each in equal
+            for each in reversed(equal)
             if each.candidate.algorithm != "dense"
         ],
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
