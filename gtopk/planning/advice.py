@@ -34,7 +34,14 @@ from ..exchange.exchange import (
 from ..exchange.node_exchange import NodeExchange
 from ..runtime.world.state import World
 from ..telemetry.step_report import SAME, Sized
-from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text
+from ..units import (
+    bandwidth_text,
+    bytes_text,
+    count_text,
+    digits,
+    seconds_text,
+    with_article,
+)
 from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
 
 
@@ -216,7 +223,7 @@ def _in_short(
 ) -> str:
     """Return the verdict as one clause."""
     dense, compressed = comparison.dense.seconds, _is_compressed(runs)
-    takes = f"dense takes {seconds_text(dense)} a {per} (estimate)"
+    takes = f"dense takes {seconds_text(dense)} {with_article(per)} (estimate)"
     if beyond:
         return f"{takes}; {beyond} as it runs here is beyond the model"
     candidate = runs.candidate if _is_compressed(runs) else found.candidate
@@ -226,7 +233,7 @@ def _in_short(
         verb = "saves" if compressed else "would save"
         return (
             f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
-            f"{seconds_text(dense)} a {per} (estimate)"
+            f"{seconds_text(dense)} {with_article(per)} (estimate)"
         )
     times = f"{takes}, {name} {seconds_text(seconds)}"
     if dense * SAME < seconds:

@@ -18,7 +18,14 @@ from collectives.cost import dense_bytes
 
 from ...telemetry.reading import Note, RankRecord, Run, Step, by_interest
 from ...telemetry.step_report import PARTS, Balance, StepReport, parts
-from ...units import bytes_text, count_text, digits, percent_text, seconds_text
+from ...units import (
+    bytes_text,
+    count_text,
+    digits,
+    percent_text,
+    seconds_text,
+    with_article,
+)
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -44,11 +51,6 @@ def several(covers: str, count: int = 2) -> str:
     if count == 1:
         return covers
     return f"{covers}{'es' if covers.endswith('ch') else 's'}"
-
-
-def a(covers: str) -> str:
-    """Return the word with its article."""
-    return f"{'an' if covers[0] in 'aeiou' else 'a'} {covers}"
 
 
 Place: TypeAlias = Callable[[Note], float]
@@ -327,7 +329,7 @@ def _step(run: Run) -> Tile:
     if is_of_several(run):
         own = statistics.fmean(step.report.local_steps for step in steps)
         detail += f"; {own:.3g} steps of a rank by itself are in one"
-    return Tile(f"{a(covers(run)).capitalize()} takes", seconds_text(total), detail)
+    return Tile(f"{with_article(covers(run)).capitalize()} takes", seconds_text(total), detail)
 
 
 def _ranks(run: Run) -> Tile:

@@ -31,7 +31,7 @@ from gtopk.units import bytes_text
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
-    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
+    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other"),
     "Straggler score",
     *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
     *("Norm of the residual", "Age of the residual"),
@@ -118,7 +118,7 @@ def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None
         kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
         path.write_text("\n".join(kept))
     titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
-    assert titles == set(FIGURES[:6]) | {"Batch sizes"}
+    assert titles == set(FIGURES[:5]) | {"Batch sizes"}
 
 
 @pytest.mark.parametrize("covers", ["mega-batch", "period"])
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
 
 def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
-    assert html.count(">rank 19</text>") == 2  # its step, its utilisation
+    assert html.count(">rank 19</text>") == 1
     assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
 
 
