@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -478,7 +479,7 @@ _watches: Final[WeakKeyDictionary[World, LossWatch]] = WeakKeyDictionary()
 def _watch_loss(here: World, loss: Any) -> None:
     """Warn where the loss of a compressed run rises; values that are not numbers are ignored."""
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
-    if not (is_one or isinstance(loss, int | float)) or not balance_of(here).compresses:
+    if not (is_one or isinstance(loss, Real)) or not balance_of(here).compresses:
         return
     watch = _watches.setdefault(here, LossWatch())
     if said := watch.note(loss, here.step):
