@@ -100,8 +100,7 @@ def parts(step: StepReport) -> dict[str, float]:
     Of the engine's work only the part counts that backward did not hide. The rest of the waiting
     for the update is "wait": for other ranks to be ready, and for the engine's turn.
     """
-    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
-    shown = max(0.0, 1.0 - hidden)
+    shown = _exposed(step)
     busy = {
         "select": step.select_seconds - step.apply_seconds,
         "pack": step.code_seconds,
@@ -118,6 +117,12 @@ def parts(step: StepReport) -> dict[str, float]:
     wait = room - sum(seconds.values())
     seconds["select"] += applied
     return {"compute": max(0.0, step.compute_seconds), "wait": max(0.0, wait), **seconds}
+
+
+def _exposed(step: StepReport) -> float:
+    """Return the share of the engine's work that the program waited for."""
+    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
+    return max(0.0, 1.0 - hidden)
 
 
 def density(step: StepReport) -> float | None:
@@ -138,6 +143,7 @@ class Balance:
 
     seconds: float = 0.0
     exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0  # of the compressed exchanges: those that the program waited for
     expected_steps: int = 0  # steps whose exchange was predicted
     expected_seconds: float = 0.0
     then_seconds: float = 0.0  # of the exchanges that were expected to take some
@@ -160,6 +166,8 @@ class Balance:
         dense_seconds = step.exchange_seconds if is_dense else step.dense_seconds
         self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
         self.exchange_seconds += count * step.exchange_seconds
+        if not is_dense:
+            self.exposed_seconds += count * _exposed(step) * step.exchange_seconds
         self.dense_seconds += count * dense_seconds
         if step.predicted_seconds is not None:  # None while the density warms up
             self.expected_steps += count
@@ -179,7 +187,8 @@ class Balance:
         """
         if not self.elements or not self.compresses:
             return ""
-        saved = self.dense_seconds - self.exchange_seconds
+        # An exchange that was hidden has cost nothing, whatever dense would have taken.
+        saved = max(self.dense_seconds - self.exchange_seconds, -self.exposed_seconds)
         run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
         if abs(saved) < _CLOSE * self.seconds:
             result = (

@@ -66,6 +66,21 @@ def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("hidden_seconds", "says"),
+    [
+        (0.003, "compression neither saved nor cost time in 1 s (dense by estimate)"),
+        (0.0015, "compression cost up to 150 ms of 1 s "),
+        (0.0, "compression cost up to 200 ms of 1 s "),
+    ],
+)
+def test_what_backward_has_hidden_has_cost_nothing(hidden_seconds: float, says: str) -> None:
+    balance = Balance()
+    for step in range(100):  # of 3 ms each
+        balance.note(report(step, dense_seconds=0.001, hidden_seconds=hidden_seconds))
+    assert balance.verdict().replace("\N{NO-BREAK SPACE}", " ").startswith(says)
+
+
 def test_steps_that_stand_for_others_count_as_many_times() -> None:
     one, many = Balance(), Balance()
     for balance, counts in ((one, [1] * 10), (many, [5, 5])):
