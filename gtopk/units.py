@@ -14,6 +14,11 @@ def count_text(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def with_article(noun: str) -> str:
+    """Return "step" as "a step", and "outer step" as "an outer step"."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def bytes_text(value: float, count: int = 3) -> str:
     """Return 20400 as "20.4 kB" (decimal units); count: of digits."""
     return scaled(value, ("B", "kB", "MB", "GB", "TB"), lambda each: digits(each, count))

@@ -138,6 +138,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     assert link is not None  # two ranks are on one node, or two nodes have one each
     size, messages = transport.size, 2 * rounds(transport.size)
     allreduce = None
+    # By the link, on which all have agreed: all ranks time it, or none does.
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)

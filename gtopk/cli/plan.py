@@ -65,6 +65,7 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]:
     """Return the table's lines; those of the cheapest method begin with ">"."""
     cluster, network = comparison.cluster, comparison.cluster.network
+    formats = comparison.formats
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
     where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
     if network.ranks_per_node > 1:
@@ -83,10 +84,10 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
         *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
         *_legend(comparison),
         "",
-        *_wrapped(verdict(comparison, pays_clearly(cluster, rates))),
+        *_wrapped(verdict(comparison, pays_clearly(cluster, rates, formats))),
     ]
     if network.ranks > 1:
-        lines += _wrapped(_what_decides(deciding(cluster, rates)))
+        lines += _wrapped(_what_decides(deciding(cluster, rates, formats)))
         lines += _wrapped(_MEMORY)
     if comparison.equal_bytes and network.ranks > 1:
         sent = comparison.equal_bytes[0].sent.most_bytes

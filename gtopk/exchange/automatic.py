@@ -92,6 +92,8 @@ class AutomaticExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.selector is None:
             self.selector = self._begin(bucket, transport)
+        # On all ranks in the same step: they have applied the same steps since the last look, those
+        # that have joined, too, and every window follows from numbers that all have agreed on.
         elif len(self._seen) >= self.selector.window:
             self._look(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)

@@ -37,6 +37,7 @@ def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibrat
     home: the device of this rank's buckets. The rates of a host's kernels are kept from run to run;
         those of a GPU's are measured in each.
     """
+    # Not by `home`, too: ranks may have unlike devices, and all of them measure here, or none does.
     if transport not in _of_transport:
         found = calibrate(transport, FORMATS, facts={"gtopk": __version__})
         rates = _slowest_rates(found.rates, transport, home)

@@ -309,8 +309,8 @@ class _LocalSGD(Wrapping):
             step=self._world.step - 1,
             compute_seconds=self._ended - began - before.waited,
             elements=sum(p.numel() for p in fragment.parameters),
-            predicted_seconds=fragment.exchange.expected.seconds,
-            dense_seconds=fragment.exchange.expected.dense_seconds,
+            model_elements=sum(p.numel() for p in self._names),
+            expected=fragment.exchange.expected,
         )
         balance_of(self._world).note(self.last_step)
         if (recorder := recorder_of(self._world)) is not None:

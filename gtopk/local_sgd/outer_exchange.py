@@ -146,14 +146,14 @@ def report_of(
     step: int,
     compute_seconds: float,
     elements: int,
-    predicted_seconds: float | None,
-    dense_seconds: float | None = None,
+    model_elements: int,
+    expected: ExpectedStep,
 ) -> StepReport:
     """Return the report of an outer step.
 
-    compute_seconds: of all steps of the round. elements: values of all parameters.
-    predicted_seconds: of the exchange, where it predicts nothing itself; dense_seconds: of a dense
-        one.
+    compute_seconds: of all steps of the round.
+    elements: values of the fragment's parameters; model_elements: of those of all fragments.
+    expected: of the exchange, where it predicts nothing itself.
     """
     operation, done = outcome.operation, outcome.exchanged
     coded = done.coded if done else NOTHING_CODED
@@ -172,7 +172,7 @@ def report_of(
         working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
         buckets=1,
         exchange_seconds=done.seconds if done else 0.0,
-        predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
+        predicted_seconds=(done.predicted_seconds or expected.seconds) if done else None,
         sent_bytes=operation.traffic.sent_bytes,
         sent_messages=operation.traffic.sent_messages,
         bytes_counted=done.bytes_counted if done else True,
@@ -186,7 +186,8 @@ def report_of(
         local_steps=round.covered,
         covers="outer step",
         ranks=operation.ranks,
-        dense_seconds=dense_seconds if done else None,
+        dense_seconds=expected.dense_seconds if done else None,
+        model_elements=model_elements,
     )
 
 

@@ -188,10 +188,10 @@ class _DistributedOptimizer(Readings):
                 sample_residual(recorder, self._reducer.planned.bucket_exchanges)
         if (timeline := timeline_of(self._world)) is not None:
             began = self._reducer.progress.backward_began
-            spans = (
-                Span("BACKWARD", began, began + self._reducer.progress.backward_seconds),
-                Span("SYNCHRONIZE", begun, self._exchange_ended),
-            )
+            spans = [Span("SYNCHRONIZE", begun, self._exchange_ended)]
+            if began > (ended_before or 0.0):  # else nobody saw this step's: of a rank alone, say
+                ended = began + self._reducer.progress.backward_seconds
+                spans.insert(0, Span("BACKWARD", began, ended))
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:

@@ -16,7 +16,13 @@ from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..planning import advice
-from ..planning.advice import Exchanging, expected, expected_seconds, in_question
+from ..planning.advice import (
+    Exchanging,
+    expected,
+    expected_seconds,
+    in_question,
+    value_bytes_of,
+)
 from ..planning.bucket_plan import buckets_by
 from ..runtime.world.state import World
 from ..telemetry.step_report import Sized
@@ -96,6 +102,7 @@ class ExpectedStep:
                 self._beyond,
                 self._other_buckets(asked, is_compressed, calibration),
                 here.transport.library(),
+                *value_bytes_of(asked),
             )
             advice.say_once(here, said)
 
@@ -126,7 +133,8 @@ class ExpectedStep:
         if is_compressed:
             buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
             length = -(-sum(_lengths(bucket_exchanges)) // buckets)
-            dense = expected(Compression.none, length, self._calibration)
+            value_bytes, _ = value_bytes_of(asked)
+            dense = expected(Compression.none, length, self._calibration, value_bytes)
             self._dense_seconds = dense.times(buckets).seconds if dense is not None else None
 
     @property
@@ -136,12 +144,14 @@ class ExpectedStep:
 
     @property
     def seconds(self) -> float | None:
-        """Return the expected seconds of a step's exchange; None where they are not known.
+        """Return the expected seconds of the exchange that has ended; None where they are unknown.
 
         They are not known while the density warms up.
         """
-        warming = getattr(self._compression, "warmup_steps", 0) > self._progress.steps
-        return None if warming else self._seconds
+        warmup_steps = getattr(self._compression, "warmup_steps", 0)
+        # The report of the last warm-up step is made once that step is counted (but for FSDP's).
+        warmed_up = warmup_steps == 0 or self._progress.steps > warmup_steps
+        return self._seconds if warmed_up else None
 
 
 def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:

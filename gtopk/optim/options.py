@@ -63,10 +63,11 @@ class Options:
                 f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
             )
         factor = self.gradient_predivide_factor
+        check_number("gradient_predivide_factor", factor)
         if factor != 1.0 and self.op != Average:
             raise ValueError("gradient_predivide_factor is for op=Average only")
-        if factor <= 0:
-            raise ValueError(f"gradient_predivide_factor must be above 0, got {factor}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"gradient_predivide_factor must be above 0 and finite, got {factor}")
         if self.missing_gradients not in ("error", "zeros"):
             raise ValueError(
                 f"missing_gradients must be 'error' or 'zeros', got {self.missing_gradients!r}"

@@ -16,7 +16,13 @@ from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 from collectives.cost import BreakEven, Link, break_even
 from collectives.cost_model import Calibration, Candidate, Prediction, Rates, predict
 
-from ..compression import ErrorFeedback, Hierarchical, SparseCompression, usual_density
+from ..compression import (
+    ErrorFeedback,
+    FP16Compressor,
+    Hierarchical,
+    SparseCompression,
+    usual_density,
+)
 from ..exchange.buckets.buckets import Bucket
 from ..exchange.exchange import (
     CompressorExchange,
@@ -28,7 +34,14 @@ from ..exchange.exchange import (
 from ..exchange.node_exchange import NodeExchange
 from ..runtime.world.state import World
 from ..telemetry.step_report import SAME, Sized
-from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text
+from ..units import (
+    bandwidth_text,
+    bytes_text,
+    count_text,
+    digits,
+    seconds_text,
+    with_article,
+)
 from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
 
 
@@ -116,6 +129,16 @@ def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bo
     return compressed or dense, bool(compressed)
 
 
+def value_bytes_of(asked: Sequence[Exchanging]) -> tuple[int, int]:
+    """Return the bytes of a value of these buckets, and of one where they travel whole."""
+    in_bucket = max((each.bucket.dtype.itemsize for each in asked), default=4)
+    ways = map(_way_of, asked)
+    compressors = {way.compressor for way in ways if isinstance(way, CompressorExchange)}
+    # Those of the user send what nobody knows: they count as the bucket's values.
+    in_16_bits = compressors and all(issubclass(each, FP16Compressor) for each in compressors)
+    return in_bucket, 2 if in_16_bits else in_bucket
+
+
 _log = logging.getLogger("gtopk")
 
 
@@ -144,6 +167,8 @@ def advice(
     beyond: str = "",
     other_buckets: int | None = None,
     over: str = "",
+    value_bytes: int = 4,
+    dense_value_bytes: int = 4,
 ) -> Advice:
     """Return the advice.
 
@@ -154,6 +179,7 @@ def advice(
     other_buckets: the number of buckets in the other case: if compressed values were sent whole, or
                    uncompressed ones compressed; None: the same.
     over: the name of the transport.
+    value_bytes, dense_value_bytes: as in `Cluster`.
     """
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
@@ -162,7 +188,13 @@ def advice(
     if not isinstance(compression, ErrorFeedback):
         buckets.reverse()
     cluster = Cluster(
-        sum(lengths), calibration.network, density, buckets=buckets[0], dense_buckets=buckets[1]
+        sum(lengths),
+        calibration.network,
+        density,
+        buckets=buckets[0],
+        dense_buckets=buckets[1],
+        value_bytes=value_bytes,
+        dense_value_bytes=dense_value_bytes,
     )
     comparison = compare(cluster, rates._replace(coding=exact))
     found = comparison.cheapest_sparse
@@ -194,7 +226,7 @@ def _in_short(
 ) -> str:
     """Return the verdict as one clause."""
     dense, compressed = comparison.dense.seconds, _is_compressed(runs)
-    takes = f"dense takes {seconds_text(dense)} a {per} (estimate)"
+    takes = f"dense takes {seconds_text(dense)} {with_article(per)} (estimate)"
     if beyond:
         return f"{takes}; {beyond} as it runs here is beyond the model"
     candidate = runs.candidate if _is_compressed(runs) else found.candidate
@@ -204,7 +236,7 @@ def _in_short(
         verb = "saves" if compressed else "would save"
         return (
             f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
-            f"{seconds_text(dense)} a {per} (estimate)"
+            f"{seconds_text(dense)} {with_article(per)} (estimate)"
         )
     times = f"{takes}, {name} {seconds_text(seconds)}"
     if dense * SAME < seconds:
@@ -286,7 +318,7 @@ def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction 
     calibration = Calibration(cluster.network, rates, "")
     if not isinstance(compression, ErrorFeedback):
         return cluster.reduced(DENSE, rates)
-    found = expected(compression, cluster.bucket_length, calibration)
+    found = expected(compression, cluster.bucket_length, calibration, cluster.value_bytes)
     if found is None:
         return None
     return in_a_step(found.times(cluster.buckets), cluster.network, cluster.buckets)

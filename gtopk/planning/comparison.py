@@ -45,9 +45,10 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 class Cluster:
     """The cluster and the neural network that a comparison is about.
 
-    length:           values of the gradient, float32.
+    length:           values of the gradient.
     buckets:          number of buckets, equally large, that are reduced one after the other.
     dense_buckets:    their number where the gradient is sent whole; None: the same.
+    value_bytes:      of a value before it is encoded; dense_value_bytes: of one that is sent whole.
     backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
                       methods, which select from the whole gradient, when it has ended.
     """
@@ -58,6 +59,8 @@ class Cluster:
     backward_seconds: float = 0.0
     buckets: int = 1
     dense_buckets: int | None = None
+    value_bytes: int = 4
+    dense_value_bytes: int = 4
 
     def on(self, link: Link) -> Cluster:
         """Return the cluster with another link between its nodes, or inside the only one.
@@ -95,8 +98,10 @@ class Cluster:
 
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
         """Return the prediction for reducing the gradient by a candidate."""
-        buckets = (candidate == DENSE and self.dense_buckets) or self.buckets
-        found = predict(candidate, -(-self.length // buckets), self.network, rates)
+        buckets, value_bytes = self.buckets, self.value_bytes
+        if candidate == DENSE:
+            buckets, value_bytes = self.dense_buckets or buckets, self.dense_value_bytes
+        found = predict(candidate, -(-self.length // buckets), self.network, rates, value_bytes)
         return in_a_step(found.times(buckets), self.network, buckets)
 
 
@@ -172,9 +177,11 @@ class Comparison:
         return self.cheapest.candidate.algorithm != "dense"
 
 
-def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
-    """Tell whether to compress; None where the two times differ by less than the model's error."""
-    formats = list(rates.coding)
+def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> bool | None:
+    """Tell whether to compress; None where the two times differ by less than the model's error.
+
+    formats: those that sparse methods may send; rates may be of others, too.
+    """
     backward = cluster.backward_seconds
     dense = exposed_seconds(cluster.reduced(DENSE, rates), backward)
     sparse = min(
@@ -186,9 +193,9 @@ def pays_clearly(cluster: Cluster, rates: Rates) -> bool | None:
     return None if sparse < dense else False
 
 
-def deciding(cluster: Cluster, rates: Rates) -> list[str]:
-    """Return the inputs of which halving or doubling one alone changes the verdict."""
-    link, now = cluster.network.farthest, pays_clearly(cluster, rates)
+def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[str]:
+    """Return the inputs of which halving or doubling one alone changes `pays_clearly`'s verdict."""
+    link, now = cluster.network.farthest, pays_clearly(cluster, rates, formats)
     found = []
     for factor, words in ((0.5, "half"), (2.0, "twice")):
         changed = {
@@ -204,7 +211,9 @@ def deciding(cluster: Cluster, rates: Rates) -> list[str]:
             changed[f"{words} the backward pass"] = replace(
                 cluster, backward_seconds=factor * cluster.backward_seconds
             )
-        found += [name for name, at in changed.items() if pays_clearly(at, rates) is not now]
+        found += [
+            name for name, at in changed.items() if pays_clearly(at, rates, formats) is not now
+        ]
     return found
 
 
@@ -239,14 +248,15 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
-    equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
+    one = [gtopk.candidate.format]
+    equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
     return Comparison(
         cluster,
         dense,
         sparse,
         [
             in_a_step(each, cluster.network, 1)
-            for each in equal
+            for each in reversed(equal)
             if each.candidate.algorithm != "dense"
         ],
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),

@@ -101,7 +101,7 @@ _MOST: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
 # Larger values overflow where they are added up: they are treated as not finite.
-_LARGEST_VALUE: Final = 1e300
+LARGEST_VALUE: Final = 1e300
 # Controls of terminals and of text direction, and surrogates, which no encoding takes.
 _STEERING: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -138,10 +138,13 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+def _is_value(value: Any) -> bool:
+    """Tell whether this is a number of any size, or None: a training that diverges has such."""
+    return type(value) in (int, float, type(None))
+
+
 def _are_values(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        name and type(each) in (int, float, type(None)) for name, each in value.items()
-    )
+    return isinstance(value, dict) and all(name and _is_value(each) for name, each in value.items())
 
 
 _OF_TYPES: Final[Mapping[str, Check]] = {
@@ -193,7 +196,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     ),
     "resumed": ({"step": _is_count}, {}),
     "withheld": (
-        {"step": _is_count, "norm": _or_none(_is_number), "age_steps": _or_none(_is_number)},
+        {"step": _is_count, "norm": _is_value, "age_steps": _is_value},
         {},
     ),
     "score": ({"step": _is_count, "score": _or_none(_is_number)}, {}),
@@ -224,11 +227,13 @@ def sound(line: Line, rank: int | None) -> Line | None:
         return None
     if what == "values":
         line["values"] = {name: _within(value) for name, value in line["values"].items()}
+    if what == "withheld":
+        line |= {name: _within(line[name]) for name in ("norm", "age_steps")}
     return line
 
 
 def _within(value: float | None) -> float | None:
-    return None if value is None or not abs(value) <= _LARGEST_VALUE else value
+    return None if value is None or not abs(value) <= LARGEST_VALUE else value
 
 
 def shown(value: Any) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,7 +35,7 @@ from ..runtime.world import world
 from ..runtime.world.state import World, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
-from .lines import FORMAT, Line, as_text, path_of
+from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
 from .recorder import Recorder, Sink
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
@@ -445,7 +446,8 @@ class LossWatch:
         self._values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         if len(self._values) < WINDOW:
             return ""
-        values = [each for each in map(_number, self._values) if math.isfinite(each)]
+        # Values that `log` notes as not finite: sums of larger ones overflow.
+        values = [each for each in map(_number, self._values) if abs(each) <= LARGEST_VALUE]
         self._values = []
         self._windows += 1
         self.is_over = self._windows >= _WINDOWS
@@ -477,7 +479,7 @@ _watches: Final[WeakKeyDictionary[World, LossWatch]] = WeakKeyDictionary()
 def _watch_loss(here: World, loss: Any) -> None:
     """Warn where the loss of a compressed run rises; values that are not numbers are ignored."""
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
-    if not (is_one or isinstance(loss, int | float)) or not balance_of(here).compresses:
+    if not (is_one or isinstance(loss, Real)) or not balance_of(here).compresses:
         return
     watch = _watches.setdefault(here, LossWatch())
     if said := watch.note(loss, here.step):

@@ -42,6 +42,8 @@ class StepReport:
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
     elements:            values of all gradients that were exchanged.
+    model_elements:      values of the model, where parts of it are exchanged in turn, as fragments
+                         of LocalSGD are; 0: all are exchanged at once.
     ranks:               number of ranks that exchanged; 0: none, or written by an earlier version.
     samples:             number of samples behind this rank's gradients; None if unknown.
     selected:            entries this rank picked (dense: all).
@@ -86,6 +88,7 @@ class StepReport:
     covers: str = "step"
     ranks: int = 0
     dense_seconds: float | None = None
+    model_elements: int = 0
 
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
@@ -97,8 +100,7 @@ def parts(step: StepReport) -> dict[str, float]:
     Of the engine's work only the part counts that backward did not hide. The rest of the waiting
     for the update is "wait": for other ranks to be ready, and for the engine's turn.
     """
-    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
-    shown = max(0.0, 1.0 - hidden)
+    shown = _exposed(step)
     busy = {
         "select": step.select_seconds - step.apply_seconds,
         "pack": step.code_seconds,
@@ -117,6 +119,12 @@ def parts(step: StepReport) -> dict[str, float]:
     return {"compute": max(0.0, step.compute_seconds), "wait": max(0.0, wait), **seconds}
 
 
+def _exposed(step: StepReport) -> float:
+    """Return the share of the engine's work that the program waited for."""
+    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
+    return max(0.0, 1.0 - hidden)
+
+
 def density(step: StepReport) -> float | None:
     """Return the share of the values that this rank selected; None where none were exchanged."""
     return step.selected / step.elements if step.elements else None
@@ -133,9 +141,9 @@ def batch(step: StepReport) -> float | None:
 class Balance:
     """The cost of compression in a run so far, compared with dense gradients."""
 
-    steps: int = 0
     seconds: float = 0.0
     exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0  # of the compressed exchanges: those that the program waited for
     expected_steps: int = 0  # steps whose exchange was predicted
     expected_seconds: float = 0.0
     then_seconds: float = 0.0  # of the exchanges that were expected to take some
@@ -145,37 +153,42 @@ class Balance:
     elements: int = 0
     coded_entries: int = 0
     coded_bytes: int = 0
-    algorithm: str = ""
+    algorithm: str = ""  # of the last step that did not send all
     compresses: bool = False  # whether any step did, with a prediction or without
 
     def note(self, step: StepReport, count: int = 1) -> None:
         """Count a step, `count` times, if a dense one was predicted."""
+        is_dense = step.algorithm == "dense"
         self.compresses |= step.algorithm not in ("", "dense")
         if step.dense_seconds is None or step.skipped:
             return
-        self.steps += count
+        # Where Compression.auto has run dense, dense's time was measured: nothing saved or lost.
+        dense_seconds = step.exchange_seconds if is_dense else step.dense_seconds
         self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
         self.exchange_seconds += count * step.exchange_seconds
-        self.dense_seconds += count * step.dense_seconds
+        if not is_dense:
+            self.exposed_seconds += count * _exposed(step) * step.exchange_seconds
+        self.dense_seconds += count * dense_seconds
         if step.predicted_seconds is not None:  # None while the density warms up
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
             self.then_seconds += count * step.exchange_seconds
-            self.then_dense_seconds += count * step.dense_seconds
+            self.then_dense_seconds += count * dense_seconds
         self.selected += step.selected
         self.elements += step.elements
         self.coded_entries += step.coded_entries
         self.coded_bytes += step.coded_bytes
-        self.algorithm = step.algorithm
+        self.algorithm = self.algorithm if is_dense else step.algorithm
 
     def verdict(self) -> str:
-        """Return a sentence on whether compression has paid; "" where that is unknown.
+        """Return a sentence on whether compression has paid; "" where unknown, or none has run.
 
         For dense the model predicts the exchange, but not how much of it backward would hide.
         """
-        if not self.steps or not self.elements:
+        if not self.elements or not self.compresses:
             return ""
-        saved = self.dense_seconds - self.exchange_seconds
+        # An exchange that was hidden has cost nothing, whatever dense would have taken.
+        saved = max(self.dense_seconds - self.exchange_seconds, -self.exposed_seconds)
         run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
         if abs(saved) < _CLOSE * self.seconds:
             result = (

@@ -94,6 +94,8 @@ class Stragglers:
             if self._telling.error is None:  # else a rank has joined, or left
                 self._hear(self._telling.result)
             self._telling = None
+        # All ranks submit alike: the last exchange of flags was announced before those of the steps
+        # since, which have ended on every rank, and so has it.
         if steps % _EVERY == 0 and self._telling is None:
             median = statistics.median(self._recent) if self._recent else 0.0
             self._telling = self._engine.submit(

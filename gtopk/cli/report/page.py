@@ -9,7 +9,7 @@ from importlib.resources import files
 from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
-from ...units import digits, percent_text, seconds_text
+from ...units import digits, percent_text, seconds_text, with_article
 from ..charts import facts, legend, prose
 from ..charts import page as shared_page
 from . import plots, series
@@ -18,7 +18,6 @@ from .series import (
     WAITS,
     Point,
     Tile,
-    a,
     happenings,
     several,
     steps_taken,
@@ -45,7 +44,6 @@ def figures(run: Run) -> dict[str, list[str]]:
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
-            utilisation_figure(run),
             stragglers_figure(run),
             prediction_figure(run),
         ],
@@ -134,7 +132,7 @@ def parts_figure(run: Run) -> str:
         )
     reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
     return figure(
-        f"{a(covers).capitalize()} of each rank",
+        f"{with_article(covers).capitalize()} of each rank",
         _parts_legend(shown) + plots.parts_of_ranks(by_rank),
         reading,
     )
@@ -238,21 +236,6 @@ def batches_figure(run: Run) -> str:
         ),
         reading
         + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
-    )
-
-
-def utilisation_figure(run: Run) -> str:
-    """Show the share of its time that each rank computed."""
-    shares = {
-        rank.rank: series.utilisation(series.mean_parts(series.settled(rank)))
-        for rank in run.ranks[:_MANY_RANKS]
-        if rank.steps
-    }
-    return figure(
-        "Utilisation",
-        plots.shares_of_ranks(shares),
-        "The share of its time that a rank computed; the rest it waited for others, or for "
-        "updates. Ranks that are alike in this finish together.",
     )
 
 

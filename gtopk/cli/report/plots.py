@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from ...telemetry.step_report import PARTS
-from ...units import SPACE, bytes_text, percent_text, seconds_text
+from ...units import SPACE, bytes_text, seconds_text, with_article
 from ..charts import WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical
-from .series import Point, a
+from .series import Point
 
 ROW, BAR = 54, 16  # units of the drawing
 MANY: Final = 8  # ranks; beyond, a row has no words below its bar
@@ -158,8 +158,10 @@ Parts = Sequence[tuple[float, Mapping[str, float]]]  # where on the x axis, and 
 def parts_over_steps(found: Parts, covers: str = "step") -> str:
     """Draw the seconds of a step over the steps; covers: what is one."""
     y = vertical(0.0, 1.05 * max(sum(seconds.values()) for _, seconds in found))
-    title = f"Time of {a(covers)} by part, over the steps, mean of the ranks"
-    return _stacked(title, found, y, (steps_text, seconds_text), ("step", f"{a(covers)} takes"))
+    title = f"Time of {with_article(covers)} by part, over the steps, mean of the ranks"
+    return _stacked(
+        title, found, y, (steps_text, seconds_text), ("step", f"{with_article(covers)} takes")
+    )
 
 
 def parts_over_time(found: Parts) -> str:
@@ -190,22 +192,6 @@ def _stacked(
         below = above
     axes = frame(x, y, _ticks(x, written[0]), _ticks(y, written[1]), names)
     return drawing(title, [*drawn, axes])
-
-
-def shares_of_ranks(shares: Mapping[int, float]) -> str:
-    """Draw a bar for each rank: the share of its time that it computed."""
-    drawn = []
-    for place, (rank, share) in enumerate(shares.items()):
-        top = place * SLIM_ROW
-        width = (WIDTH - 130) * share
-        drawn.append(text((0, top + 13), f"rank {rank}", "label"))
-        drawn.append(
-            f'<rect class="rest" x="62" y="{top}" width="{WIDTH - 130}" height="{BAR}"/>'
-            f'<rect class="bar series-0" x="62" y="{top}" width="{width:.1f}" height="{BAR}"/>'
-        )
-        drawn.append(text((WIDTH - 60, top + 13), percent_text(share), "tick"))
-    title = "Share of its time that each rank computed"
-    return drawing(title, drawn, height=len(shares) * SLIM_ROW)
 
 
 def are_apart(points: Sequence[Point], times: float) -> bool:

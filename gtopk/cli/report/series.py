@@ -17,8 +17,15 @@ from typing import Final, NamedTuple, TypeAlias
 from collectives.cost import dense_bytes
 
 from ...telemetry.reading import Note, RankRecord, Run, Step, by_interest
-from ...telemetry.step_report import PARTS, Balance, parts
-from ...units import bytes_text, count_text, digits, percent_text, seconds_text
+from ...telemetry.step_report import PARTS, Balance, StepReport, parts
+from ...units import (
+    bytes_text,
+    count_text,
+    digits,
+    percent_text,
+    seconds_text,
+    with_article,
+)
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -44,11 +51,6 @@ def several(covers: str, count: int = 2) -> str:
     if count == 1:
         return covers
     return f"{covers}{'es' if covers.endswith('ch') else 's'}"
-
-
-def a(covers: str) -> str:
-    """Return the word with its article."""
-    return f"{'an' if covers[0] in 'aeiou' else 'a'} {covers}"
 
 
 Place: TypeAlias = Callable[[Note], float]
@@ -213,18 +215,17 @@ def is_of_several(run: Run) -> bool:
 
 
 def values(run: Run) -> int:
-    """Return the number of values in an exchange; 0 without any.
+    """Return the number of values that are exchanged, of the model or gradient; 0 without any.
 
     Of a period, in which there may have been several merges, each is a bucket of all values.
     """
+
+    def exchanged(report: StepReport) -> int:
+        merges = max(report.buckets, 1) if report.covers == "period" else 1
+        return report.model_elements or report.elements // merges
+
     reports = (step.report for rank in run.ranks for step in rank.steps)
-    return max(
-        (
-            each.elements // max(each.buckets, 1) if each.covers == "period" else each.elements
-            for each in reports
-        ),
-        default=0,
-    )
+    return max(map(exchanged, reports), default=0)
 
 
 def utilisation(seconds: Mapping[str, float]) -> float:
@@ -266,8 +267,17 @@ def tiles(run: Run) -> Iterator[Tile]:
 def verdict(run: Run) -> str:
     """Return whether compression has paid; "" where its record does not tell."""
     rank, balance = run.first, Balance()
+    every, counted = int(rank.begin.get("every", 1)), rank.from_step
     for step in rank.steps:
-        balance.note(step.report, int(rank.begin.get("every", 1)))
+        report = step.report
+        # A line stands for those since the line before: the first one, and that of a skipped step,
+        # are written whatever `every` says, and so is the last.
+        since = round((report.step + 1 - counted) / max(1, report.local_steps))
+        balance.note(report, max(1, since) if every > 1 else 1)
+        if report.skipped:
+            counted += max(1, report.local_steps)
+        else:
+            counted = report.step + 1
     return balance.verdict()
 
 
@@ -319,7 +329,7 @@ def _step(run: Run) -> Tile:
     if is_of_several(run):
         own = statistics.fmean(step.report.local_steps for step in steps)
         detail += f"; {own:.3g} steps of a rank by itself are in one"
-    return Tile(f"{a(covers(run)).capitalize()} takes", seconds_text(total), detail)
+    return Tile(f"{with_article(covers(run)).capitalize()} takes", seconds_text(total), detail)
 
 
 def _ranks(run: Run) -> Tile:

@@ -8,7 +8,15 @@ import sys
 import pytest
 
 from collectives.cost import Link
-from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
+from collectives.cost_model import (
+    DEFAULT_RATES,
+    Candidate,
+    CodingRate,
+    Format,
+    Network,
+    predict,
+)
+from gtopk.cli import plan
 from gtopk.cli.arguments import PARAMETERS
 from gtopk.cli.main import main
 
@@ -97,6 +105,19 @@ def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
     assert "Too close to tell" in text
     assert "pays here" not in text
     assert "What decides: this verdict turns with half the bandwidth" in text
+
+
+def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch):
+    """Lists in 3 bits would pay here, and were not asked about."""
+
+    def measured(formats):
+        coding = {format: DEFAULT_RATES.coding[format] for format in formats}
+        return DEFAULT_RATES._replace(coding=coding | {Format("raw", "int3"): CodingRate(0, 0)})
+
+    monkeypatch.setattr(plan, "measure_rates", measured)
+    command = ["--model", "resnet50", "--ranks", "8", "--density", "0.1", "--bandwidth", "8gbit"]
+    assert "Too close to tell" in prose(said(capsys, *command))
+    assert "Too close to tell" not in prose(said(capsys, *command, "--values", "int3"))
 
 
 def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):

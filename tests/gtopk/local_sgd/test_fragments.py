@@ -227,6 +227,7 @@ def test_the_longest_exchange_is_shorter_and_the_sum_the_same(fragments: int) ->
                 sum(each.selected for each in turn) == sum(sizes) == sum(r.elements for r in turn)
             )
             assert sum(each.local_steps for each in turn) == 4
+            assert {each.model_elements for each in turn} == {sum(sizes)}
             most = max(sum(sizes[n] for n in part) for part in PARTS.get(fragments, [range(4)]))
             assert max(each.selected for each in turn) == most
 

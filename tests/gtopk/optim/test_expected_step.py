@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from collectives.cost import Link
-from collectives.cost_model import DEFAULT_RATES, Calibration, Network
+from collectives.cost_model import DEFAULT_RATES, Calibration, Candidate, Network, predict
+from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
@@ -18,6 +19,9 @@ from gtopk.exchange.sparse_gradients import SparseGradientExchange
 from gtopk.optim.expected_step import ExpectedStep
 from gtopk.planning.advice import advice
 from gtopk.planning.bucket_plan import buckets_by
+from gtopk.runtime.world import world
+from gtopk.units import seconds_text
+from tests.gtopk.four_layers import distribute, inputs, layers
 
 SLOW = Calibration(Network(8, Link.of(1e8, 50e-6)), DEFAULT_RATES, "made up")
 GTOPK = Compression.gtopk(density=0.001)
@@ -85,6 +89,36 @@ def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
     assert ": would save" in said
 
 
+@pytest.mark.parametrize(
+    ("compression", "dtype", "value_bytes"),
+    [
+        (Compression.none, torch.float32, 4),
+        (Compression.none, torch.bfloat16, 4),  # sums are of float32
+        (Compression.none, torch.float64, 8),
+        (Compression.fp16, torch.float32, 2),
+        (Compression.bf16, torch.float64, 2),
+        (GTOPK, torch.float64, 8),
+    ],
+)
+def test_dense_takes_the_bytes_that_it_sends(
+    compression: object, dtype: torch.dtype, value_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype).expand(10**6))
+    one = open_bucket_exchange("lane", [parameter], ["parameter"], compression, Progress())
+    dense = predict(Candidate("dense"), 10**6, SLOW.network, SLOW.rates, value_bytes).seconds
+    agreed = SLOW.network.expected_agreement_seconds
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "gtopk"):
+        expected = ExpectedStep(compression, Progress())
+        expected.measure([one], peers())
+    assert f": dense {seconds_text(dense + agreed)}, " in caplog.text
+    if compression is GTOPK:
+        assert expected.dense_seconds == dense
+        sparse = predict(GTOPK.candidate(*GTOPK.formats()), 10**6, SLOW.network, SLOW.rates, 8)
+        saved = seconds_text(dense - sparse.seconds)
+        assert f"saves up to {saved} of dense's" in caplog.text
+
+
 def test_of_sparse_gradients_alone_there_is_nothing_to_say(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -115,6 +149,26 @@ def test_one_rank_alone_expects_nothing() -> None:
     expected = ExpectedStep(GTOPK, Progress())
     expected.measure([bucket_exchange(1000, GTOPK)], peers(size=1))
     assert expected.seconds is None
+
+
+def test_no_step_of_a_warm_up_is_expected_to_take_what_others_take(monkeypatch, threads) -> None:
+    def program(transport: LocalTransport) -> list[bool]:
+        expects, model = [], layers()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1, warmup_steps=3))
+            for step in range(6):
+                model(inputs(transport.rank, step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                expects.append(optimizer.last_step.predicted_seconds is not None)
+        return expects
+
+    def measure(self: ExpectedStep, *others: Any) -> None:
+        self._calibration = SLOW
+        self.expect(others[0])
+
+    monkeypatch.setattr(ExpectedStep, "measure", measure)
+    assert threads(2, program) == [[False] * 3 + [True] * 3] * 2
 
 
 def test_other_lanes_are_expected_to_take_another_time() -> None:

@@ -51,6 +51,8 @@ def test_groups_are_buckets(threads, groups):
         ({"groups": 2, "bucket_bytes": 5}, "not both"),
         ({"bucket_bytes": -1}, "0 or more"),
         ({"local_clip_norm": 0.0}, "above 0"),
+        ({"gradient_predivide_factor": float("nan")}, "above 0 and finite, got nan"),
+        ({"gradient_predivide_factor": float("inf")}, "above 0 and finite, got inf"),
         ({"check_every": -1}, "0 or more"),
         ({"compression": HIDDEN, "overlap": False}, "not for overlap=False, .* give density="),
         ({"compression": HIDDEN, "local_clip_norm": 1.0}, "not for local_clip_norm=1.0"),

@@ -197,6 +197,12 @@ def test_what_is_logged_is_one_short_sentence_that_says_over_what(
     assert len(said.sentence) <= 160
 
 
+def test_what_an_exchange_ends_has_its_article() -> None:
+    for compression, bits_per_second in ((Compression.gtopk(0.001), 1e8), (None, 1e12)):
+        said = advice.advice(compression, [LENGTH], at(bits_per_second), per="outer step")
+        assert re.search(r"\d\S*\s\S+ an outer step \(estimate\)", said.sentence)
+
+
 def test_shards_are_told_by_their_period() -> None:
     said = advice.advice(Compression.shards(4, 3), [LENGTH], at(1e8))
     assert "shards at period 4 saves up to" in said.sentence

@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,8 +62,14 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert "nan" not in text
 
 
+def test_a_loss_that_no_sum_can_hold_ends_no_training() -> None:
+    assert not told([1e308] * 3 * WINDOW)
+    assert told([*[1e10] * WINDOW, *[1e300] * 2 * WINDOW])
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, np.float32])
 def test_rank_0_of_a_compressed_run_is_warned_and_of_a_dense_one_not(
-    threads: Any, caplog: pytest.LogCaptureFixture
+    threads: Any, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
     for compression, warnings in ((Compression.none, 0), (Compression.gtopk(0.5), 1)):
         caplog.clear()
@@ -74,7 +81,7 @@ def test_rank_0_of_a_compressed_run_is_warned_and_of_a_dense_one_not(
                 model(inputs(transport.rank, 0)).square().sum().backward()
                 optimizer.step()
                 for loss in (*falling(100, 0.0), *[7.0] * 100):
-                    gtopk.log(loss=torch.tensor(loss), accuracy=0.5)
+                    gtopk.log(loss=kind(loss), accuracy=0.5)
                 gtopk.log(loss="none")  # is nobody's
 
         threads(2, program)

@@ -129,6 +129,21 @@ def test_values_that_cannot_be_added_up_are_shown_as_not_finite(
     assert [note.content["loss"] for note in read_run(tmp_path).first.values[-2:]] == [None, None]
 
 
+@pytest.mark.parametrize(("norm", "read"), [(1e13, 1e13), (1e308, None), (float("inf"), None)])
+def test_a_residual_that_diverges_is_a_line_of_gtopk(
+    tmp_path: Path, norm: float, read: float | None
+) -> None:
+    write_run(tmp_path, ranks=1, steps=3)
+    line = {"what": "withheld", "seconds": 1.0, "step": 3, "norm": norm, "age_steps": norm}
+    with path_of(tmp_path, 0).open("a") as file:
+        file.write(as_text(line))
+    assert shown(tmp_path)
+    run = read_run(tmp_path)
+    assert run.unread() is None
+    assert run.first.residuals[-1].content["norm"] == read
+    assert run.first.residuals[-1].content["age_steps"] == read
+
+
 def test_names_and_hosts_cannot_steer_a_terminal(tmp_path: Path) -> None:
     lines = lines_of(0, 1, 3)
     lines[0]["host"] = "a\x1b]0;title\x07\x9b31mhost"

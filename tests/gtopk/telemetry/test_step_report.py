@@ -66,6 +66,21 @@ def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("hidden_seconds", "says"),
+    [
+        (0.003, "compression neither saved nor cost time in 1 s (dense by estimate)"),
+        (0.0015, "compression cost up to 150 ms of 1 s "),
+        (0.0, "compression cost up to 200 ms of 1 s "),
+    ],
+)
+def test_what_backward_has_hidden_has_cost_nothing(hidden_seconds: float, says: str) -> None:
+    balance = Balance()
+    for step in range(100):  # of 3 ms each
+        balance.note(report(step, dense_seconds=0.001, hidden_seconds=hidden_seconds))
+    assert balance.verdict().replace("\N{NO-BREAK SPACE}", " ").startswith(says)
+
+
 def test_steps_that_stand_for_others_count_as_many_times() -> None:
     one, many = Balance(), Balance()
     for balance, counts in ((one, [1] * 10), (many, [5, 5])):
@@ -79,6 +94,22 @@ def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
     balance.note(report())
     balance.note(report(dense_seconds=1.0, skipped=True))
     assert balance.verdict() == ""
+
+
+@pytest.mark.parametrize("dense_seconds", [0.001, 1.0])
+def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) -> None:
+    """Those of Compression.auto: what they took is dense's time, whatever was expected."""
+    dense, mixed, alone = Balance(), Balance(), Balance()
+    for step in range(50):
+        dense.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
+    assert dense.verdict() == ""
+    for step in range(50):
+        alone.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
+        mixed.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
+        mixed.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
+    said = [each.verdict().replace("\N{NO-BREAK SPACE}", " ") for each in (alone, mixed)]
+    assert [each.partition(" of ")[0] for each in said] == ["compression saved up to 100 ms"] * 2
+    assert "; used gtopk, " in said[1]
 
 
 @pytest.mark.parametrize(("predicted_seconds", "dense_seconds"), [(0.0001, 0.001), (0.03, 0.01)])

@@ -130,6 +130,35 @@ def test_a_step_shows_what_backward_hides_of_the_exchange(
     assert all(record["dur"] > 0 for record in spans)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_pass_that_nobody_saw_is_not_drawn(
+    tmp_path: Path, threads: Callable[..., Any], size: int
+) -> None:
+    """A rank alone watches none, and the script may set gradients itself."""
+    path = tmp_path / "trace"
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            timeline.start(here, str(path))
+            layer = torch.nn.Linear(3, 3, bias=False)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters()
+            )
+            for is_seen in (size > 1, False):
+                if is_seen or size == 1:
+                    layer(torch.ones(2, 3)).sum().backward()
+                else:
+                    layer.weight.grad = torch.ones(3, 3)
+                optimizer.step()
+                optimizer.zero_grad()
+            timeline.stop(here)
+
+    threads(size, program)
+    seen = ["BACKWARD"] if size > 1 else []
+    assert rows_in(path)["steps of weight"] == [*seen, "SYNCHRONIZE", "SYNCHRONIZE"]
+    assert all(record["ts"] >= 0 for record in records_in(path) if "ts" in record)
+
+
 def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[..., Any]) -> None:
     path = tmp_path / "trace"
 

@@ -162,7 +162,6 @@ def test_a_mega_batch_and_its_merge_are_a_step(tmp_path: Path, threads: Callable
         "A mega-batch takes",
         "Mega-batches, one after the other",
         "Values of the model",
-        "Utilisation",
         "Batch sizes",
     ):
         assert words in html
@@ -206,7 +205,7 @@ def test_a_period_of_a_worker_is_a_step(
     norms = [note.content["norm"] for rank in run.ranks for note in rank.residuals]
     assert any(norms) == (len(nodes) > 1)
     html, table = shown(run, tmp_path)
-    for words in ("A period of each rank", "Utilisation", "Batch sizes"):
+    for words in ("A period of each rank", "Batch sizes"):
         assert words in html
     assert ("Values of the model" in html) == (len(nodes) > 1)
     assert "density" not in table.splitlines()[0] or len(nodes) > 1

@@ -11,17 +11,27 @@ import pytest
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
 from gtopk.cli.report.page import page
-from gtopk.cli.report.series import BINS, Point, axes, binned, happenings, logged, parts_over_time
+from gtopk.cli.report.series import (
+    BINS,
+    Point,
+    axes,
+    binned,
+    happenings,
+    logged,
+    parts_over_time,
+    verdict,
+)
 from gtopk.cli.top import status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Run, read_run
 from gtopk.telemetry.recorder import Recorder
 from gtopk.telemetry.run_record import LineFile
-from gtopk.telemetry.step_report import parts
+from gtopk.telemetry.step_report import Balance, parts
+from gtopk.units import bytes_text
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
-    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
+    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other"),
     "Straggler score",
     *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
     *("Norm of the residual", "Age of the residual"),
@@ -87,6 +97,15 @@ def test_dense_is_that_of_the_ranks_that_exchange_together(
     assert value == f"1/{dense_bytes / 1200:.0f}"
 
 
+def test_dense_is_that_of_the_model_where_fragments_take_turns(tmp_path: Path) -> None:
+    turns = {"covers": "outer step", "elements": 25_000, "model_elements": 100_000}
+    run = read_run(write_run(tmp_path, **turns))
+    (sent,) = [tile for tile in series.tiles(run) if tile.name == "Bytes sent, of dense"]
+    least = bytes_text(2 * 2 / 3 * 4 * 100_000)
+    assert sent.detail.endswith(f"a dense allreduce of float32 sends at least {least}")
+    assert series.what_was_run(run)["Values of the model"] == "100,000"
+
+
 def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path))
     assert "<b>advice" not in html
@@ -99,7 +118,7 @@ def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None
         kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
         path.write_text("\n".join(kept))
     titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
-    assert titles == set(FIGURES[:6]) | {"Batch sizes"}
+    assert titles == set(FIGURES[:5]) | {"Batch sizes"}
 
 
 @pytest.mark.parametrize("covers", ["mega-batch", "period"])
@@ -227,7 +246,7 @@ def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
 
 def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
-    assert html.count(">rank 19</text>") == 2  # its step, its utilisation
+    assert html.count(">rank 19</text>") == 1
     assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
 
 
@@ -324,6 +343,34 @@ def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: P
     (rank,) = as_record(run)["ranks"]
     assert (rank["steps"], rank["samples"], rank["sent_bytes"]) == (199, 199 * 32, 199 * 1200)
     assert "199 steps" in html_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "covered"), [(1, 1), (140, 1), (1000, 1), (1060, 1), (1120, 8), (1121, 8)]
+)
+def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
+    tmp_path: Path, steps: int, covered: int
+) -> None:
+    """The first step, which plans and calibrates, and the last are written, and count once."""
+    every = 100 // covered
+    line = begin(0, 1, every=every)
+    recorder = Recorder([LineFile(path_of(tmp_path, 0))], line, 0.0, every, lambda: 0)
+    balance = Balance()
+    for last in range(covered - 1, steps, covered):
+        took = 0.9 if last < covered else 0.003
+        done = report(
+            last,
+            exchange_seconds=took,
+            dense_seconds=0.0123,
+            predicted_seconds=None,
+            skipped=last % 37 == 5,
+            local_steps=covered,
+        )
+        balance.note(done)
+        recorder.note_step(done)
+    recorder.end("called shutdown()")
+    recorder.close()
+    assert verdict(read_run(tmp_path)) == balance.verdict() != ""
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
