@@ -68,6 +68,7 @@ def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, Resi
                     f"parameter has {list(view.shape)}"
                 )
             view.copy_(tensor)
+    # Steps pass over an empty residual; one of zeros that is taken for more costs a pass each time.
     for bucket_exchange in bucket_exchanges:
         if (residual := _residual(bucket_exchange)) is not None:
             residual.is_empty = not bool(residual.after_last_step()["residual"].any())

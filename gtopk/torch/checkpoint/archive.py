@@ -423,6 +423,7 @@ class Archive:
             self._whole = [*self._whole, writing.number][-self.kept :]
         stay = {*self._whole, *self._spared}
         # Where the disk fails, raise the same error as the other ranks; a later save removes.
+        # Numbers from `_next` on are another job's: this one begins none before it ends the last.
         with contextlib.suppress(OSError):
             remove_checkpoints(
                 self.folder, lambda number: number < self._next and number not in stay

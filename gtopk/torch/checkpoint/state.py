@@ -408,6 +408,7 @@ def put(
     for each in (optimizer, *others.values()):
         if isinstance(each, torch.optim.Optimizer):
             lay_out_as_parameters(each)
+    # Last: what was loaded may have drawn random numbers.
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
     if "steps" in state:  # else the count is unknown: DCP or an earlier version wrote it

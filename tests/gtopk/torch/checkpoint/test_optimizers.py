@@ -10,6 +10,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
+from gtopk.errors import DamagedError
 
 
 def distributed(model):
@@ -195,3 +196,31 @@ def test_a_rate_may_become_a_tensor(ranks, tmp_path):
         return optimizer.param_groups[0]["lr"]
 
     assert ranks(2, program) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.gtopk(density=0.2), hvd.Compression.none])
+@pytest.mark.parametrize(
+    "wrapped", [hvd.DistributedOptimizer, partial(gtopk.LocalSGD, inner_steps=1)]
+)
+def test_a_residual_of_another_shape_is_refused_at_once(ranks, wrapped, compression):
+    """And not in the next step, once the checkpoint before it is removed."""
+
+    def program(rank):
+        states = []
+        for width in (4, 5):
+            model = torch.nn.Linear(width, 3)
+            torch.nn.init.ones_(model.weight)
+            torch.nn.init.zeros_(model.bias)
+            of_both = hvd.Compression.gtopk(density=0.2) if width == 4 else compression
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = wrapped(
+                plain, named_parameters=model.named_parameters(), compression=of_both
+            )
+            if width == 4:
+                model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+                optimizer.step()
+            states.append(optimizer.state_dict())
+        with pytest.raises(DamagedError, match=r"'weight' has the shape \[3, 4\], .*\[3, 5\]"):
+            optimizer.load_state_dict(states[0])
+
+    ranks(2, program)
