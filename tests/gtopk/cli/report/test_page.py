@@ -11,6 +11,7 @@ import pytest
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
 from gtopk.cli.report.page import page
+from gtopk.cli.report.plots import lines_plot
 from gtopk.cli.report.series import (
     BINS,
     Point,
@@ -284,6 +285,24 @@ def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
 ) -> None:
     found = ticks_of(name.capitalize(), html_of(write_losses(tmp_path, name, values)))
     assert found[: len(ticks)] == ticks
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        (0, 12_000, ["0", "5000", "10k"]),
+        (0, 2_000_000, ["0", "500k", "1000k", "1500k", "2000k"]),
+        (0, 30_000_000, ["0", "10M", "20M", "30M"]),
+        (20_000_000, 20_000_600, ["20M", "20.0002M", "20.0004M", "20.0006M"]),
+    ],
+)
+def test_steps_are_short_numbers_however_many_there_are(
+    first: int, last: int, ticks: list[str]
+) -> None:
+    drawn = lines_plot("", {"": [Point(x, 1.0, 1.0, 1.0) for x in (first, last)]}, "")
+    words = re.findall(r'<text class="tick[^>]*>([^<]*)<', drawn)
+    assert set(ticks) <= set(words)
+    assert not any("e+" in each for each in words)
 
 
 def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_before_it(
