@@ -397,7 +397,8 @@ def happenings(run: Run) -> list[tuple[str, str]]:
     )
     seen: set[str] = set()
     for note, number in messages:
-        text = note.content["text"]
+        # Said on every rank, it begins with the rank there: the heading has it, once.
+        text = note.content["text"].removeprefix(f"rank {number}: ")
         if text not in seen:
             seen.add(text)
             found.append((f"step {count_text(note.step)}, rank {number}", text))

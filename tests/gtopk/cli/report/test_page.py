@@ -392,6 +392,17 @@ def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
     assert verdict(read_run(tmp_path)) == balance.verdict() != ""
 
 
+def test_what_every_rank_says_of_itself_is_said_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for rank in range(3):
+        text = f"rank {rank}: a gradient is not finite on rank 1"
+        note = {"what": "message", "seconds": 1.0, "step": 9, "level": "WARNING", "text": text}
+        with path_of(tmp_path, rank).open("a") as file:
+            file.write(as_text(note))
+    found = [each for each in happenings(read_run(tmp_path)) if "finite" in each[1]]
+    assert found == [("step 9, rank 0", "a gradient is not finite on rank 1")]
+
+
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
     write_run(tmp_path)
     assert main([str(tmp_path)]) == 0
