@@ -44,6 +44,11 @@ def seconds_text(value: float, count: int = 3) -> str:
     return scaled(value * 1e6, ("µs", "ms", "s"), lambda each: digits(each, count))
 
 
+def duration_text(seconds: float) -> str:
+    """Return 2.3 as "2.30 s", and 90000 as "25 h"."""
+    return seconds_text(seconds) if seconds < 10_000 else f"{digits(seconds / 3600)}{SPACE}h"
+
+
 def digits(value: float, count: int = 3) -> str:
     """Return `value` with so many digits, or two of a small share, and no exponent; 10 as "10"."""
     if round(value, count + 3) == round(value):

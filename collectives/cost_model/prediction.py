@@ -82,7 +82,7 @@ WITHOUT_END: Final = Training()
 
 
 class Bucket:
-    """A link's token bucket: the bytes that pass at once, beyond the link's own rate.
+    """A node's token bucket: the bytes that pass at once, beyond its link's own rate.
 
     It is full at first, sending empties it, and pauses fill it again at the link's rate.
     """
@@ -90,20 +90,23 @@ class Bucket:
     def __init__(self, burst_bytes: float) -> None:
         self._burst_bytes = self._free_bytes = burst_bytes
 
-    def pass_on(self, times: int, message_bytes: float, link: Link, pause_seconds: float) -> float:
-        """Return how many bytes of equal rounds pass at the link's rate; the others pass at once.
+    def pass_on(
+        self, times: int, message_bytes: float, link: Link, pause_seconds: float, sharing: int
+    ) -> float:
+        """Return how many of a rank's bytes, in equal rounds, pass at its share of the link's rate.
 
+        The others pass at once.
+        link: the rank's share of it; sharing: how many ranks of the node send at the same time.
         pause_seconds: of a round, in which nothing is sent; nor is anything during its latency.
         """
         if not self._burst_bytes or not link.burst_bytes:
             return times * message_bytes
-        filled = min(
-            self._burst_bytes, (link.latency_seconds + pause_seconds) / link.seconds_per_byte
-        )
+        pause_seconds += link.latency_seconds
+        filled = min(self._burst_bytes, sharing * pause_seconds / link.seconds_per_byte)
         free = self._free_bytes + (times - 1) * filled
-        wanted = times * message_bytes
+        wanted = sharing * times * message_bytes
         self._free_bytes = min(self._burst_bytes, max(0.0, free - wanted) + filled)
-        return max(0.0, wanted - free)
+        return max(0.0, wanted - free) / sharing
 
 
 # The algorithms' names for the option that widens an update.
@@ -254,7 +257,7 @@ def predict(
         waits = times if step.waits is None else step.waits
         latency += waits * link.latency_seconds
         rounds += times
-        passed = bucket.pass_on(times, each, link, coded + merged)
+        passed = bucket.pass_on(times, each, link, coded + merged, max(1, step.leaving))
         communicate += waits * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
         sent += times * step.senders * each

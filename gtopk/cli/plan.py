@@ -36,7 +36,7 @@ from ..planning.comparison import (
     where_it_pays,
 )
 from ..runtime.standard_streams import wants_colour
-from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, seconds_text
+from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, duration_text
 from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, number_in, share
 
 _WIDTH = 80
@@ -71,13 +71,13 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
     if network.ranks_per_node > 1:
         where += f", {network.ranks_per_node} a node"
     size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
-    backward = _time(cluster.backward_seconds)
+    backward = duration_text(cluster.backward_seconds)
     hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
     times = "speed" if cluster.backward_seconds else "exchange"
     lines = [
         *_wrapped(
             f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
-            f"{_time(link.latency_seconds)} {place}, density {cluster.density:g}."
+            f"{duration_text(link.latency_seconds)} {place}, density {cluster.density:g}."
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
         "",
@@ -125,10 +125,6 @@ def _legend(comparison: Comparison) -> list[str]:
     ]
 
 
-def _time(seconds: float) -> str:
-    return seconds_text(seconds) if seconds < 10_000 else f"{count_text(seconds / 3600)} h"
-
-
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
 
@@ -141,10 +137,10 @@ def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
         mark + LABELS[found.candidate.algorithm] + found.candidate.wider,
         bytes_text(found.sent.bytes),
         f"{messages:.3g}" if messages < 1000 else count_text(messages),
-        _time(found.select_seconds),
-        _time(found.code_seconds + found.merge_seconds) if sparse else "-",
-        _time(found.communicate_seconds),
-        _time(comparison.exposed_seconds(found)),
+        duration_text(found.select_seconds),
+        duration_text(found.code_seconds + found.merge_seconds) if sparse else "-",
+        duration_text(found.communicate_seconds),
+        duration_text(comparison.exposed_seconds(found)),
         f"{digits(comparison.speedup(found))} x",
     )
 
@@ -155,7 +151,7 @@ def _equal_row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
         "  " + LABELS[candidate.algorithm] + candidate.wider,
         f"{candidate.density:.3g}",
         count_text(found.updated),
-        _time(comparison.exposed_seconds(found)),
+        duration_text(comparison.exposed_seconds(found)),
         f"{digits(comparison.speedup(found))} x",
     )
 
@@ -177,7 +173,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
     cheapest, dense = comparison.cheapest, comparison.dense
     if comparison.cluster.network.ranks == 1:
         return "One rank has nobody to send to: there is nothing to compress."
-    dense_adds, adds = map(_time, map(comparison.exposed_seconds, (dense, cheapest)))
+    dense_adds, adds = map(duration_text, map(comparison.exposed_seconds, (dense, cheapest)))
     density = f"{cheapest.candidate.density:g}"
     where = where_it_pays(comparison.break_even)
     hides = comparison.cluster.backward_seconds > 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, by_interest
 from ..telemetry.step_report import PARTS, batch, density, parts
-from ..units import bytes_text, count_text, digits, seconds_text
+from ..units import bytes_text, count_text, digits, duration_text, seconds_text
 from .arguments import as_argument, number_in
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
 
     state = status.state
     if state == "silent":
-        state = f"silent for {seconds_text(status.silent_seconds)}"
+        state = f"silent for {duration_text(status.silent_seconds)}"
     elif state != "running" and not status.failed:
         state = "ended"
     if status.skipped:

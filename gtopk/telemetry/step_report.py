@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ..units import seconds_text
+from ..units import duration_text, seconds_text
 
 if TYPE_CHECKING:
     from ..exchange.exchange import Exchanged
@@ -189,10 +189,10 @@ class Balance:
             return ""
         # An exchange that was hidden has cost nothing, whatever dense would have taken.
         saved = max(self.dense_seconds - self.exchange_seconds, -self.exposed_seconds)
-        run = f"{seconds_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
+        run = f"{duration_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
         if abs(saved) < _CLOSE * self.seconds:
             result = (
-                f"compression neither saved nor cost time in {seconds_text(self.seconds)} (dense "
+                f"compression neither saved nor cost time in {duration_text(self.seconds)} (dense "
                 "by estimate)"
             )
         elif self._is_unlike_expected(saved):
@@ -203,10 +203,10 @@ class Balance:
                 f"to take {expected}, and a dense one {dense}: time a dense run"
             )
         elif saved > 0:
-            result = f"compression saved up to {seconds_text(saved)} of {run}"
+            result = f"compression saved up to {duration_text(saved)} of {run}"
         else:
             result = (
-                f"compression cost up to {seconds_text(-saved)} of {seconds_text(self.seconds)} "
+                f"compression cost up to {duration_text(-saved)} of {duration_text(self.seconds)} "
                 "(dense by estimate): Compression.none is faster here"
             )
         bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0

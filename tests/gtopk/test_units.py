@@ -11,8 +11,10 @@ from gtopk.units import (
     bandwidth_text,
     bytes_text,
     digits,
+    duration_text,
     points_text,
     seconds_text,
+    with_article,
 )
 
 
@@ -33,6 +35,12 @@ from gtopk.units import (
         (seconds_text(4000), "4,000 s"),
         (seconds_text(-3.5), "-3.50 s"),  # of a clock that went back
         (seconds_text(3600.24, 5), "3,600.2 s"),
+        (duration_text(0.00235), "2.35 ms"),
+        (duration_text(9999), "9,999 s"),
+        (duration_text(3 * 86_400), "72 h"),
+        (duration_text(31_234), "8.68 h"),
+        (with_article("outer step"), "an outer step"),
+        (with_article("step"), "a step"),
         (digits(0.0042), "0.0042"),
         (digits(0.05), "0.05"),
         (digits(0.5), "0.50"),

@@ -9,7 +9,7 @@ from importlib.resources import files
 from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
-from ...units import digits, percent_text, seconds_text, with_article
+from ...units import digits, duration_text, percent_text, seconds_text, with_article
 from ..charts import facts, legend, prose
 from ..charts import page as shared_page
 from . import plots, series
@@ -385,7 +385,7 @@ def opening(run: Run) -> str:
         emulated = " Seconds are emulated: messages waited as long as they would there."
     return (
         f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {over}, took "
-        f"{steps_taken(run)} in {seconds_text(run.seconds)}. All of it is as the ranks "
+        f"{steps_taken(run)} in {duration_text(run.seconds)}. All of it is as the ranks "
         f"measured it, unless it is called predicted.{emulated}"
     )
 

@@ -23,8 +23,11 @@ class Written(Protocol):
 
 
 def steps_text(value: float, count: int = 4) -> str:
-    """Return 12000 as "12k"."""
-    return f"{value / 1000:.{count}g}k" if value >= 10_000 else f"{value:g}"
+    """Return 12000 as "12k", and 20000000 as "20M"."""
+    for least, unit, suffix in ((1e10, 1e9, "G"), (1e7, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= least:
+            return f"{value / unit:.{count}g}{suffix}"
+    return f"{value:g}"
 
 
 def plain_text(value: float, count: int = 4) -> str:

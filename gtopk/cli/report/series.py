@@ -22,6 +22,7 @@ from ...units import (
     bytes_text,
     count_text,
     digits,
+    duration_text,
     percent_text,
     seconds_text,
     with_article,
@@ -292,7 +293,7 @@ def _last_value(run: Run, name: str) -> Tile:
         is_share = "accuracy" in name.lower() and 0 <= value <= 1
         said = percent_text(value) if is_share else f"{value:.4g}"
     where = "" if alone else f"at step {count_text(last.step)}, "
-    detail = f"logged {where}after {seconds_text(last.seconds)}"
+    detail = f"logged {where}after {duration_text(last.seconds)}"
     return Tile(f"{name[0].upper()}{name[1:]}", said, detail, loss=value is None)
 
 
@@ -336,7 +337,7 @@ def _ranks(run: Run) -> Tile:
     started, ranks = len(run.ranks), int(run.first.begin["ranks"])
     amiss = [rank for rank in run.ranks if how_it_left(rank, run) is not None]
     goes_on = " so far" if _goes_on(run) else ""
-    detail = f"{steps_taken(run)} in {seconds_text(run.seconds)}{goes_on}"
+    detail = f"{steps_taken(run)} in {duration_text(run.seconds)}{goes_on}"
     if started < ranks:
         detail += f"; {ranks - started} of them have no record here, see below"
     if amiss:
@@ -396,7 +397,8 @@ def happenings(run: Run) -> list[tuple[str, str]]:
     )
     seen: set[str] = set()
     for note, number in messages:
-        text = note.content["text"]
+        # Said on every rank, it begins with the rank there: the heading has it, once.
+        text = note.content["text"].removeprefix(f"rank {number}: ")
         if text not in seen:
             seen.add(text)
             found.append((f"step {count_text(note.step)}, rank {number}", text))

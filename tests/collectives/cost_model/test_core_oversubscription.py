@@ -1,4 +1,4 @@
-"""How many ranks share a core."""
+"""How many ranks share a core, and what those of a node have of its link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from collectives.cores import core_quota
-from collectives.cost_model.network import Seat, most_per_core, own_seat, ranks_per_core
+from collectives.cost import Link
+from collectives.cost_model.network import Network, Seat, most_per_core, own_seat, ranks_per_core
+from collectives.cost_model.prediction import Bucket
 from collectives.transports import local_world, run_ranks
 
 
@@ -55,3 +57,16 @@ def test_where_the_kernel_does_not_tell_its_boot_a_host_is_a_machine(tmp_path: P
     assert seat.machine == os.uname().nodename
     (tmp_path / "boot_id").write_text("1b4e\n")
     assert own_seat(tmp_path / "boot_id") == seat._replace(machine="1b4e")
+
+
+@pytest.mark.parametrize("burst_bytes", [500, 3000, 100_000])
+@pytest.mark.parametrize("sharing", [1, 2, 8])
+def test_ranks_of_a_node_share_its_token_bucket(sharing: int, burst_bytes: int) -> None:
+    """All of them take as long as one that sends all of their bytes."""
+    link = Link(1e-4, 1e-6, burst_bytes)
+    own = Network(2 * sharing, link, sharing).link(sharing)
+    together, alone = Bucket(burst_bytes), Bucket(burst_bytes)
+    for times, message_bytes, pause_seconds in ((1, 900, 0.0), (3, 100, 2e-4), (2, 4000, 1e-3)):
+        of_all = alone.pass_on(times, sharing * message_bytes, link, pause_seconds, 1)
+        of_one = together.pass_on(times, message_bytes, own, pause_seconds, sharing)
+        assert of_one * own.seconds_per_byte == pytest.approx(of_all * link.seconds_per_byte)

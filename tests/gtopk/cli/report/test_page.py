@@ -11,6 +11,7 @@ import pytest
 from gtopk.cli.report import series
 from gtopk.cli.report.command import as_record, main
 from gtopk.cli.report.page import page
+from gtopk.cli.report.plots import lines_plot
 from gtopk.cli.report.series import (
     BINS,
     Point,
@@ -286,6 +287,24 @@ def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
     assert found[: len(ticks)] == ticks
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        (0, 12_000, ["0", "5000", "10k"]),
+        (0, 2_000_000, ["0", "500k", "1000k", "1500k", "2000k"]),
+        (0, 30_000_000, ["0", "10M", "20M", "30M"]),
+        (20_000_000, 20_000_600, ["20M", "20.0002M", "20.0004M", "20.0006M"]),
+    ],
+)
+def test_steps_are_short_numbers_however_many_there_are(
+    first: int, last: int, ticks: list[str]
+) -> None:
+    drawn = lines_plot("", {"": [Point(x, 1.0, 1.0, 1.0) for x in (first, last)]}, "")
+    words = re.findall(r'<text class="tick[^>]*>([^<]*)<', drawn)
+    assert set(ticks) <= set(words)
+    assert not any("e+" in each for each in words)
+
+
 def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_before_it(
     tmp_path: Path,
 ) -> None:
@@ -371,6 +390,17 @@ def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
     recorder.end("called shutdown()")
     recorder.close()
     assert verdict(read_run(tmp_path)) == balance.verdict() != ""
+
+
+def test_what_every_rank_says_of_itself_is_said_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for rank in range(3):
+        text = f"rank {rank}: a gradient is not finite on rank 1"
+        note = {"what": "message", "seconds": 1.0, "step": 9, "level": "WARNING", "text": text}
+        with path_of(tmp_path, rank).open("a") as file:
+            file.write(as_text(note))
+    found = [each for each in happenings(read_run(tmp_path)) if "finite" in each[1]]
+    assert found == [("step 9, rank 0", "a gradient is not finite on rank 1")]
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
