@@ -48,7 +48,7 @@ from .integrations.frameworks import Stateful
 from .integrations.hook_skips import HookSkips
 from .integrations.hook_steps import HookSteps
 from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
-from .integrations.optimizer_checks import look_at_optimizers
+from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
@@ -157,7 +157,7 @@ class GTopKState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = look_at_optimizers(
+        self._corrected = check_optimizers(
             self._skips,
             self.compression,
             self._world.rank,
@@ -252,7 +252,7 @@ class GTopKState:
         bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
         if handed.is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
-        number = self._steps.hand_over(bucket_exchange)
+        number = self._steps.add_bucket(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{handed.number}",
@@ -265,7 +265,7 @@ class GTopKState:
             partial(self._work, bucket_exchange, number, handed.number, handed.is_last),
             flags=preempted | flags_of(bucket_exchange),
         )
-        self._steps.submitted(number, operation)
+        self._steps.note_submit(number, operation)
         self._finisher.submit(
             self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
         )
@@ -357,7 +357,9 @@ class GTopKState:
                 self._preempted.add(rank)
             if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
+        self._steps.note_exchange(
+            number, began, self._step.run(bucket_exchange, transport, all_flags)
+        )
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -377,7 +379,7 @@ class GTopKState:
         try:
             operation.wait()
             if is_last:  # all buckets before it are done, too
-                self._steps.arrived()
+                self._steps.note_wait_end()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
                 self._world.note_preempted([*self._preempted])

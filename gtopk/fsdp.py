@@ -62,7 +62,7 @@ from .integrations.fsdp_units import (
 from .integrations.hook_skips import HookSkips
 from .integrations.hook_steps import HookSteps
 from .integrations.one_step import CLEARED, NOT_FINITE, SPOILT, VOID, OneStep, flags_of, is_void
-from .integrations.optimizer_checks import look_at_optimizers
+from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.skip_counter import MAX_SKIPPED_STEPS
@@ -222,7 +222,7 @@ class ReplicaState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = look_at_optimizers(
+        self._corrected = check_optimizers(
             self._skips,
             compression,
             self._world.rank,
@@ -257,12 +257,14 @@ class ReplicaState:
         scale = loss_scale(self.scaler)
         bucket_exchange.parameters[0].grad = gradients
         bucket_exchange.capture_gradients(1.0 / (self.process_set.size() or 1) / scale, scale)
-        number = self._steps.hand_over(bucket_exchange)
+        number = self._steps.add_bucket(bucket_exchange)
         flags = flags_of(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             began = time.perf_counter()
-            self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
+            self._steps.note_exchange(
+                number, began, self._step.run(bucket_exchange, transport, all_flags)
+            )
             return not flags and transport.rank not in self._step.not_finite
 
         operation = self.process_set.engine.submit(
@@ -276,7 +278,7 @@ class ReplicaState:
             work,
             flags=flags,
         )
-        self._steps.submitted(number, operation)
+        self._steps.note_submit(number, operation)
         stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
         self._unfinished.append(_Unfinished(unit, operation, stream))
         if not unit.is_left_alone(gradients):
@@ -291,7 +293,7 @@ class ReplicaState:
             if stream is not None:  # the engine has enqueued the exchange on it by now
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
-                self._steps.arrived()
+                self._steps.note_wait_end()
 
     @property
     def makes_adam_steps(self) -> bool:

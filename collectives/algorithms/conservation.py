@@ -27,7 +27,7 @@ from ..vector import Array, SparseVector, module_of
 from ..wire import NOBODY, Format
 
 
-class Outcome(NamedTuple):
+class ReductionResult(NamedTuple):
     """One rank's result of a sparse reduction, before it is split into (update, returned).
 
     dead:  this rank's picks that are no part of the update; they return whole.
@@ -56,13 +56,13 @@ def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[
     return (vector if refused_by == NOBODY else vector.at(slice(0)), refused_by)
 
 
-def refused(selected: SparseVector, rank: int) -> Outcome:
+def refused(selected: SparseVector, rank: int) -> ReductionResult:
     """Return the outcome of a reduction that a rank refused: all picks return."""
     nothing = selected.at(slice(0))
-    return Outcome(nothing, selected, nothing, rank)
+    return ReductionResult(nothing, selected, nothing, rank)
 
 
-def split_outcome(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+def split_result(outcome: ReductionResult) -> tuple[SparseVector, SparseVector]:
     """Return (update, returned); raise NonFiniteError when a rank refused."""
     if outcome.refused_by != NOBODY:
         raise NonFiniteError(outcome.refused_by)
@@ -118,10 +118,10 @@ class Conservation:
         self.alive = self.alive & alive
         self._errors = entries_also_in(self._errors, self.picks.where(self.alive))
 
-    def close(self, update: SparseVector) -> Outcome:
+    def close(self, update: SparseVector) -> ReductionResult:
         """Return the outcome."""
         extra = sum_vectors([self._errors, *self._shares])
-        return Outcome(update, self.picks.where(~self.alive), extra)
+        return ReductionResult(update, self.picks.where(~self.alive), extra)
 
 
 def alive_bytes(count: int) -> int:

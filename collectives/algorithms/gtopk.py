@@ -23,13 +23,13 @@ from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
     Conservation,
-    Outcome,
+    ReductionResult,
     alive_bytes,
     examine,
     lowest_refusing,
     pack_alive,
     rounding_error,
-    split_outcome,
+    split_result,
     unpack_alive,
 )
 from .gtopk_options import GtopkOptions, kept_sizes
@@ -52,7 +52,7 @@ def reduce(
               the merged list (`conservation`).
     """
     options = GtopkOptions(format, growth, put_back).checked()
-    return split_outcome(reduce_list(selected, k, transport, options))
+    return split_result(reduce_list(selected, k, transport, options))
 
 
 def reduce_list(
@@ -61,7 +61,7 @@ def reduce_list(
     transport: Transport,
     options: GtopkOptions,
     refused_by: int = NOBODY,
-) -> Outcome:
+) -> ReductionResult:
     """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
     size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
@@ -79,7 +79,7 @@ def _as_host(
     kept: list[int],
     transport: Transport,
     options: GtopkOptions,
-) -> Outcome:
+) -> ReductionResult:
     rank = transport.rank
     paired = 1 << len(kept)
     guest = rank + paired
@@ -207,7 +207,7 @@ def _as_guest(
     result_k: int,
     transport: Transport,
     options: GtopkOptions,
-) -> Outcome:
+) -> ReductionResult:
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
     conservation = Conservation(picks, options.put_back)
     encoded = wire.encode(

@@ -22,14 +22,14 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
-    Outcome,
+    ReductionResult,
     alive_bytes,
     entries_also_in,
     examine,
     lowest_refusing,
     pack_alive,
     rounding_error,
-    split_outcome,
+    split_result,
     unpack_alive,
 )
 
@@ -102,4 +102,4 @@ def reduce(
         raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors
     dead = selected.where(~contains(cleared.indices, selected.indices))
-    return split_outcome(Outcome(update, dead, error))
+    return split_result(ReductionResult(update, dead, error))

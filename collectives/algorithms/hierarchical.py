@@ -28,13 +28,13 @@ from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from . import gtopk, oktopk
 from .conservation import (
-    Outcome,
+    ReductionResult,
     alive_bytes,
     examine,
     lowest_refusing,
     pack_alive,
     refused,
-    split_outcome,
+    split_result,
     sum_vectors,
     unpack_alive,
 )
@@ -43,7 +43,7 @@ from .nodes import checked_nodes, find_nodes
 from .options import check_names
 from .regions import Regions
 
-ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]
+ReduceList = Callable[[SparseVector, int, int, Transport, int], ReductionResult]
 
 
 class Across(NamedTuple):
@@ -64,7 +64,7 @@ def open_across(name: str, format: Format, options: dict[str, Any], k: int, leng
 
         def by_gtopk(
             picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> Outcome:
+        ) -> ReductionResult:
             return gtopk.reduce_list(picks, k, transport, options_of_all, refused_by)
 
         return Across(by_gtopk, k)
@@ -74,7 +74,7 @@ def open_across(name: str, format: Format, options: dict[str, Any], k: int, leng
 
         def by_oktopk(
             picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> Outcome:
+        ) -> ReductionResult:
             return oktopk.reduce_list(picks, k, k_out, transport, format, regions, refused_by)
 
         return Across(by_oktopk, oktopk.checked_k_out(k, options.get("k_out"), length))
@@ -99,7 +99,7 @@ def reduce(
     format: of the messages across; inside a node values stay exact.
     """
     how = open_across(across, format, options, k, selected.length)
-    return split_outcome(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+    return split_result(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
 
 
 class Hierarchy:
@@ -163,7 +163,7 @@ class Hierarchy:
         how = open_across(across, format, options, k, length)
         shard = self.shard(length)
         nothing = selected.at(slice(0))
-        outcome = Outcome(nothing, nothing, nothing)
+        outcome = ReductionResult(nothing, nothing, nothing)
         # The same on all ranks of `across`, which own the same shard.
         if self.across is not None and shard.start < shard.stop:
             k_out = max(1, share(how.k_out, self.shards, self.place))
@@ -177,7 +177,7 @@ class Hierarchy:
         ]
         update = sum_vectors([decoded.vector for decoded in parts])
         refused_by = lowest_refusing(*(decoded.refused_by for decoded in parts))
-        return split_outcome(outcome._replace(update=update, refused_by=refused_by))
+        return split_result(outcome._replace(update=update, refused_by=refused_by))
 
 
 class _Step:
@@ -197,7 +197,7 @@ class _Step:
         self.parts = [picks.between(a, b) for a, b in itertools.pairwise(bounds)]
         self.sends: list[Callable[[], None]] = []  # waited for when all was received
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ReductionResult:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
         others = [shard for shard in range(self.shards) if shard != self.place]
         for shard in others:
@@ -218,13 +218,13 @@ class _Step:
         if refused_by != NOBODY:
             return refused(self.selected, refused_by)
         parts = [outcomes[shard] for shard in range(self.shards)]
-        return Outcome(
+        return ReductionResult(
             sum_vectors([part.update for part in parts]),
             sum_vectors([part.dead for part in parts]),
             sum_vectors([part.extra for part in parts]),
         )
 
-    def _reduce_shard(self) -> Outcome:
+    def _reduce_shard(self) -> ReductionResult:
         """Add up the node's picks in this rank's shard, reduce them across, send results back."""
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
@@ -261,7 +261,7 @@ class _Step:
                 self.sends.append(inside.send(encoded.message, member))
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
 
-    def _receive_outcome(self, shard: int) -> Outcome:
+    def _receive_outcome(self, shard: int) -> ReductionResult:
         """Return the outcome of this rank's picks in a shard, from the shard's owner."""
         part = self.parts[shard]
         update, bits, refused_by = wire.decode(
@@ -274,7 +274,7 @@ class _Step:
         )
         dead = part.where(~unpack_alive(bits, part.entries))
         # No extra: what was rounded across is put back by the owner of the shard alone.
-        return Outcome(update, dead, part.at(slice(0)), refused_by)
+        return ReductionResult(update, dead, part.at(slice(0)), refused_by)
 
 
 def shard_bounds(length: int, shards: int) -> list[int]:

@@ -38,13 +38,13 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
-    Outcome,
+    ReductionResult,
     entries_also_in,
     examine,
     lowest_refusing,
     refused,
     rounding_error,
-    split_outcome,
+    split_result,
     sum_vectors,
 )
 from .regions import Cut, Regions
@@ -89,7 +89,7 @@ def reduce(
              passes one that is as old, or none.
     """
     k_out = checked_k_out(k, k_out, selected.length)
-    return split_outcome(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
+    return split_result(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
 
 
 def checked_k_out(k: int, k_out: int | None, length: int) -> int:
@@ -109,7 +109,7 @@ def reduce_list(
     format: Format,
     regions: Regions,
     refused_by: int = NOBODY,
-) -> Outcome:
+) -> ReductionResult:
     """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
     picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
     cut = regions.agree(picks, transport)
@@ -134,7 +134,7 @@ def reduce_list(
     # A pick whose index is not in the update returns whole, so the rounding errors of its index
     # must not return beside it.
     dead = selected.where(~contains(update.indices, selected.indices))
-    return Outcome(update, dead, entries_also_in(sum_vectors(step.errors), update))
+    return ReductionResult(update, dead, entries_also_in(sum_vectors(step.errors), update))
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:

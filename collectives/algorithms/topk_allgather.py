@@ -10,7 +10,14 @@ from ..kernels import sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
-from .conservation import Outcome, examine, lowest_refusing, refused, rounding_error, split_outcome
+from .conservation import (
+    ReductionResult,
+    examine,
+    lowest_refusing,
+    refused,
+    rounding_error,
+    split_result,
+)
 
 
 def reduce(
@@ -29,6 +36,6 @@ def reduce(
     # All ranks see that the sum is not finite; so the lowest of them is named as its finder.
     update, refused_by = examine(update, ranks[0], lowest_refusing(*(d.refused_by for d in lists)))
     if refused_by != wire.NOBODY:
-        return split_outcome(refused(selected, refused_by))
+        return split_result(refused(selected, refused_by))
     error = rounding_error(picks, encoded.vector, format)
-    return split_outcome(Outcome(update, selected.at(slice(0)), error))
+    return split_result(ReductionResult(update, selected.at(slice(0)), error))

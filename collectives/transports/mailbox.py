@@ -36,22 +36,22 @@ class Mailbox:
             box.put(None)
 
     @property
-    def somebody_waits(self) -> bool:
+    def has_waiters(self) -> bool:
         """Tell whether a stream waits for a message."""
         return bool(self._waited_for)
 
-    def take(self, stream: Transport, source: int) -> Array:
+    def pop(self, stream: Transport, source: int) -> Array:
         """Return the next message of a world rank on a stream; count the wait in its traffic.
 
         Raises PeerError when a rank that is needed left, PeerTimeoutError when none did.
         """
-        return self._take(stream, stream.tag, source, f"rank {source}", source)
+        return self._pop(stream, stream.tag, source, f"rank {source}", source)
 
-    def take_answer(self, stream: Transport, tag: int) -> Array:
+    def pop_reply(self, stream: Transport, tag: int) -> Array:
         """Return this rank's own message with this tag, put once all ranks took part."""
-        return self._take(stream, tag, stream.ranks[stream.rank], "its peers", None)
+        return self._pop(stream, tag, stream.ranks[stream.rank], "its peers", None)
 
-    def _take(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
+    def _pop(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
         begun = time.monotonic()
         box = self._box(tag, source)
         try:

@@ -59,7 +59,7 @@ _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 # MPI's tags: departure notices; messages that a rank waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # a rank that waits so long tells the others
-_HEAR_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
+_COLLECT_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
 _SMALL_BYTES: Final = 1 << 16
 # From here on, and between hosts on Ethernet, MPI's nonblocking allreduce sends more than one made
 # of send and receive, on 8 ranks nearly twice as much: below, it has fewer messages.
@@ -280,38 +280,38 @@ class MpiTransport(Carrier):
 
         A rank that waits long tells the others, so the missing ranks are those that were silent.
         """
-        look_from = time.monotonic() + _LONG_SECONDS
-        told = False
+        long_after = time.monotonic() + _LONG_SECONDS
+        has_announced = False
 
-        def look() -> None:
-            nonlocal told
-            if time.monotonic() > look_from:
-                if not told:
-                    self._tell_all_here()
-                    told = True
-                self._hear_who_is_here()
+        def exchange_notes() -> None:
+            nonlocal has_announced
+            if time.monotonic() > long_after:
+                if not has_announced:
+                    self._announce_arrival()
+                    has_announced = True
+                self._collect_arrivals()
 
         def tested() -> bool | None:
             with self._calling:
                 return request.Test() or None
 
         # A rank that never waits long reads its peers' words here: else they would pile up in MPI.
-        if self._gathers % _HEAR_EVERY == 0:
-            self._hear_who_is_here()
+        if self._gathers % _COLLECT_EVERY == 0:
+            self._collect_arrivals()
         try:
-            wait_until(tested, self, [], self.timeout_seconds, look)
+            wait_until(tested, self, [], self.timeout_seconds, exchange_notes)
         except PeerTimeoutError as error:
             late = [r for r in range(self.size) if self._here.get(r, 0) < self._gathers]
             names = " and ".join(f"rank {rank}" for rank in late if rank != self.rank)
             raise PeerTimeoutError(str(error).replace("its peers", names or "its peers")) from None
 
-    def _tell_all_here(self) -> None:
+    def _announce_arrival(self) -> None:
         number = np.array([self._gathers]).view(np.uint8)
         for rank in range(self.size):
             if rank != self.rank:
                 self._isend(number, rank, _HERE)
 
-    def _hear_who_is_here(self) -> None:
+    def _collect_arrivals(self) -> None:
         status = self._mpi.Status()
         number = np.empty(1, np.int64)
         while True:
@@ -401,9 +401,9 @@ class MpiTransport(Carrier):
         """Tell, on all ranks alike, whether they are on several hosts and none has RDMA."""
         device = any(os.path.isdir(place) and os.listdir(place) for place in _RDMA_DEVICES)
         # The largest of all ranks' answers: one with RDMA, or with all ranks on its host, decides.
-        told = np.array([device, len(self._neighbours) == self.size], np.int64)
-        self._communicator.Allreduce(self._mpi.IN_PLACE, told, self._mpi.MAX)
-        return not told.any()
+        differs = np.array([device, len(self._neighbours) == self.size], np.int64)
+        self._communicator.Allreduce(self._mpi.IN_PLACE, differs, self._mpi.MAX)
+        return not differs.any()
 
     def _communicator_of(self, stream: Transport) -> MPI.Intracomm:
         """Return a communicator of a stream's ranks, all of which call this."""

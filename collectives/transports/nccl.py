@@ -7,7 +7,7 @@ announced by a host message with its size, and none is begun before its receiver
                     ncclSend         ->  ncclRecv
     exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
-The announcement travels while the GPU still computes the message. And a rank that waits for a peer
+The header travels while the GPU still computes the message. And a rank that waits for a peer
 waits on the host, where it learns that the peer has left; a kernel would wait for ever.
 
 A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
@@ -32,7 +32,6 @@ import numpy as np
 from .. import cost
 from ..errors import MismatchError, PeerError
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way, require_same
 from .device_choice import Carrying, Choice, after_test, choose, dotted
 from .gpu import (
     Gpu,
@@ -49,6 +48,7 @@ from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
 from .reductions import loses_nan, parts_of
 from .staged import StagedTransport
 from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
+from .transfer_header import TransferHeader, TransferMethod, require_same
 from .transport import Step, Transport
 
 _START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
@@ -247,7 +247,7 @@ class NcclTransport(StagedTransport):
             if finish is None:
                 # Nothing came in between: this rank can wait in NCCL until its peer receives.
                 self._undecided.stage = None
-                finish = self._announce(message, to)
+                finish = self._send_header(message, to)
                 self._transfer([(message, to)], [])
             finish()
 
@@ -260,18 +260,18 @@ class NcclTransport(StagedTransport):
         if stage is not None:
             stage()
 
-    def _announce(self, message: Array, to: int) -> Callable[[], None]:
-        return self.host.send(Announcement(Way.NCCL, message.size).encode(), to)
+    def _send_header(self, message: Array, to: int) -> Callable[[], None]:
+        return self.host.send(TransferHeader(TransferMethod.NCCL, message.size).encode(), to)
 
     def receive(self, source: int) -> Array:
         self._stage_undecided()
         return super().receive(source)
 
-    def _follow(self, announcement: Announcement, source: int) -> Array:
-        if announcement.way is not Way.NCCL or not self.sends_from_device:
+    def _receive_body(self, header: TransferHeader, source: int) -> Array:
+        if header.method is not TransferMethod.NCCL or not self.sends_from_device:
             with self._current():
-                return self._under._follow(announcement, source)
-        received = self._empty(announcement.message_bytes)
+                return self._under._receive_body(header, source)
+        received = self._empty(header.message_bytes)
         self._transfer([], [(received, source)])
         return received
 
@@ -285,18 +285,18 @@ class NcclTransport(StagedTransport):
         for message, to in messages:
             if is_on_device(message):
                 outgoing.append((self._checked(message), to))
-                sends.append(self._announce(message, to))
+                sends.append(self._send_header(message, to))
             else:
                 sends.append(self._under.send(message, to))
         received, incoming = [], []
         for source in sources:
             message = self.host.receive(source)
-            announcement = Announcement.read(message)
-            if announcement is not None and announcement.way is Way.NCCL:
-                message = self._empty(announcement.message_bytes)
+            header = TransferHeader.read(message)
+            if header is not None and header.method is TransferMethod.NCCL:
+                message = self._empty(header.message_bytes)
                 incoming.append((message, source))
-            elif announcement is not None:
-                message = self._follow(announcement, source)
+            elif header is not None:
+                message = self._receive_body(header, source)
             received.append(message)
         for sent in sends:
             sent()
@@ -320,16 +320,16 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         if not is_on_device(message):
             return self.host.allgather(message)
-        own = Announcement(Way.NCCL, self._checked(message).size).encode()
-        announcements = [Announcement.read(m) for m in self.host.allgather(own)]
+        own = TransferHeader(TransferMethod.NCCL, self._checked(message).size).encode()
+        headers = [TransferHeader.read(m) for m in self.host.allgather(own)]
         bounds = [0]
-        for rank, announcement in enumerate(announcements):
-            if announcement is None or announcement.way is not Way.NCCL:
+        for rank, header in enumerate(headers):
+            if header is None or header.method is not TransferMethod.NCCL:
                 raise MismatchError(
                     f"rank {self.ranks[rank]} gathers messages of hosts where rank "
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
-            bounds.append(bounds[-1] + announcement.message_bytes)
+            bounds.append(bounds[-1] + header.message_bytes)
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():

@@ -137,12 +137,17 @@ class Communicator:
         ranks = [self._host.ranks[peer] for peer in peers]
         return self._unless_broken(
             lambda: wait_until(
-                test, self._host, ranks, self.timeout_seconds, self._look, _GRACE_SECONDS
+                test,
+                self._host,
+                ranks,
+                self.timeout_seconds,
+                self._raise_async_error,
+                _GRACE_SECONDS,
             ),
             peers,
         )
 
-    def _look(self) -> None:
+    def _raise_async_error(self) -> None:
         """Raise NCCL's asynchronous error, or the reason of an abort while this thread waited."""
         # A local: another thread's abort may set it to None in between.
         nccl = self._nccl

@@ -194,10 +194,15 @@ class TorchCollectives:
 
     def _wait(self, test: Callable[[], Any]) -> Any:
         return wait_until(
-            test, self._host, [], self._timeout_seconds, self._look, grace_seconds=_GRACE_SECONDS
+            test,
+            self._host,
+            [],
+            self._timeout_seconds,
+            self._raise_if_broken,
+            grace_seconds=_GRACE_SECONDS,
         )
 
-    def _look(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self._broken:
             raise PeerError(self._broken)
 

@@ -227,7 +227,7 @@ class TorchDistributedTransport(Carrier):
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
     def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailbox.take(stream, source)
+        return self._mailbox.pop(stream, source)
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by gloo's own allreduce where it is the faster one.
@@ -258,7 +258,7 @@ class TorchDistributedTransport(Carrier):
             work.get_future().add_done_callback(
                 lambda done: self._mailbox.put(_REDUCED, self.rank, _NOTHING)
             )
-            self._mailbox.take_answer(self, _REDUCED)
+            self._mailbox.pop_reply(self, _REDUCED)
             # It has ended: this only raises its error.
             work.wait()
         except RuntimeError as error:

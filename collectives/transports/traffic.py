@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """Counts messages and bytes that this rank sent, and its waits, since the last `take`.
+    """Counts messages and bytes that this rank sent, and its waits, since `read_and_reset`.
 
     wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
     parent:       counts the same, too: a view's messages are also those of its parent.
@@ -38,7 +38,7 @@ class Traffic:
         if self.parent is not None:
             self.parent.count_wait(seconds)
 
-    def take(self) -> Traffic:
+    def read_and_reset(self) -> Traffic:
         """Return the counters and set them to zero; the parent's stay."""
         with self._lock:
             taken = Traffic(self.sent_bytes, self.sent_messages, self.wait_seconds)

@@ -203,7 +203,7 @@ class BalancedLoader(LoaderBase):
             self._meet_at(epoch, start)
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
-                self._hand_over(cut)
+                self._begin_batch(cut)
                 try:
                     yield batch
                 except GeneratorExit:  # the script has broken it off
@@ -212,7 +212,7 @@ class BalancedLoader(LoaderBase):
                 self._current_batch.finish(cut)
                 self.drain()
 
-    def _hand_over(self, cut: Cut) -> None:
+    def _begin_batch(self, cut: Cut) -> None:
         self._cut = cut
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
@@ -221,12 +221,12 @@ class BalancedLoader(LoaderBase):
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
-        self._timer.hand_over(self.num_samples)
+        self._timer.start(self.num_samples)
 
     def _close_step(self) -> None:
         """Record the current batch's time; decide on the sizes where a window is full."""
         assert self._cut is not None
-        seconds = self._timer.take()
+        seconds = self._timer.elapsed_seconds()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
             self._probe(gradient, self._cut)
         regular = self._cut.sizes == self._plan.at(self._cut.step)
@@ -240,7 +240,7 @@ class BalancedLoader(LoaderBase):
 
     def _abandon(self) -> None:
         """Drop the batch that was current when a script broke off an iteration."""
-        self._timer.take()
+        self._timer.elapsed_seconds()
         if self._copy is not None:
             self._copy.disarm()
         self._let_go()

@@ -93,7 +93,7 @@ class AutomaticExchange:
         if self.selector is None:
             self.selector = self._begin(bucket, transport)
         elif len(self._seen) >= self.selector.window:
-            self._look(self.selector, bucket, transport)
+            self._reconsider(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
         # Alone, a rank measures nothing, and so never looks for another candidate.
         self._exchanged = exchanged if transport.size > 1 else None
@@ -107,7 +107,7 @@ class AutomaticExchange:
         if self._exchanged is not None:
             select_seconds = self._exchanged.select_seconds + self._ended - begun
             exchanged = dataclasses.replace(self._exchanged, select_seconds=select_seconds)
-            self._see(exchanged, self._ended - ended_before, self._room_seconds(bucket))
+            self._record(exchanged, self._ended - ended_before, self._room_seconds(bucket))
 
     def _room_seconds(self, bucket: Bucket) -> float:
         """Return how long this step's exchange could take without making the step longer."""
@@ -139,7 +139,7 @@ class AutomaticExchange:
             )
         return selector
 
-    def _see(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
+    def _record(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
         if self._to_settle:
             self._to_settle -= 1
             return
@@ -155,7 +155,9 @@ class AutomaticExchange:
             )
         )
 
-    def _look(self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport) -> None:
+    def _reconsider(
+        self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport
+    ) -> None:
         """Compare the measured window with the prediction, and run the candidate that follows.
 
         All ranks call it together; they run rank 0's candidate.

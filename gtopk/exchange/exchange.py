@@ -123,7 +123,7 @@ class SparseExchange:
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.
-        self._outcome: (
+        self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
         self._moved: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
@@ -176,23 +176,23 @@ class SparseExchange:
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
-        self._outcome = None
+        self._result = None
         # Values that are not finite are refused by all ranks alike; picks stay in the residuals.
         with profiled("exchange"), suppress(NonFiniteError):
             update, returned = self._reduce(picked, transport, self.format)
             update, rest = bucket.fit(update)  # the same on every rank
             kept = None if rest is None else self._kept(rest, transport)
-            self._outcome = picked, update, returned, kept
+            self._result = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
             picked.entries,
-            self._outcome[1].entries if self._outcome else 0,
+            self._result[1].entries if self._result else 0,
             select_seconds,
             communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
-            finite=self._outcome is not None,
+            finite=self._result is not None,
             bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
             coded=coded().since(coded_before),
@@ -200,9 +200,9 @@ class SparseExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Take out of the residual what was sent and did not return; put the update in place."""
-        assert self._outcome is not None
-        picked, update, returned, kept = self._outcome
-        self._outcome, self._moved = None, (picked, returned)
+        assert self._result is not None
+        picked, update, returned, kept = self._result
+        self._result, self._moved = None, (picked, returned)
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)

@@ -149,7 +149,7 @@ class HookedAdam:
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
-                    _CallWith(self._look_at, parameter)
+                    _CallWith(self._track_gradient, parameter)
                 )
 
     def _added_to_steps(self) -> RuntimeError:
@@ -171,7 +171,7 @@ class HookedAdam:
         if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
             raise self._added_to_steps()
 
-    def _look_at(self, parameter: torch.nn.Parameter) -> None:
+    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Note, before a pass adds to a gradient, whether it is still an agreed step."""
         agreed = self._agreed
         if agreed is None or not agreed.is_in(parameter):
@@ -200,7 +200,7 @@ class HookedAdam:
     def loaded(self) -> None:
         """Let forward passes include the residual that was loaded."""
         if self._local is not None:
-            self._local.look_for_models()
+            self._local.find_models()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

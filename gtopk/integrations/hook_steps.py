@@ -44,17 +44,17 @@ class HookSteps:
         self._ended_before: float | None = None  # when that of the previous step ended
         self.last: StepReport | None = None
 
-    def hand_over(self, bucket_exchange: BucketExchange) -> int:
+    def add_bucket(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program's thread; return its number in the step."""
         self._seen.bucket_exchanges.append(bucket_exchange)
         return len(self._seen.bucket_exchanges) - 1
 
-    def submitted(self, number: int, operation: Operation) -> None:
+    def note_submit(self, number: int, operation: Operation) -> None:
         """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
         self._seen.operations[number] = operation
         self._waited_since = time.perf_counter()
 
-    def ran(self, number: int, began: float, exchanged: Exchanged | None) -> None:
+    def note_exchange(self, number: int, began: float, exchanged: Exchanged | None) -> None:
         """Note, in the engine's thread, the result of a bucket's exchange."""
         if exchanged is not None:
             self._seen.exchanged[number] = exchanged
@@ -64,7 +64,7 @@ class HookSteps:
         """Forget a step that an error has ended."""
         self._seen = Seen()
 
-    def arrived(self) -> None:
+    def note_wait_end(self) -> None:
         """Note that the program's wait has ended."""
         self._ended = time.perf_counter()
         if self._waited_since is not None:

@@ -46,7 +46,7 @@ class OneStep:
 
     def __init__(self) -> None:
         self.not_finite: list[int] = []
-        self._ran: list[BucketExchange] = []
+        self._exchanged: list[BucketExchange] = []
         self._void = False
 
     def run(
@@ -58,9 +58,9 @@ class OneStep:
         step was void already, and nothing was exchanged.
         """
         again = (
-            bucket_exchange in self._ran
+            bucket_exchange in self._exchanged
         )  # a module that is used twice: keep what was remembered before the step
-        self._ran.append(bucket_exchange)
+        self._exchanged.append(bucket_exchange)
         self.not_finite = []
         self._void |= any(flags & NOT_FINITE for flags in all_flags)
         exchanged = None
@@ -87,7 +87,7 @@ class OneStep:
     def drop(self) -> None:
         """Make the step void: the residual becomes what it was before."""
         self._void = True
-        for bucket_exchange in self._ran:
+        for bucket_exchange in self._exchanged:
             bucket_exchange.undo()
 
     @property
@@ -98,14 +98,14 @@ class OneStep:
     @property
     def buckets(self) -> int:
         """How many buckets were handed over in this step."""
-        return len(self._ran)
+        return len(self._exchanged)
 
     def close(self) -> bool:
         """End the step, and tell whether it counted."""
         counted = not self._void
-        for bucket_exchange in self._ran:
+        for bucket_exchange in self._exchanged:
             bucket_exchange.release_gradients()
-        self._ran, self._void = [], False
+        self._exchanged, self._void = [], False
         return counted
 
 

@@ -241,9 +241,9 @@ class Fragment:
 
 
 class Fragments:
-    """All fragments, in the order in which they take turns; the `Holder` of their residuals."""
+    """All fragments, in the order in which they take turns; the owner of their residuals."""
 
-    holds: ClassVar[str] = CHANGES
+    residual_of: ClassVar[str] = CHANGES
 
     def __init__(
         self,

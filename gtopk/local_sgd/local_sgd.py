@@ -47,7 +47,7 @@ from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments
-from .outer_exchange import LostReplicas, Outcome, Round, report_of
+from .outer_exchange import LostReplicas, OuterResult, Round, report_of
 from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
@@ -300,7 +300,7 @@ class _LocalSGD(Wrapping):
                 self._lost.end_row()
         return outcome.moves
 
-    def _report(self, fragment: Fragment, before: Round, outcome: Outcome) -> None:
+    def _report(self, fragment: Fragment, before: Round, outcome: OuterResult) -> None:
         """Fill in `last_step`."""
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = report_of(

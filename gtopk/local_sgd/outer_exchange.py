@@ -51,7 +51,7 @@ _STEPS_SHIFT: Final = 3
 Bounds = tuple[float, float]  # from, to; by time.perf_counter
 
 
-class Outcome(NamedTuple):
+class OuterResult(NamedTuple):
     """The result of an exchange, the same on every rank, except for its seconds and bytes.
 
     preempted: the ranks that had SIGTERM.
@@ -112,7 +112,7 @@ class Round:
     is_lost: bool = False
     is_loaded: bool = False
     gone_back: set[int] = field(default_factory=set)
-    outcome: Outcome | None = None
+    outcome: OuterResult | None = None
     error: HorovodInternalError | None = None
 
     @property
@@ -134,7 +134,7 @@ class Round:
 
 
 def report_of(
-    outcome: Outcome,
+    outcome: OuterResult,
     round: Round,
     *,
     step: int,
@@ -301,14 +301,14 @@ class OuterExchange:
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
 
-        def look(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
+        def compare_models(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
             return any(all_flags), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
             f"{self.name}.replicas",
             self._signature([*signature, signature_of(self._compression)]),
-            look,
+            compare_models,
             flags=bool(unsent(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
@@ -374,7 +374,7 @@ class OuterExchange:
         self._under_way = operation, taken
 
     @contextmanager
-    def ended(self) -> Iterator[Outcome]:
+    def ended(self) -> Iterator[OuterResult]:
         """Wait for the exchange of `begin`; within the context the gradients are S, if it counts.
 
         A frozen parameter has no gradient where S is zero: outer momentum must not move it.
@@ -387,7 +387,7 @@ class OuterExchange:
         try:
             with gradients_for_a_while(bucket_exchange.parameters):
                 preempted, lost, everywhere, exchanged = operation.wait()
-                outcome = Outcome(preempted, lost, everywhere, exchanged, operation, self._span)
+                outcome = OuterResult(preempted, lost, everywhere, exchanged, operation, self._span)
                 for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
                     parameter.grad = gradient
                 if outcome.moves:
@@ -407,7 +407,7 @@ class OuterExchange:
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
-        """Exchange on the engine's thread; return the first four fields of an `Outcome`."""
+        """Exchange on the engine's thread; return the first four fields of an `OuterResult`."""
         steps = [flags >> _STEPS_SHIFT for flags in all_flags]
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED

@@ -293,7 +293,7 @@ class _AdasumOptimizer(Wrapping):
         now = time.perf_counter()
         exchange_seconds = self._select_seconds + self._communicate_seconds
         entries = sum(parameter.numel() for parameter in self._trained())
-        traffic = self._traffic.take()
+        traffic = self._traffic.read_and_reset()
         self.last_step = StepReport(
             step=self._world.step,
             algorithm="adasum",

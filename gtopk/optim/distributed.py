@@ -370,7 +370,7 @@ class _DistributedOptimizer(Readings):
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
             if self._local is not None:
-                self._local.look_for_models()
+                self._local.find_models()
 
     def forget_steps(self) -> None:
         """Empty the residual, as before the first step; a state_dict from then cannot do that."""

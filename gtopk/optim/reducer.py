@@ -57,7 +57,7 @@ class Reducer:
     stragglers: how fast these ranks compute, beside each other.
     """
 
-    holds: ClassVar[str] = "gradients"
+    residual_of: ClassVar[str] = "gradients"
 
     def __init__(
         self,

@@ -340,7 +340,7 @@ class StepTransaction:
         missing = bucket_exchange.missing()
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
         # The names as a checksum: flags have 35 bits for all of this. Where the checksums differ,
-        # the ranks exchange the names (`_look_at_missing`).
+        # the ranks exchange the names (`_check_missing`).
         self.operations[index] = self._engine.submit(
             bucket_exchange.name,
             [self._signature, self.samples.signature, bucket_exchange.signature],
@@ -383,7 +383,7 @@ class StepTransaction:
             return
         if last and self._done < index:  # the ranks disagree about another bucket
             return
-        self._look_at_missing(index, missing, transport, all_flags)
+        self._check_missing(index, missing, transport, all_flags)
         self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # A rank that has joined has no gradient, even if its last sample count was not 0.
@@ -415,7 +415,7 @@ class StepTransaction:
             if names
         )
 
-    def _look_at_missing(
+    def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         everywhere = set(missing)

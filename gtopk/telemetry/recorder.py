@@ -104,7 +104,7 @@ class Recorder:
         """Note how fast this rank computes relative to the fastest, which is 1."""
         self._note("score", score=score)
 
-    def note_parted(self, parameters: Sequence[str], healed: bool) -> None:
+    def note_divergence(self, parameters: Sequence[str], healed: bool) -> None:
         """Note parameters that were not the same on all ranks, and whether they were healed."""
         self._note("parted", parameters=list(parameters), healed=healed)
 

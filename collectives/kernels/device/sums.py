@@ -8,7 +8,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector
 from .machine import Scratch, blocks_for
-from .selection import launch_split, outcome
+from .selection import launch_split, read_result
 from .source import instance
 
 
@@ -25,7 +25,7 @@ def merge(
     kept = _room(scratch, a, min(k, indices.size))
     rest = _room(scratch, a, indices.size)
     search = launch_split(scratch, indices, values, k, kept, rest)
-    found = outcome(scratch.machine, search, values.dtype)
+    found = read_result(scratch.machine, search, values.dtype)
     return _first(kept, found.kept), _first(rest, found.rest)
 
 
@@ -37,7 +37,7 @@ def sum_by_index(scratch: Scratch, vectors: Sequence[SparseVector]) -> SparseVec
         return first
     kept = _room(scratch, first, indices.size)
     search = launch_split(scratch, indices, values, indices.size, kept, None)
-    return _first(kept, outcome(scratch.machine, search, values.dtype).kept)
+    return _first(kept, read_result(scratch.machine, search, values.dtype).kept)
 
 
 def _interleaved_sum(scratch: Scratch, vectors: Sequence[SparseVector]) -> tuple[Array, Array]:

@@ -151,9 +151,9 @@ class DelayedLoader(LoaderBase):
 
     def _report(self, skipped: bool) -> None:
         """Report the round whose outcome has just arrived."""
-        self._steps.arrived(self.exchange)
-        if self._wire.parted is not None:
-            self._optimizer.step_policy.replicas.end(self._wire.parted, self._optimizer.state)
+        self._steps.note_exchange(self.exchange)
+        if self._wire.divergences is not None:
+            self._optimizer.step_policy.replicas.end(self._wire.divergences, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -233,12 +233,12 @@ class DelayedLoader(LoaderBase):
         self.rounds.begin()
         self._in_pass = True
         for batch, places in zip(self._loader if mine else (), mine, strict=True):
-            yield from self._hand_over(batch, len(places))
+            yield from self._yield_batch(batch, len(places))
             if self.rounds.ended:
                 break
         self._close_pass()
 
-    def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
+    def _yield_batch(self, batch: Any, samples: int) -> Iterator[Any]:
         self.num_samples = samples
         self._has_batch = True
         yield batch
@@ -262,7 +262,7 @@ class DelayedLoader(LoaderBase):
         self._require_its_world()
         self._abandoned.abandon()
         self._abandoned.finish()
-        self.exchange.take_ran()  # this exchange belongs to no reported step
+        self.exchange.pop_reduction()  # this exchange belongs to no reported step
         self.exchange.load_state_dict(self._loaded)
         self._abandoned, self._loaded = None, {}
 
@@ -271,7 +271,7 @@ class DelayedLoader(LoaderBase):
         while not self._agree(drains=False):
             self._mine[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
-                yield from self._hand_over(batch, 0)
+                yield from self._yield_batch(batch, 0)
 
     def _agree(self, drains: bool) -> bool:
         """Return whether all ranks drain or all go on; else ask those that go on to drain.

@@ -350,12 +350,12 @@ class Ledger:
         self._say("idle")
         found: list[int] = []
 
-        def look() -> bool:
+        def is_over() -> bool:
             others = board.others()
             with self._memory.lock():
                 idle = all(board.rows["idle"][place] >= self.round for place in others)
                 if lost := self._lost({*others, board.me}):
-                    self._look_for_the_dead()
+                    self._report_dead_workers()
                     found.extend(lost[:count])
                     self._notes[found] = self._number
                     # Under the same lock: the others then wait for these places, and take them over
@@ -363,7 +363,7 @@ class Ledger:
                     board["idle"] = self.round - 1
             return bool(found) or idle
 
-        self._await(look, "finish their batches")
+        self._await(is_over, "finish their batches")
         if found:
             board.add("taken_over", len(found))
         return found
@@ -374,11 +374,11 @@ class Ledger:
         of: returns the places of these workers.
         """
 
-        def look(claimed: int) -> bool:
+        def has_advanced(claimed: int) -> bool:
             return not of() or bool(self._head["next"][0] > claimed)
 
         while self.has_more() and of():
-            self._await(partial(look, int(self._head["next"][0])), "evaluate", of)
+            self._await(partial(has_advanced, int(self._head["next"][0])), "evaluate", of)
 
     def await_others(self) -> None:
         """Wait until no worker of this node has samples left; takes none of them over."""
@@ -415,7 +415,7 @@ class Ledger:
     def take_turn(self) -> None:
         """Wait for this worker's turn, in lock-step: workers compute one after the other."""
 
-        def look() -> bool:
+        def is_own_turn() -> bool:
             head, board = self._head, self._board
             with self._memory.lock():
                 others = set(board.others())
@@ -425,7 +425,7 @@ class Ledger:
                     head["turn"][0] = (turn + 1) % self._memory.places
             return True
 
-        self._await(look, "take their turns")
+        self._await(is_own_turn, "take their turns")
 
     def pass_turn(self) -> None:
         """Pass the turn to the next worker, if it is this worker's turn."""
@@ -439,11 +439,11 @@ class Ledger:
 
     def _await(
         self,
-        look: Callable[[], bool],
+        condition: Callable[[], bool],
         what: str,
         of: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Poll `look` until it returns true.
+        """Poll `condition` until it returns true.
 
         of: returns the places of the workers waited for; None: those that still compute.
         Raises PeerError where a worker has left that may not, PeerTimeoutError after the timeout.
@@ -451,11 +451,10 @@ class Ledger:
         begun = time.monotonic()
         while True:
             self.require_sound()
-            # First: the dead are missing among those that `look` waits for. Where ranks may not
-            # leave, the next line raises, and a round that is over for lack of a worker does not
-            # count as one.
-            is_over = look()
-            self._look_for_the_dead()
+            # First: `condition` does not wait for dead workers. Where ranks may not leave, the next
+            # line raises, and a round that is over for lack of a worker does not count as one.
+            is_over = condition()
+            self._report_dead_workers()
             if is_over:
                 return
             waited_seconds = time.monotonic() - begun
@@ -472,7 +471,7 @@ class Ledger:
         idle = self._board.rows["idle"]
         return [place for place in self._board.others() if idle[place] < self.round]
 
-    def _look_for_the_dead(self) -> None:
+    def _report_dead_workers(self) -> None:
         """Report workers that have died since the last call; raise PeerError where none may."""
         for place in range(self._memory.places):
             if place in self._dead or place == self._board.me:

@@ -140,9 +140,9 @@ class HogbatchLoader(LoaderBase):
         self._in_epoch = True
         self._batch.begin()
         try:
-            yield from self._hand_out()
+            yield from self._yield_batches()
             while self._claims.reclaim():
-                yield from self._hand_out()
+                yield from self._yield_batches()
             with self._steps.spent.waiting():
                 self._node.merging.end()
         except GeneratorExit:  # the script has broken it off
@@ -184,7 +184,7 @@ class HogbatchLoader(LoaderBase):
             self._node.merging.begin(what)
         self._periods.begin()
 
-    def _hand_out(self) -> Iterator[Any]:
+    def _yield_batches(self) -> Iterator[Any]:
         """Yield the claimed batches, each of them for one step."""
         for batch in self._loader:
             self._periods.poll()

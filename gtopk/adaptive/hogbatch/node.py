@@ -129,7 +129,7 @@ class Merging:
                 f"{self._name}.epoch", [what], lambda transport, all_flags: None
             )
             self._wait(met)
-            self._steps.submitted(met)
+            self._steps.note_submit(met)
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
@@ -200,8 +200,8 @@ class Merging:
         """Wait for the merge under way, and add its change to the node's model."""
         assert self._pending is not None
         weight, update, count = self._wait(self._pending)
-        self._steps.submitted(self._pending)
-        self._steps.arrived(self._replica.reduction)
+        self._steps.note_submit(self._pending)
+        self._steps.note_exchange(self._replica.reduction)
         self._pending = None
         self._replica.merge(update, weight)
         if update is None:  # on all nodes: each keeps its model, and the next merge has its changes

@@ -429,7 +429,7 @@ class Writer:
         if self._copy is not None:
             self._copy.publish()
 
-    def hand_over(self) -> None:
+    def copy_for_next_batch(self) -> None:
         """Copy the current model into a fast worker's parameters, for the next batch."""
         self.refresh()
         self._seen = self._board.total("updates")

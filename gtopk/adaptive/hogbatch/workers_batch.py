@@ -192,7 +192,7 @@ class BatchInHand:
     def make_current(self, places: Sequence[int]) -> None:
         """Make a batch the current one, and copy the shared model for a fast worker."""
         self.places = places
-        self._writer.hand_over()
+        self._writer.copy_for_next_batch()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._began = now_nanoseconds()

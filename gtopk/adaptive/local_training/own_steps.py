@@ -124,7 +124,7 @@ class OwnSteps:
         with self.spent.waiting():
             self._expected.measure([exchange], peers)
 
-    def submitted(self, operation: Operation) -> None:
+    def note_submit(self, operation: Operation) -> None:
         """Attribute an operation's messages to the current step."""
         self._seen.operations[len(self._seen.operations)] = operation
 
@@ -132,9 +132,9 @@ class OwnSteps:
         """Attribute computing time up to now to the current step, and later time to the next."""
         self._computed += self.spent.take_computed()
 
-    def arrived(self, exchange: RoundExchange) -> None:
+    def note_exchange(self, exchange: RoundExchange) -> None:
         """Record an exchange whose operation is over, and the residual after it."""
-        seen, ran = self._seen, exchange.take_ran()
+        seen, ran = self._seen, exchange.pop_reduction()
         seen.bucket_exchanges.append(exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged

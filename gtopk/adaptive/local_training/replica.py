@@ -49,7 +49,7 @@ from ...exchange.residual import ResidualSize
 from ...optim.samples import LocalClip, norm_of
 
 
-class Ran(NamedTuple):
+class TimedReduction(NamedTuple):
     """A reduction's result, apply included, and when it began and ended, by time.perf_counter."""
 
     exchanged: Exchanged
@@ -81,7 +81,7 @@ class RoundExchange:
         self._clip = LocalClip([], None)
         self.progress = Progress()
         self.exchange = open_exchange(self.bucket, compression, self.progress)
-        self._ran: Ran | None = None
+        self._last_reduction: TimedReduction | None = None
 
     @property
     def elements(self) -> int:
@@ -187,15 +187,17 @@ class RoundExchange:
             residual.forget()
         ended = time.perf_counter()
         select_seconds = exchanged.select_seconds + ended - reduced
-        self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)
+        self._last_reduction = TimedReduction(
+            replace(exchanged, select_seconds=select_seconds), began, ended
+        )
         if not exchanged.finite:
             return None
         self.progress.steps += 1
         return bucket.gradients
 
-    def take_ran(self) -> Ran | None:
+    def pop_reduction(self) -> TimedReduction | None:
         """Return the last reduction's result, once; None if there was none since the last call."""
-        ran, self._ran = self._ran, None
+        ran, self._last_reduction = self._last_reduction, None
         return ran
 
     def residual_size(self) -> ResidualSize | None:

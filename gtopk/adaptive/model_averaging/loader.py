@@ -159,7 +159,7 @@ class MergingLoader(LoaderBase):
 
     def _await(self, operation: Operation) -> Any:
         """Wait for an operation; the time counts as waited in the current mega-batch."""
-        self._steps.submitted(operation)
+        self._steps.note_submit(operation)
         return Waited(operation, self._steps.spent).wait()
 
     def _resumed(self) -> Replica | None:
@@ -196,12 +196,12 @@ class MergingLoader(LoaderBase):
         self._finished, self._updates = [], 0
         for batch in self._loader:
             take = self._taken.taken.popleft()
-            yield from self._hand_over(batch, take)
+            yield from self._yield_batch(batch, take)
             if self._finished is None:
                 break  # drained
             self._finish(take)
 
-    def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
+    def _yield_batch(self, batch: Any, take: range) -> Iterator[Any]:
         self._current_batch, self.num_samples = take, len(take)
         try:
             yield batch
@@ -221,7 +221,7 @@ class MergingLoader(LoaderBase):
         self._taken.is_weightless = True
         try:
             for batch in self._loader:
-                yield from self._hand_over(batch, range(0))
+                yield from self._yield_batch(batch, range(0))
         finally:
             self._taken.is_weightless = False
         if self.drain_wanted:
@@ -322,7 +322,7 @@ class MergingLoader(LoaderBase):
         assert self._finished is not None
         steps, samples = self._steps, sum(map(len, self._finished))
         steps.computed()
-        steps.arrived(self._replica.reduction)
+        steps.note_exchange(self._replica.reduction)
         steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:

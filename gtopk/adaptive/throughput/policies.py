@@ -46,10 +46,10 @@ from ..partitioning.cuts import Limits, whole
 class Timer(Protocol):
     """Tells the seconds of batches; simulations use a modelled one."""
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Begin to measure: the script gets the batch now."""
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
 
     def exchanged(self, step: StepReport) -> float:
@@ -71,7 +71,7 @@ class GradientTimer:
         self._ended: Timestamp | None = None
         self._watch()
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Begin to measure."""
         self._watch()
         self._began, self._ended = Timestamp(self._device), None
@@ -94,7 +94,7 @@ class GradientTimer:
     def _stop(self) -> None:
         self._ended = Timestamp(self._device)
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
         began, ended = self._began, self._ended
         self._began = self._ended = None

@@ -42,7 +42,7 @@ _MEGABYTE: Final = 1 << 20
 _BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
 
 
-def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
+def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     """Start two ranks and have them add."""
     launcher = launcher_at_hand()
     if launcher == "torchrun" and not installed("torch"):
@@ -79,7 +79,7 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     return finding._replace(detail=f"{finding.detail}{gpus}; {took:.1f} s with their start")
 
 
-def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
     """Join the ranks of the running job; every one of its processes must call this.
 
     Finds out whether they add up, and where they are several, whether compression would pay.
@@ -96,7 +96,7 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[F
     return findings
 
 
-def look_at_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
     """Try the link of each pair of the running job's ranks; every one of them must call this."""
     links = _report_of(swap.__name__, job, seconds)
     if isinstance(links, Finding):
@@ -133,14 +133,14 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _look_closer(job))
+            return Finding(NAME, State.FAIL, detail, _diagnose(job))
         report = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or report is None:
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _look_closer(job))
+            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _diagnose(job))
     return report
 
 
-def _look_closer(job: Launched) -> str:
+def _diagnose(job: Launched) -> str:
     """Return the advice for ranks of a job that do not work together."""
     if carried_by(job) != "mpi":
         return f"see all they say: start `{_INIT}` in their place"

@@ -83,13 +83,13 @@ class ModelledTimer:
         self._clock, self._rank, self._random = clock, rank, random
         self.seconds = 0.0
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Model the batch that begins now."""
         self.seconds = self._clock.cluster.compute_seconds(
             self._rank, samples, self._clock.record.seconds, self._random
         )
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         return self.seconds
 
     def exchanged(self, step: StepReport) -> float:

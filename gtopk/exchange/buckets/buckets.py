@@ -92,7 +92,7 @@ class Bucket:
         self.captured_at = 0.0
         self.ready = Timestamp(self.device)
         # The gradients' memory, looked up once a step; (None,) where they are to be copied.
-        self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
+        self._gradient_cache: tuple[list[NDArray[Any]] | Located | None] | None = None
         # For a bucket on the host: the GPUs of its gradients, which torch copies.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
@@ -136,7 +136,7 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
-        self._looked_up = None
+        self._gradient_cache = None
 
     def capture_zeros(self, scale: float) -> None:
         """Use zeros as gradients, in memory of their own: `put` changes no parameter's gradient.
@@ -148,13 +148,13 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
-        self._looked_up = None
+        self._gradient_cache = None
 
     @property
     def _parts(self) -> list[NDArray[Any]] | Located | None:
-        if self._looked_up is None:
-            self._looked_up = (self._where_they_lie(),)
-        return self._looked_up[0]
+        if self._gradient_cache is None:
+            self._gradient_cache = (self._where_they_lie(),)
+        return self._gradient_cache[0]
 
     @property
     def largest(self) -> float:
@@ -370,7 +370,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Drop references to this step's gradients, so that `zero_grad` frees their memory."""
         self.gradients = []
-        self._looked_up = None
+        self._gradient_cache = None
 
 
 def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

@@ -43,13 +43,13 @@ GRADIENTS, CHANGES = "gradients", "changes"
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
-class Holder(Protocol):
+class ResidualOwner(Protocol):
     """An object that has a residual; see `Reducer` and `OuterExchange`.
 
     holds: what the residual is of: GRADIENTS, or CHANGES of the model.
     """
 
-    holds: ClassVar[str]
+    residual_of: ClassVar[str]
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -77,7 +77,7 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     whole["state"] = {**ordered, **state}
 
 
-def save(holder: Holder) -> dict[str, Any]:
+def save(holder: ResidualOwner) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     residuals, bucket_exchanges = holder.export_state()
     return {
@@ -86,7 +86,7 @@ def save(holder: Holder) -> dict[str, Any]:
         "steps": holder.steps,
         "lanes": bucket_exchanges,
         "held": {holder.rank: residuals},
-        "holds": holder.holds,
+        "holds": holder.residual_of,
     }
 
 
@@ -119,13 +119,13 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
     own["held"] = dict(sorted(own["held"].items()))
 
 
-def load(holder: Holder, part: Mapping[str, Any]) -> None:
+def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     """Take over this rank's residual, and log whose it was.
 
     A residual of another kind, gradients or changes of the model, is not loaded, and a warning says
     so. Raises ValueError for a part in another format.
     """
-    if (of := part.get("holds", GRADIENTS)) != holder.holds:
+    if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
         if any(map(unsent, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
@@ -133,7 +133,7 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
                 holder.rank,
                 len(holder.ranks),
                 of,
-                holder.holds,
+                holder.residual_of,
                 _norm_of(part["held"]),
             )
         return

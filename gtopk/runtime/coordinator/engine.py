@@ -260,7 +260,7 @@ class Engine:
         with self._changed:
             while self._closing is None:
                 self._changed.wait(_LOOK_SECONDS)
-                self._look_for_the_end()
+                self._leave_if_program_ended()
             reason = self._closing
         if self.transport.path == ():  # of all ranks: of the process
             self._leave(reason)
@@ -273,7 +273,7 @@ class Engine:
                 if wait_seconds <= 0:
                     return True
                 self._changed.wait(min(wait_seconds, _LOOK_SECONDS))
-                self._look_for_the_end()
+                self._leave_if_program_ended()
             return False
 
     def _due(self) -> float:
@@ -297,7 +297,7 @@ class Engine:
             return 0.0
         return self._cycle_ended + self._pause_seconds
 
-    def _look_for_the_end(self) -> None:
+    def _leave_if_program_ended(self) -> None:
         """Leave when the program has ended while one of its threads keeps the process alive.
 
         A thread that has submitted operations may submit more, so the rank stays for it; any other

@@ -303,7 +303,7 @@ class Execution:
         return [] if part.operation is None else [(part.operation, result, error)]
 
     def _count(self, part: Part) -> None:
-        taken = self.transport.traffic.take()
+        taken = self.transport.traffic.read_and_reset()
         if part.operation is not None:
             part.operation.traffic.count(taken.sent_bytes, taken.sent_messages)
             part.operation.traffic.count_wait(taken.wait_seconds)

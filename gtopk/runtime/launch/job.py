@@ -141,12 +141,12 @@ _ASK_SECONDS: Final = 1.0
 _parent = os.getppid()  # read at import: later it may be the process that adopts orphans
 
 
-def _look() -> None:
+def _read_parent() -> None:
     global _parent
     _parent = os.getppid()
 
 
-os.register_at_fork(after_in_child=_look)
+os.register_at_fork(after_in_child=_read_parent)
 
 
 def agent(environ: Mapping[str, str] = os.environ) -> int:

@@ -3,7 +3,7 @@
 It is a separate program, as the watched process may hold Python's lock throughout, and uses the
 standard library alone. `world.joining` starts it; it ends when its stdin does.
 
-Argument: a `Lookout` as a list in JSON.
+Argument: a `WatchdogSettings` as a list in JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Roll(NamedTuple):
     is_all: bool
 
 
-class Lookout(NamedTuple):
+class WatchdogSettings(NamedTuple):
     """The watchdog's argument: the conditions to look for, and the message for each.
 
     late:     the message when `seconds` are over.
@@ -173,25 +173,25 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def watch(lookout: Lookout) -> None:
-    """Watch the parent until stdin closes; end it when a condition of the lookout comes true."""
+def watch(settings: WatchdogSettings) -> None:
+    """Watch the parent until stdin closes; end it when one of its conditions comes true."""
     watched, begun = os.getppid(), time.monotonic()
-    caller = Caller(lookout.roll, watched) if lookout.roll is not None else None
+    caller = Caller(settings.roll, watched) if settings.roll is not None else None
     while True:
-        left = max(0.0, begun + lookout.seconds - time.monotonic())
+        left = max(0.0, begun + settings.seconds - time.monotonic())
         if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
             return
-        why = lookout.late if time.monotonic() - begun >= lookout.seconds else ""
+        why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if caller is not None and (ended := caller.missing()):
             why = caller.roll.missed.format(ended)
-        if lookout.launcher and parent_of(watched) not in (0, lookout.launcher):
-            why = lookout.orphaned
+        if settings.launcher and parent_of(watched) not in (0, settings.launcher):
+            why = settings.orphaned
         if why:
             with contextlib.suppress(OSError):  # the reader may be gone, too
                 os.write(2, f"{why}\n".encode(errors="replace"))
-            if lookout.file:
+            if settings.file:
                 text = why.removeprefix("gtopk: ")
-                write_record(lookout.file, {**lookout.record, "time": now(), "text": text})
+                write_record(settings.file, {**settings.record, "time": now(), "text": text})
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched, signal.SIGKILL)
             return
@@ -199,5 +199,9 @@ def watch(lookout: Lookout) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
-    lookout = Lookout(*json.loads(sys.argv[1]))
-    watch(lookout._replace(roll=Roll(*lookout.roll) if lookout.roll else None))
+    watchdog_settings = WatchdogSettings(*json.loads(sys.argv[1]))
+    watch(
+        watchdog_settings._replace(
+            roll=Roll(*watchdog_settings.roll) if watchdog_settings.roll else None
+        )
+    )

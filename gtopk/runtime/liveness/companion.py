@@ -88,7 +88,7 @@ class Process(NamedTuple):
     parent: int
 
 
-def look_at(pid: int) -> Process:
+def read_process(pid: int) -> Process:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             # After the last parenthesis: the program's name before it may hold any character.
@@ -165,7 +165,7 @@ class Companion:
             next_beat = 0.0
             while not self._leaving:
                 now = time.monotonic()
-                process = look_at(self._setting.parent)
+                process = read_process(self._setting.parent)
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._obey():  # its last words
                         pass
@@ -201,13 +201,13 @@ class Companion:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        self._watch.look(now, is_stopped)
+        self._watch.check_timeouts(now, is_stopped)
         seconds = now - (self._stopped_since or now)
         state = State.STOPPED if is_stopped else State.ALIVE
         self._tell(self._watch.tells, self._setting.rank, state, seconds=seconds)
         for rank, why in self._watch.lost.items():
             self._pass_on(self._watch.tells, rank, why)
-        self._look_for_the_launcher(process, now)
+        self._check_launcher(process, now)
 
     def _report(self, now: float) -> None:
         """Print the watch's news, and tell the rank and the other ranks of new losses."""
@@ -235,7 +235,7 @@ class Companion:
         elif unheard and now - unheard > self._setting.timeout_seconds:
             self._end(signal.SIGKILL, f"{because} takes no notice")
 
-    def _look_for_the_launcher(self, process: Process, now: float) -> None:
+    def _check_launcher(self, process: Process, now: float) -> None:
         if self._setting.launcher in (0, process.parent):
             return
         if self._launcher_gone_since is None:

@@ -151,7 +151,7 @@ class Watch:
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
         self._seen = [_Seen() for _ in peers]
-        self._begun = self._looked = now
+        self._begun = self._checked_at = now
         self._told_of_unheard = False
 
     def hear(self, beat: Beat, now: float) -> None:
@@ -178,9 +178,9 @@ class Watch:
                 self.news.append(f"{self.peers[beat.sender]} goes on")
             seen.stopped, seen.warned = None, False
 
-    def look(self, now: float, own_is_stopped: bool) -> None:
+    def check_timeouts(self, now: float, own_is_stopped: bool) -> None:
         """Find ranks whose beats are overdue."""
-        gap, self._looked = now - self._looked, now
+        gap, self._checked_at = now - self._checked_at, now
         if own_is_stopped or gap > _GAP * self._timeout_seconds:
             for seen in self._seen:
                 seen.heard = None if seen.heard is None else now

@@ -45,7 +45,7 @@ from collectives.transports import TRANSPORTS, Transport, open_transport
 from ... import settings
 from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
 from ..launch.job import is_gone, launcher, ranks_here
-from ..launch.watchdog import Lookout, Roll
+from ..launch.watchdog import Roll, WatchdogSettings
 from ..standard_streams import occupy_closed_descriptors
 from . import guard
 
@@ -219,19 +219,19 @@ _LEAVES_SECONDS: Final = 10.0  # for the watchdog to end when it is told to
 
 
 @contextmanager
-def deadline(lookout: Lookout) -> Iterator[None]:
-    """Kill this process, and say why, if a condition of the lookout comes true in the body.
+def deadline(settings: WatchdogSettings) -> Iterator[None]:
+    """Kill this process, and say why, if one of its conditions comes true in the body.
 
     A separate process watches, as the body may hold Python's lock throughout.
     """
-    if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
+    if settings.seconds == math.inf and not settings.launcher and settings.roll is None:
         yield
         return
     program = os.path.abspath(watchdog.__file__)
     # -IS: without the user's site packages and PYTHONPATH, so that it starts quickly and runs
     # nothing of theirs.
     dog = subprocess.Popen(
-        [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
+        [sys.executable, "-IS", program, json.dumps(settings)], stdin=subprocess.PIPE
     )
     assert dog.stdin is not None
     try:
@@ -406,7 +406,9 @@ def _watched(
     if job and (folder := guard.folder_from()):
         file = os.path.abspath(guard.path_of(folder, job.rank))
         record = guard.record_of(job.rank, job.size)
-    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record))
+    return deadline(
+        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record)
+    )
 
 
 def _join_torch(

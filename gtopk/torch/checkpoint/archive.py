@@ -117,9 +117,9 @@ class Archive:
         self.folder = made(folder)
         self.number = 0
         self.kept = kept
-        self.look()
+        self.scan()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """List the parts that every rank sees; later checkpoints get higher numbers.
 
         No number is used twice: parts of two attempts under one number would look like a whole
@@ -192,7 +192,7 @@ class Archive:
         newest, problems = self._newest(takes)
         # Both lists are those of all ranks: all look again, or none does.
         while newest is None and self._list() != self._holders:
-            self.look()  # a running job may have finished newer ones, and removed these
+            self.scan()  # a running job may have finished newer ones, and removed these
             newest, problems = self._newest(takes)
         if newest is None:
             self._spared = self._numbers()

@@ -258,7 +258,7 @@ def load_latest(
         opened.wait_for_saves()
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
-    opened.archive.look()
+    opened.archive.scan()
     unfit: list[Exception] = []
 
     def sound(assembled: Assembled) -> Assembled:

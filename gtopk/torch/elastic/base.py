@@ -204,7 +204,7 @@ class ObjectState(State):
 
     def on_reset(self) -> None:
         if self._archive:
-            self._archive.look()
+            self._archive.scan()
         super().on_reset()
 
     def _open_archive(self) -> None:

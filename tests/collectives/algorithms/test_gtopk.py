@@ -51,7 +51,7 @@ def cost(size: int, k: int, length: int, **options: Any) -> list[Traffic]:
         indices = np.unique(random.integers(0, length, 2 * k))[:k].astype(np.int32)
         picks.append(SparseVector(indices, 1 + random.random(k).astype(np.float32), length))
     run_ranks(world, lambda t: reduce(picks[t.rank], k, t, **options))
-    return [transport.traffic.take() for transport in world]
+    return [transport.traffic.read_and_reset() for transport in world]
 
 
 # ---- the result

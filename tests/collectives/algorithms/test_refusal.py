@@ -34,7 +34,7 @@ def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], li
         except NonFiniteError as error:
             return error
 
-    return run_ranks(world, program), [transport.traffic.take() for transport in world]
+    return run_ranks(world, program), [transport.traffic.read_and_reset() for transport in world]
 
 
 @every_way

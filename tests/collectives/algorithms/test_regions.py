@@ -93,7 +93,7 @@ def test_boundaries_serve_as_many_steps_as_asked_and_cost_nothing_between() -> N
     messages = []
     for _ in range(7):
         run_ranks(world, lambda t: kept[t.rank].agree(picks[t.rank], t))
-        messages.append([t.traffic.take().sent_messages for t in world])
+        messages.append([t.traffic.read_and_reset().sent_messages for t in world])
     assert messages == [[1, 1], [0, 0], [0, 0]] * 2 + [[1, 1]]
 
 

@@ -106,7 +106,7 @@ def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
         lambda t: share_out(regions[t.rank], 25_000, list(range(16)), t, 0, NOBODY),
     )
     for transport in world:
-        traffic = transport.traffic.take()
+        traffic = transport.traffic.read_and_reset()
         assert traffic.sent_messages == 3 * 4  # log2 P each
         assert traffic.sent_bytes == 3 * (15 * (HEADER_BYTES + 3 * 8 + 64 * 4 + 8) + 4 * 8)
 

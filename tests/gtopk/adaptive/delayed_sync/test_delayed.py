@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.delayed_sync.rounds import AgreedSettings, Ready, Reduced, Rounds
+from gtopk.adaptive.delayed_sync.rounds import (
+    AgreedSettings,
+    RoundReadiness,
+    RoundReduction,
+    Rounds,
+)
 from gtopk.adaptive.local_training.replica import RoundExchange
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
@@ -98,10 +103,10 @@ class AtOnce:
             return self.result
 
     def ready(self, samples: int, is_last: bool) -> Any:
-        return self.Over(Ready(samples, is_last))
+        return self.Over(RoundReadiness(samples, is_last))
 
     def reduce(self, gradients: list[Any], samples: int, batches: int) -> Any:
-        return self.Over(Reduced([g / samples for g in gradients], [samples], [batches]))
+        return self.Over(RoundReduction([g / samples for g in gradients], [samples], [batches]))
 
 
 def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[float, list[int]]:

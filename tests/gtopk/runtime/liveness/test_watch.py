@@ -40,7 +40,7 @@ class Job:
                     self.say(rank, rank, state)
             for rank, watch in enumerate(self.watches):
                 if rank not in self.frozen:
-                    watch.look(self.now, self.states[rank] is State.STOPPED)
+                    watch.check_timeouts(self.now, self.states[rank] is State.STOPPED)
 
     def lost(self) -> list[set[int]]:
         return [set(watch.lost) for watch in self.watches]
@@ -108,7 +108,7 @@ def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
             job.run(10 * TIMEOUT)
             for rank in range(4):  # they go on one after the other
                 job.states[rank] = State.ALIVE
-                job.watches[rank].look(job.now, False)
+                job.watches[rank].check_timeouts(job.now, False)
         job.run(10 * TIMEOUT)
         assert job.lost() == [set()] * 4
         assert job.news() == []
@@ -205,7 +205,7 @@ def test_who_was_lost_first_is_known_whatever_came_first():
 
 def look_on(watch: Watch, begin: float, seconds: float) -> float:
     for number in range(round(seconds / PAUSE)):
-        watch.look(begin + (number + 1) * PAUSE, False)
+        watch.check_timeouts(begin + (number + 1) * PAUSE, False)
     return begin + seconds
 
 
@@ -217,9 +217,9 @@ def test_a_companion_that_was_kept_from_looking_counts_anew_and_what_it_never_he
 ):
     watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
     watch.hear(Beat(1, 1, state, 1), 50.0)
-    watch.look(50.0, False)
+    watch.check_timeouts(50.0, False)
     late = 50.0 + 3 * TIMEOUT
-    watch.look(late, False)
+    watch.check_timeouts(late, False)
     late = look_on(watch, late, TIMEOUT)
     assert watch.lost == {}
     look_on(watch, late, PAUSE)
@@ -259,7 +259,7 @@ def test_timeouts_begin_anew_where_a_quarter_of_one_passed_between_looks(pause, 
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
     for number in range(10):
-        watch.look(50.0 + number * pause, False)
+        watch.check_timeouts(50.0 + number * pause, False)
     assert bool(watch.lost) == is_lost
 
 
@@ -277,13 +277,13 @@ def test_who_heard_another_rank_since_the_time_to_warn_does_not_blame_itself(hea
     watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
     look_on(watch, 50.0, TIMEOUT)
     watch.hear(Beat(2, 2, State.ALIVE, 1), heard)
-    watch.look(54.5, False)
+    watch.check_timeouts(54.5, False)
     assert ("which hears no other rank" in watch.lost[1]) == blames_itself
 
 
 def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.look(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
+    watch.check_timeouts(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
     assert watch.news == []
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     late = look_on(watch, 50.0, WARNING)

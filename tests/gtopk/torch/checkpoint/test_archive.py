@@ -397,7 +397,7 @@ def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
         if rank == 0:
             shutil.rmtree(lost)
         hvd.barrier()
-        archive.look()
+        archive.scan()
         assert archive.find() is None
         archive.finish(archive.write(snapshot(rank, "last")))
 
