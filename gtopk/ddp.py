@@ -42,7 +42,7 @@ from .integrations.ddp_passes import (
     process_set_of,
     refuse_sparse,
     residuals_by_parameter,
-    write_what_ddp_does_not,
+    write_flat_gradients,
 )
 from .integrations.frameworks import Stateful
 from .integrations.hook_skips import HookSkips
@@ -64,7 +64,7 @@ from .telemetry.step_report import StepReport
 __all__ = ["GTopKState", "gtopk_hook"]
 
 
-class _Handed(NamedTuple):
+class _PendingBucket(NamedTuple):
     """A bucket that DDP has handed over, with the future of its agreed gradients."""
 
     bucket_exchange: BucketExchange
@@ -168,7 +168,7 @@ class GTopKState:
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
         )
-        self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
+        self._pending: list[_PendingBucket] = []  # to be exchanged at the end of the pass
         # Residuals of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
         # One thread, so that buckets end in order: the last one's task finds all before it done.
@@ -210,29 +210,28 @@ class GTopKState:
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         is_joined = torch._C._current_graph_task_id() == -1  # by DDP.join
-        handed = _Handed(
-            bucket_exchange, bucket.index(), bucket.is_last(), is_joined, buffer, future
-        )
+        number, is_last = bucket.index(), bucket.is_last()
+        pending = _PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
         if self._global_clip_norm is None:
-            self._submit(handed, 1.0)
+            self._submit(pending, 1.0)
         else:
-            self._submit_clipped(handed)
+            self._submit_clipped(pending)
         if is_joined:
             return future.then(self._value_or_failure)
         after_ddp(self._raise_failure)  # DDP would take an exception in the future for a tensor
-        write_what_ddp_does_not(bucket.parameters(), buffer)
-        if bucket.is_last():
+        write_flat_gradients(bucket.parameters(), buffer)
+        if is_last:
             after_ddp(self._end_pass)
         return future
 
-    def _submit_clipped(self, handed: _Handed) -> None:
+    def _submit_clipped(self, pending: _PendingBucket) -> None:
         """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
-        if not handed.number:
-            self._handed.clear()  # left by a pass that an error has ended
-        self._handed.append(handed)
-        if not handed.is_last:
+        if not pending.number:
+            self._pending.clear()  # left by a pass that an error has ended
+        self._pending.append(pending)
+        if not pending.is_last:
             return
-        together, self._handed = self._handed, []
+        together, self._pending = self._pending, []
         clip = LocalClip(
             [each.buffer for each in together],
             None,
@@ -245,29 +244,29 @@ class GTopKState:
         for each in together:
             self._submit(each, factor)
 
-    def _submit(self, handed: _Handed, factor: float) -> None:
+    def _submit(self, pending: _PendingBucket, factor: float) -> None:
         """Begin to exchange a bucket; factor: multiplies its gradients."""
-        bucket_exchange, buffer = handed.bucket_exchange, handed.buffer
+        bucket_exchange, buffer = pending.bucket_exchange, pending.buffer
         scale = loss_scale(self.scaler)
         bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
-        if handed.is_joined:
+        if pending.is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.add_bucket(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
-            f"{self._name}.bucket.{handed.number}",
+            f"{self._name}.bucket.{pending.number}",
             [
                 f"{buffer.dtype} {list(buffer.shape)}",
                 bucket_exchange.signature,
                 f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
                 f"global_clip_norm={self._global_clip_norm}",
             ],
-            partial(self._work, bucket_exchange, number, handed.number, handed.is_last),
+            partial(self._work, bucket_exchange, number, pending.number, pending.is_last),
             flags=preempted | flags_of(bucket_exchange),
         )
         self._steps.note_submit(number, operation)
         self._finisher.submit(
-            self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
+            self._finish, operation, bucket_exchange, buffer, pending.future, pending.is_last
         )
 
     def _end_pass(self) -> None:
@@ -357,9 +356,8 @@ class GTopKState:
                 self._preempted.add(rank)
             if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.note_exchange(
-            number, began, self._step.run(bucket_exchange, transport, all_flags)
-        )
+        exchanged = self._step.run(bucket_exchange, transport, all_flags)
+        self._steps.note_exchange(number, began, exchanged)
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -448,7 +446,7 @@ class GTopKState:
         """
         self._skips.drop(optimizer)
 
-    def _break_off(self) -> None:
+    def _abort_pass(self) -> None:
         """Undo a pass that an error has ended after its first buckets were submitted."""
         self._finisher.submit(int).result()  # runs after the tasks that wait for these buckets
         if self._step.buckets:
@@ -476,7 +474,7 @@ class GTopKState:
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
-        self._break_off()
+        self._abort_pass()
         self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()

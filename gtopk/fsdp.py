@@ -199,9 +199,8 @@ class ReplicaState:
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        self._unmatched: dict[
-            str, ResidualState
-        ] = {}  # residuals of names that no parameter has; saved again
+        # Residuals of names that no parameter has; saved again
+        self._unmatched: dict[str, ResidualState] = {}
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -233,7 +232,7 @@ class ReplicaState:
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else f"{_NO_CLIPPING}.",
         )
-        self._spoilt: list[torch.Tensor] = []  # parameters whose gradients the last pass made NaN
+        self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
         self._finite = True  # this rank's gradients in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
         self._has_waited = False  # whether backward has waited for an exchange of this pass
@@ -262,9 +261,8 @@ class ReplicaState:
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             began = time.perf_counter()
-            self._steps.note_exchange(
-                number, began, self._step.run(bucket_exchange, transport, all_flags)
-            )
+            exchanged = self._step.run(bucket_exchange, transport, all_flags)
+            self._steps.note_exchange(number, began, exchanged)
             return not flags and transport.rank not in self._step.not_finite
 
         operation = self.process_set.engine.submit(
@@ -342,7 +340,7 @@ class ReplicaState:
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            self._break_off()  # in case an error has ended the last pass
+            self._abort_pass()  # in case an error has ended the last pass
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -373,7 +371,7 @@ class ReplicaState:
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
         }
 
-    def _break_off(self) -> None:
+    def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin.
 
         Waits for its exchanges: they write into gradients and residuals.
@@ -399,14 +397,14 @@ class ReplicaState:
             lambda transport, all_flags: all_flags,
             flags=self._flags_of_pass(),
         ).wait()
-        self._spoilt, self._finite = [], True
+        self._nonfinite, self._finite = [], True
         # From all ranks' flags: the shards of all ranks are dropped, or those of none.
         if is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
-                    self._spoilt.append(parameter)
+                    self._nonfinite.append(parameter)
         counted, step = self._step.close(), self._world.step
         self._steps.close(counted, overlapped=not self._has_waited)
         self._has_waited = False
@@ -421,7 +419,7 @@ class ReplicaState:
     def _flags_of_pass(self) -> int:
         """Return this rank's flags of the pass that ends (`one_step`)."""
         flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
-        for parameter in self._spoilt:
+        for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):
                 flags |= CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
@@ -472,7 +470,7 @@ class ReplicaState:
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
                 require_shape(name, residuals.get(name, {}), shard.shape, rows)
-        self._break_off()
+        self._abort_pass()
         self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()

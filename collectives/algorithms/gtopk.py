@@ -25,7 +25,7 @@ from .conservation import (
     Conservation,
     ReductionResult,
     alive_bytes,
-    examine,
+    check_finite,
     lowest_refusing,
     pack_alive,
     rounding_error,
@@ -66,13 +66,13 @@ def reduce_list(
     size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
-    picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
+    picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        return _as_guest(picks, refused_by, k, [k, *kept][-1], transport, options)
-    return _as_host(picks, refused_by, k, kept, transport, options)
+        return _reduce_as_folded_rank(picks, refused_by, k, [k, *kept][-1], transport, options)
+    return _reduce_with_folded_rank(picks, refused_by, k, kept, transport, options)
 
 
-def _as_host(
+def _reduce_with_folded_rank(
     picks: SparseVector,
     refused_by: int,
     k: int,
@@ -85,7 +85,7 @@ def _as_host(
     guest = rank + paired
     folds = guest < transport.size
     conservations = [Conservation(picks, options.put_back)]
-    guests = picks.at(slice(0))
+    guests = picks.take(slice(0))
     if folds:
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
         # Only its `alive` is used: the guest itself puts back the errors of its picks.
@@ -93,7 +93,7 @@ def _as_host(
     merged = picks
     if folds or not kept:  # otherwise the first merge of a round drops zeros
         merged, dropped = merge(picks, guests, k)
-        merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
+        merged, refused_by = check_finite(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
             conservation.note_merge(merged, dropped, holders=1)
 
@@ -101,14 +101,14 @@ def _as_host(
     for keep in kept:
         peer = rank ^ holders
         wait_for_go_ahead(transport, peer, holders, transport.size - paired, k)
-        swapped = swap_and_merge(merged, refused_by, keep, transport, peer, options, holders)
+        swapped = exchange_and_merge(merged, refused_by, keep, transport, peer, options, holders)
         # Before `note_merge`: of an entry that this merge drops, whole picks return, and the error
         # must not return beside them.
         conservations[0].note_rounding(swapped.error)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
         # Again after each merge: finite values may add up to infinity.
-        merged, refused_by = examine(swapped.merged, finder, swapped.refused_by)
+        merged, refused_by = check_finite(swapped.merged, finder, swapped.refused_by)
         for conservation in conservations:
             conservation.note_merge(merged, swapped.dropped, holders)
 
@@ -128,7 +128,7 @@ def _as_host(
     return conservations[0].close(merged)._replace(refused_by=refused_by)
 
 
-class Swapped(NamedTuple):
+class MergedExchange(NamedTuple):
     """The merged list that both ranks hold after a swap, and the entries that are not in it.
 
     dropped: the other nonzero entries of the sum.
@@ -141,7 +141,7 @@ class Swapped(NamedTuple):
     refused_by: int
 
 
-def swap_and_merge(
+def exchange_and_merge(
     mine: SparseVector,
     refused_by: int,
     keep: int,
@@ -149,7 +149,7 @@ def swap_and_merge(
     peer: int,
     options: GtopkOptions,
     holders: int,
-) -> Swapped:
+) -> MergedExchange:
     """Swap lists with a peer, and return the `keep` largest entries of the sum of both.
 
     holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
@@ -168,7 +168,7 @@ def swap_and_merge(
     theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
     # The rounded list, not `mine`: the peer merges what it has received.
     merged, dropped = merge(encoded.vector, theirs, keep)
-    return Swapped(merged, dropped, error, lowest_refusing(refused_by, their_refusal))
+    return MergedExchange(merged, dropped, error, lowest_refusing(refused_by, their_refusal))
 
 
 def _read(
@@ -200,7 +200,7 @@ def _receive_picks(
     return picks, lowest_refusing(refused_by, refusal)
 
 
-def _as_guest(
+def _reduce_as_folded_rank(
     picks: SparseVector,
     refused_by: int,
     k: int,
@@ -230,5 +230,5 @@ def _as_guest(
         number=transport.begun,
     )
     # After `note_rounding`: it strikes off the errors of picks that died, which return whole.
-    conservation.note_fate(unpack_alive(bits, picks.entries))
+    conservation.note_alive(unpack_alive(bits, picks.entries))
     return conservation.close(update)._replace(refused_by=refused_by)

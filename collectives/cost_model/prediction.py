@@ -231,7 +231,7 @@ def predict(
 
     for step, each in _messages(candidate, order):
         times = step.times
-        held_up = network.turns(step.senders)
+        held_up = network.coding_waves(step.senders)
         coded = 0.0
         if step.lists:
             asked = rates.coding_of(candidate.format)

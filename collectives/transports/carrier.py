@@ -20,7 +20,7 @@ from .node_memory import NodeMemory
 from .pacing import Clock, Pacer
 from .streams import Streams
 from .traffic import Traffic
-from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
+from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
 
 class View(Transport):
@@ -241,7 +241,9 @@ class Carrier(Streams):
                 return others
             if self.announces_waits and now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS
-                say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
+                print_line(
+                    f"rank {self.rank} is done ({reason}) and waits for {others} to end, too"
+                )
             time.sleep(_LOOK_SECONDS)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from . import transport
-from .transport import Transport, say
+from .transport import Transport, print_line
 
 # The messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
 _Box = queue.SimpleQueue["Array | None"]
@@ -89,7 +89,7 @@ class Mailbox:
                 raise PeerTimeoutError(waiting)
             if now >= next_warning:
                 next_warning = now + warning_seconds
-                say(waiting)
+                print_line(waiting)
 
     def _box(self, tag: int, source: int) -> _Box:
         try:

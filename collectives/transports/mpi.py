@@ -38,7 +38,7 @@ from ..vector import Array
 from .carrier import Carrier
 from .counter import Counter
 from .departure import DepartureNotice
-from .mpi_counter import AskedCounter, WindowCounter
+from .mpi_counter import ServedCounter, WindowCounter
 from .node_memory import FileMemory
 from .polling import wait_until
 from .reductions import loses_nan
@@ -203,7 +203,7 @@ class MpiTransport(Carrier):
         piece = memory(status.Get_count(self._mpi.BYTE))
         with self._calling:
             request = message.Irecv([piece, self._mpi.BYTE])
-        with self._kept(request, piece):
+        with self._keep_on_error(request, piece):
             self._finish(stream, request, source)
         return piece
 
@@ -246,7 +246,7 @@ class MpiTransport(Carrier):
             else:
                 with self._calling:
                     request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
-                with self._kept(request, piece):
+                with self._keep_on_error(request, piece):
                     self._finish(self, request, None)
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
@@ -270,7 +270,7 @@ class MpiTransport(Carrier):
         self._gathers += 1
         with self._calling:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
-        with self._kept(request, parts):
+        with self._keep_on_error(request, parts):
             self._await_gather(request)
         block_bytes = parts.nbytes // self.size
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
@@ -323,7 +323,7 @@ class MpiTransport(Carrier):
             self._here[status.source] = int(number[0])
 
     @contextmanager
-    def _kept(self, request: MPI.Request, memory: Array) -> Iterator[None]:
+    def _keep_on_error(self, request: MPI.Request, memory: Array) -> Iterator[None]:
         """Keep memory that MPI receives into, where the wait for it ends in an error.
 
         A late rank's message is still written there, whatever the allocator has put there by then,
@@ -443,7 +443,7 @@ class MpiTransport(Carrier):
             return WindowCounter(self._mpi, communicator, stream, self._calling)
         group = self._communicator.group.Incl(list(stream.ranks))
         # A communicator of its own, as the counter's tags are those of notices and of words here.
-        return AskedCounter(
+        return ServedCounter(
             self._mpi,
             self._communicator.Create_group(group, stream.tag),
             stream,

@@ -10,7 +10,7 @@ from .checksum import append_checksum, strip_checksum
 from .counter import Counter
 from .node_memory import NodeMemory
 from .pacing import STAMP_BYTES, Pacer, append_stamp, split_stamp
-from .sharing import share
+from .sharing import open_shared_memory
 from .transport import Step, Transport
 
 
@@ -89,4 +89,4 @@ class Streams(Transport):
 
     def shared_memory_on(self, stream: Transport, size_bytes: int) -> NodeMemory:
         """Return new zeros that a stream's ranks map; as `shared_memory`."""
-        return share(stream, size_bytes)
+        return open_shared_memory(stream, size_bytes)

@@ -40,7 +40,7 @@ Step = tuple[int, ...] | int
 Path = tuple[Step, ...]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr, in one write: lines of several ranks share it."""
     print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 

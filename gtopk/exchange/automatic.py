@@ -75,7 +75,7 @@ class AutomaticExchange:
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, not applied yet
         self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
-        self._to_settle = 0
+        self._settling_steps = 0
         self._ended = time.perf_counter()  # the last step's reduction
 
     @property
@@ -140,8 +140,8 @@ class AutomaticExchange:
         return selector
 
     def _record(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
-        if self._to_settle:
-            self._to_settle -= 1
+        if self._settling_steps:
+            self._settling_steps -= 1
             return
         merge_seconds = exchanged.merge_seconds
         self._seen.append(
@@ -192,7 +192,7 @@ class AutomaticExchange:
     def _run(self, selector: AlgorithmSelector, candidate: Candidate, bucket: Bucket) -> None:
         """Run another candidate from now on; the residual stays."""
         selector.run(candidate)
-        self._to_settle = SETTLING_STEPS
+        self._settling_steps = SETTLING_STEPS
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
             return

@@ -67,7 +67,7 @@ def without_owner_errors(parts: ResidualState) -> ResidualState:
     return {**rest, "residual": parts["residual"] + parts[OWNER_ERROR]}
 
 
-def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
+def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
     """Return the names of the parameters whose residual, or owner error, is not zero."""
     return [
         name

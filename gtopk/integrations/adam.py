@@ -149,7 +149,7 @@ class HookedAdam:
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
-                    _CallWith(self._track_gradient, parameter)
+                    _WeakGradientHook(self._track_gradient, parameter)
                 )
 
     def _added_to_steps(self) -> RuntimeError:
@@ -195,7 +195,7 @@ class HookedAdam:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Make the parameters the model that is the same on all ranks, within the context."""
-        return nullcontext() if self._local is None else _at_rest(self._local)
+        return nullcontext() if self._local is None else _evaluating(self._local)
 
     def loaded(self) -> None:
         """Let forward passes include the residual that was loaded."""
@@ -290,7 +290,7 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
         )
 
 
-class _CallWith:
+class _WeakGradientHook:
     """A tensor's gradient hook: calls a function with the tensor, which it refers to weakly."""
 
     def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ class _CallWith:
 
 
 @contextmanager
-def _at_rest(local: LocalResidual) -> Iterator[None]:
+def _evaluating(local: LocalResidual) -> Iterator[None]:
     local.eval()
     try:
         yield

@@ -28,7 +28,7 @@ def refuse_sparse(bucket: GradBucket) -> None:
         )
 
 
-def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     """Write the update of parameters that no rank used, once DDP has ended the backward pass.
 
     With find_unused_parameters, or a static graph, DDP does not change the .grad of such a

@@ -17,7 +17,7 @@ from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
-from ..telemetry.step_report import Seen, StepReport, report
+from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
 
 
@@ -36,7 +36,7 @@ class HookSteps:
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
         self._sizes: list[int] = []  # of the buckets that the prediction is for
-        self._seen = Seen()
+        self._seen = RecordedStep()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
@@ -62,7 +62,7 @@ class HookSteps:
 
     def drop(self) -> None:
         """Forget a step that an error has ended."""
-        self._seen = Seen()
+        self._seen = RecordedStep()
 
     def note_wait_end(self) -> None:
         """Note that the program's wait has ended."""
@@ -91,7 +91,7 @@ class HookSteps:
         )
         balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
-        self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
+        self._seen, self._waited_seconds, self._ended_before = RecordedStep(), 0.0, ended
         self._world.step += 1
         self._counted += counted
         if counted:

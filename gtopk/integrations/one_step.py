@@ -66,7 +66,7 @@ class OneStep:
         exchanged = None
         if not self._void:
             if not again:
-                bucket_exchange.remember()
+                bucket_exchange.snapshot()
             exchanged = bucket_exchange.reduce(transport)
             if not exchanged.finite:  # on all ranks alike
                 self._void = True

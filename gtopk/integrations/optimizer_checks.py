@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compression import ErrorFeedback
-from ..optim.momentum import CorrectedGradients, require_one_momentum, tell_of_optimizer
+from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import adam_before, require_plain
 from .hook_skips import HookSkips
@@ -107,7 +107,7 @@ def check_optimizers(
                 require_plain(optimizer.state.values(), rank)
                 if says:
                     takes = adam_before(optimizer, compression) is not None
-                    tell_of_optimizer(optimizer, compression, way if takes else "")
+                    log_advice(optimizer, compression, way if takes else "")
             seen.add(optimizer)
             corrected.require_unchanged(optimizer)
 

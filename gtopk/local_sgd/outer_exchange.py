@@ -28,7 +28,7 @@ from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import ResidualSize
-from ..exchange.residual_state import ResidualState, copy_residuals, load_residuals, unsent
+from ..exchange.residual_state import ResidualState, copy_residuals, load_residuals, nonzero_names
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
@@ -38,7 +38,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World
-from ..telemetry.step_report import StepReport, outside
+from ..telemetry.step_report import StepReport, seconds_outside
 
 _log = logging.getLogger("gtopk")
 
@@ -162,7 +162,7 @@ def report_of(
         communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
         merge_seconds=done.merge_seconds if done else 0.0,
         code_seconds=coded.seconds,
-        hidden_seconds=outside(outcome.span, round.waits) if done else 0.0,
+        hidden_seconds=seconds_outside(outcome.span, round.waits) if done else 0.0,
         working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
         buckets=1,
         exchange_seconds=done.seconds if done else 0.0,
@@ -216,7 +216,7 @@ class LostReplicas(SkipCounter):
 
 
 @contextmanager
-def gradients_for_a_while(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Restore the parameters' gradients of now at the end of the context."""
     gradients = [parameter.grad for parameter in parameters]
     try:
@@ -309,7 +309,7 @@ class OuterExchange:
             f"{self.name}.replicas",
             self._signature([*signature, signature_of(self._compression)]),
             compare_models,
-            flags=bool(unsent(self._residuals)),
+            flags=bool(nonzero_names(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
@@ -348,7 +348,7 @@ class OuterExchange:
         # z - x, as of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
         # The bucket reads its values where gradients are; those of the last step come back after.
-        with gradients_for_a_while(bucket_exchange.parameters):
+        with preserve_gradients(bucket_exchange.parameters):
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
@@ -385,7 +385,7 @@ class OuterExchange:
         (operation, taken), self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:
-            with gradients_for_a_while(bucket_exchange.parameters):
+            with preserve_gradients(bucket_exchange.parameters):
                 preempted, lost, everywhere, exchanged = operation.wait()
                 outcome = OuterResult(preempted, lost, everywhere, exchanged, operation, self._span)
                 for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
@@ -424,7 +424,7 @@ class OuterExchange:
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
         # Before the decay: where the sum does not count, `undo` gives the residual back undecayed.
-        self._bucket_exchange.remember()
+        self._bucket_exchange.snapshot()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
         self._bucket_exchange.set_weight(share, share)

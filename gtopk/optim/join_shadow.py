@@ -15,7 +15,7 @@ LEFT_OUT: Final = b"not where a rank has joined"  # descriptor of operations tha
 class ShadowedReducer(Protocol):
     """An object that reduces an optimizer's gradients, also while this rank has joined."""
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join."""
 
     def shadow_work(self, index: int) -> Work:
@@ -35,10 +35,10 @@ def register_shadow(reducer: ShadowedReducer, engine: Engine, name: str) -> None
     engine.shadow_work = partial(_shadow_work, _by_name[engine])
 
 
-def break_off_steps(engine: Engine) -> None:
+def abort_steps(engine: Engine) -> None:
     """Leave the steps that this rank is in, before it joins: the others take them without it."""
     for reducer in list(_by_name.get(engine, {}).values()):
-        reducer.break_off()
+        reducer.abort()
 
 
 def _shadow_work(

@@ -17,7 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames
-from ..exchange.buckets.placeholders import lacks_gradient, place, remove_placeholders
+from ..exchange.buckets.placeholders import lacks_gradient, place_placeholders, remove_placeholders
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, mean_square_ratio
 from ..reduce_ops import Average
@@ -84,7 +84,7 @@ class Reducer:
         self._applied: StepTransaction | None = (
             None  # its update is in the gradients, and no step has used it yet
         )
-        self._has_told_of_lacking = False
+        self._has_warned_of_lacking = False
         self._rolled_back = False  # the transaction that was applied last
         # The others', while this rank has joined; or its own, which it has broken off.
         self._shadow: StepTransaction | None = None
@@ -102,7 +102,7 @@ class Reducer:
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
-        self.planned.dissolve()
+        self.planned.drop_buckets()
         self.hooks.watch_buckets([])
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
@@ -112,7 +112,7 @@ class Reducer:
     def place_zeros(self) -> None:
         """Set the gradients to zeros, where there are other ranks to reduce with."""
         if self.peers.size > 1 and self.peers.takes_part:
-            place(self.names)
+            place_placeholders(self.names)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ class Reducer:
             for p in group["params"]
         )
 
-    def let_mode_step(self, mode: str) -> None:
+    def stop_exchanging(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
         self.stepping_mode, self.overlap.is_on = mode, False
         remove_placeholders(self.names)
@@ -158,7 +158,7 @@ class Reducer:
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
-        if not self.planned.takes(parameters):
+        if not self.planned.accepts_gradients(parameters):
             return  # one has turned sparse: `reduce` plans anew
         if self._transaction is None:
             self._transaction = self._open()
@@ -236,13 +236,13 @@ class Reducer:
             transaction.drop()
             raise
         here.note_preempted(transaction.preempted)
-        self._tell_of_lacking(transaction.lacking)
+        self._warn_of_lacking(transaction.lacking)
 
-    def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
+    def _warn_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
         """Warn, once, that gradients count as zeros on some ranks: it may be a mistake."""
-        if not lacking or self._has_told_of_lacking:
+        if not lacking or self._has_warned_of_lacking:
             return
-        self._has_told_of_lacking = True
+        self._has_warned_of_lacking = True
         _log.warning(
             "rank %d: at step %d some gradients are missing on some ranks, and count as zeros "
             "there, as with Horovod: %s; missing_gradients='error' makes that an error (said once)",
@@ -269,7 +269,7 @@ class Reducer:
         """Tell whether the update applied last is in no gradient any more, and no step used it."""
         if (applied := self._applied) is None:
             return self._rolled_back
-        return applied.is_discarded and not applied.may_have_stepped
+        return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
         if self._applied is not None and self.is_discarded:
@@ -311,13 +311,13 @@ class Reducer:
             clip=clip,
         )
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
         The others try again without its gradients; its residual is as before the step.
         """
         if self._transaction is not None:
-            self._transaction.break_off()
+            self._transaction.abort()
             self._shadow, self._transaction = self._transaction, None
 
     def shadow_work(self, index: int) -> Work:
@@ -348,7 +348,7 @@ class Reducer:
         begun goes on until `reduce`: the other ranks may be in it. It will be void, as the
         gradients will be others by then.
         """
-        if self._applied is not None and not self._applied.may_have_stepped:
+        if self._applied is not None and not self._applied.has_changed_parameters:
             self._roll_back()
         self.commit()
         self.hooks.forget()
@@ -401,7 +401,7 @@ class Reducer:
         if self._transaction is not None:
             # The engine's thread may be changing the residual.
             self._transaction.wait_for_operations()
-        if self._applied is not None and self._applied.may_have_stepped:
+        if self._applied is not None and self._applied.has_changed_parameters:
             self.commit()
         return self.planned.export_state()
 

@@ -46,7 +46,7 @@ from collectives.transports import Transport
 from ...optim.replica_check import Divergence, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
-from ..local_training.own_steps import OwnSteps, Waited
+from ..local_training.own_steps import LocalSteps, TimedOperation
 from ..local_training.replica import RoundExchange
 
 
@@ -61,7 +61,7 @@ class AgreedSettings:
         self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
         self.seen = 0
 
-    def said(self) -> list[str]:
+    def encode(self) -> list[str]:
         """Return the newest round that this rank has seen, and its settings, as texts."""
         return [str(self.seen), *map(json.dumps, self._own())]
 
@@ -376,7 +376,7 @@ class RoundWire:
         settings: AgreedSettings,
         replicas: ReplicaCheck,
         local_clip_norm: float | None,
-        steps: OwnSteps,
+        steps: LocalSteps,
     ) -> None:
         self.exchange = exchange
         self._name = name
@@ -389,7 +389,7 @@ class RoundWire:
         self.samples = 0  # of this rank, in the round that is reduced
         self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
-    def ready(self, samples: int, is_last: bool) -> Waited:
+    def ready(self, samples: int, is_last: bool) -> TimedOperation:
         """Announce that this rank may end the round."""
 
         def work(transport: Transport, all_flags: list[int]) -> RoundReadiness:
@@ -399,11 +399,11 @@ class RoundWire:
 
         return self._submit("ready", [], work, samples << 1 | is_last)
 
-    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> TimedOperation:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.capture_sums(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
-        said, compare, self.divergences = self._settings.said(), self._replicas.begin(), None
+        said, compare, self.divergences = self._settings.encode(), self._replicas.begin(), None
 
         def work(transport: Transport, all_flags: list[int]) -> RoundReduction:
             counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
@@ -450,7 +450,9 @@ class RoundWire:
         all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
         return all_flags
 
-    def _submit(self, what: str, signature: Sequence[str], work: Work, flags: int) -> Waited:
+    def _submit(
+        self, what: str, signature: Sequence[str], work: Work, flags: int
+    ) -> TimedOperation:
         operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
         self._steps.note_submit(operation)
-        return Waited(operation, self._steps.spent)
+        return TimedOperation(operation, self._steps.spent)

@@ -140,14 +140,14 @@ class RoundExchange:
         return exchange.regions if isinstance(exchange, SparseExchange) else None
 
     @property
-    def unsent(self) -> list[torch.Tensor] | None:
+    def residual_views(self) -> list[torch.Tensor] | None:
         """Return the residual by parameter, as views of its memory; None where it is empty."""
         residual = self.exchange.residual
         if residual is None or residual.is_empty:
             return None
         return self.bucket.split(view_tensor(residual.values))
 
-    def forget(self) -> None:
+    def clear_residual(self) -> None:
         """Clear the residual, which its caller has taken over."""
         if self.exchange.residual is not None:
             self.exchange.residual.clear()
@@ -175,7 +175,7 @@ class RoundExchange:
         began = time.perf_counter()
         with bucket.on_stream():
             if residual is not None:
-                residual.remember()
+                residual.snapshot()
             exchanged = self.exchange(bucket, transport)
             reduced = time.perf_counter()
             if exchanged.finite:
@@ -184,7 +184,7 @@ class RoundExchange:
             elif residual is not None:
                 residual.restore()
         if residual is not None:
-            residual.forget()
+            residual.drop_snapshot()
         ended = time.perf_counter()
         select_seconds = exchanged.select_seconds + ended - reduced
         self._last_reduction = TimedReduction(
@@ -280,11 +280,11 @@ class Replica:
         if update is not None:
             self._move_center(update)
         self.reset()
-        unsent = self.reduction.unsent
+        unsent = self.reduction.residual_views
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
             torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
-        self.reduction.forget()
+        self.reduction.clear_residual()
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
@@ -295,12 +295,12 @@ class Replica:
         """
         self.was_center = update is None or not force
         if update is None:
-            self.reduction.forget()
+            self.reduction.clear_residual()
             self.reset()
             return
         # Before the center moves: what was reduced are offsets from where it is now.
         moved = torch._foreach_mul(self.offsets(), force)
-        unsent = self.reduction.unsent
+        unsent = self.reduction.residual_views
         if unsent is not None:
             torch._foreach_sub_(moved, _like(unsent, self.center))
         torch._foreach_sub_(list(self._own), moved)
@@ -309,7 +309,7 @@ class Replica:
             self._show_center()
         else:
             self.reset()
-        self.reduction.forget()
+        self.reduction.clear_residual()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:
         if not self._momentum:

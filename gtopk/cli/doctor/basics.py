@@ -26,7 +26,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...runtime.launch import carried_by, find_mpirun, identify, launchers
+from ...runtime.launch import find_mpirun, identify, launchers, transport_name
 from ...settings import KERNELS
 
 # What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
@@ -265,7 +265,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     if not said:
         return Finding("launcher", State.OK, "none: this process runs alone")
     first, *others = said
-    carrier = carried_by(first, environ)
+    carrier = transport_name(first, environ)
     detail = f"{first.launcher}: rank {first.rank} of {first.size}, joined over {carrier}"
     for other in others:
         if (other.rank, other.size) != (first.rank, first.size):

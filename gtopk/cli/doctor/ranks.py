@@ -21,9 +21,9 @@ from ...runtime.launch import (
     Launched,
     LaunchError,
     LaunchTimeoutError,
-    carried_by,
     find_mpirun,
     run,
+    transport_name,
 )
 from ...runtime.runner.ranks import launcher_at_hand
 from .basics import INSTALL_MPI, Finding, State, gist, installed
@@ -142,7 +142,7 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
 
 def _diagnose(job: Launched) -> str:
     """Return the advice for ranks of a job that do not work together."""
-    if carried_by(job) != "mpi":
+    if transport_name(job) != "mpi":
         return f"see all they say: start `{_INIT}` in their place"
     return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
@@ -190,7 +190,7 @@ def add_up(measure_network: bool = True) -> None:
     from collectives.cores import allowed_cores, core_quota
 
     from ...runtime.world.joining import join
-    from ...runtime.world.state import choose_gpu_carrying, emulate_on
+    from ...runtime.world.state import choose_gpu_route, emulate_on
 
     world = join()
     emulate_on(world)
@@ -214,7 +214,7 @@ def add_up(measure_network: bool = True) -> None:
         "hosts": [host for host, _, _, _ in places],
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
-        "gpus": choose_gpu_carrying(world),
+        "gpus": choose_gpu_route(world),
     }
     if measure_network and world.size > 1:
         from .network import describe_network

@@ -193,7 +193,7 @@ class SimulatedRank:
 
     def _pass(self, order: Sequence[int]) -> Iterator[float | Pending]:
         rounds = self._rounds
-        mine = self._passes.deal(self._rank)
+        mine = self._passes.begin_pass(self._rank)
         rounds.begin()
         for places in mine:
             yield from self._compute([order[place] for place in places])

@@ -76,7 +76,7 @@ def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     return to_device(view_tensor(array), like.device).to(like.dtype).reshape(like.shape)
 
 
-def lies_as_array(tensor: torch.Tensor) -> bool:
+def is_host_array(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
     as_numbers = tensor.dtype != torch.bool and not tensor.is_neg()
     return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
@@ -154,7 +154,7 @@ def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tens
     return tensor
 
 
-def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
     """Return the kernels' device for these: their GPU, where all are on one; else the host."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():

@@ -32,7 +32,7 @@ from collectives.transports import Transport
 
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_names import translate, under_known_names
-from ...exchange.residual_state import ResidualState, norm_of, state_before, unsent
+from ...exchange.residual_state import ResidualState, nonzero_names, norm_of, state_before
 from ...runtime.object_codec import decode, encode
 from ..reducer import Reducer
 
@@ -126,7 +126,7 @@ def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
-        if any(map(unsent, part["held"].values())):
+        if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
                 "exchanges %s; it is lost (its norm: %.3g)",
@@ -191,7 +191,7 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
     residuals: dict[str, ResidualState]
     if "of" in part:
         sources, saved = part["of"]
-        (residuals,), what = part["held"].values(), _said(sources, saved, rank, ranks)
+        (residuals,), what = part["held"].values(), _takeover_message(sources, saved, rank, ranks)
     else:
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
@@ -226,7 +226,7 @@ def check_part(part: Any) -> None:
                 raise ValueError("the residual of a rank must be tensors")
 
 
-def frame(part: Mapping[str, Any]) -> dict[str, Any]:
+def without_residual(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part without the residual: the rest is equal on every rank."""
     return {**part, "held": {}}
 
@@ -241,7 +241,7 @@ def summed(
         the others saved theirs themselves.
     """
     held = [part["held"][min(part["held"])] for part in parts.values()]
-    residuals = _taken_over(held, frame["ranks"], ranks)
+    residuals = _sum_taken_over(held, frame["ranks"], ranks)
     of = [list(parts), frame["ranks"]]
     return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
 
@@ -258,8 +258,8 @@ def _share(
         return {}, ""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
-        residuals = _taken_over([parts[source] for source in mine], saved, ranks)
-        return residuals, _said(mine, saved, rank, ranks)
+        residuals = _sum_taken_over([parts[source] for source in mine], saved, ranks)
+        return residuals, _takeover_message(mine, saved, rank, ranks)
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -271,7 +271,7 @@ def _share(
     )
 
 
-def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
+def _takeover_message(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     """Return a message on whose residuals a rank has now; "" where it has just its own."""
     if saved == ranks and [*sources] == [rank]:
         return ""
@@ -283,7 +283,7 @@ def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
 
 
-def _taken_over(
+def _sum_taken_over(
     parts: list[Mapping[str, ResidualState]], saved: int, ranks: int
 ) -> dict[str, ResidualState]:
     """Return the sum of some of the residuals that `saved` ranks had, for one of `ranks` now.

@@ -42,7 +42,7 @@ def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     None: the parameter is the centre. Raises RuntimeError where it was changed while it was c - a.
     """
     holder = _sources.get(parameter)
-    return None if holder is None else holder._take_centre(parameter)
+    return None if holder is None else holder._load_centre(parameter)
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,10 +188,10 @@ class LocalResidual:
 
     @torch.no_grad()
     def _restore(self, parameter: torch.nn.Parameter) -> None:
-        if (centre := self._take_centre(parameter)) is not None:
+        if (centre := self._load_centre(parameter)) is not None:
             on_this_rank(parameter).copy_(centre)
 
-    def _take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def _load_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         version = self._versions.pop(parameter, None)
         if version is None:
             return None

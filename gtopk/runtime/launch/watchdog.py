@@ -26,7 +26,7 @@ _COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start
 _ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
 
 
-class Roll(NamedTuple):
+class Siblings(NamedTuple):
     """The ranks that the watched process's parent has started, itself among them.
 
     missed:   the message when some of them have ended; {} stands for which.
@@ -56,15 +56,15 @@ class WatchdogSettings(NamedTuple):
     late: str
     launcher: int = 0
     orphaned: str = ""
-    roll: Roll | None = None
+    siblings: Siblings | None = None
     file: str = ""
     record: Mapping[str, Any] = {}
 
 
-class Caller:
+class SiblingWatch:
     """Checks repeatedly whether all ranks of a roll are alive."""
 
-    def __init__(self, roll: Roll, own: int) -> None:
+    def __init__(self, roll: Siblings, own: int) -> None:
         self.roll = roll
         self._own, self._parent = own, parent_of(own)
         self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
@@ -176,7 +176,7 @@ def now() -> str:
 def watch(settings: WatchdogSettings) -> None:
     """Watch the parent until stdin closes; end it when one of its conditions comes true."""
     watched, begun = os.getppid(), time.monotonic()
-    caller = Caller(settings.roll, watched) if settings.roll is not None else None
+    caller = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
     while True:
         left = max(0.0, begun + settings.seconds - time.monotonic())
         if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
@@ -199,9 +199,6 @@ def watch(settings: WatchdogSettings) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
-    watchdog_settings = WatchdogSettings(*json.loads(sys.argv[1]))
-    watch(
-        watchdog_settings._replace(
-            roll=Roll(*watchdog_settings.roll) if watchdog_settings.roll else None
-        )
-    )
+    own_settings = WatchdogSettings(*json.loads(sys.argv[1]))
+    siblings = Siblings(*own_settings.siblings) if own_settings.siblings else None
+    watch(own_settings._replace(siblings=siblings))

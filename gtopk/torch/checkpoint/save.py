@@ -20,10 +20,10 @@ from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..functions import allgather_object
-from .archive import Archive, Found, Writing, tell_outcomes
+from .archive import Archive, Found, PendingWrite, gather_outcomes
 from .files import whole_number
-from .soundness import on_all
-from .state import Assembled, assemble, check, put, should_agree, snapshot, take
+from .soundness import run_on_all
+from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state
 
 _log = logging.getLogger("gtopk")
 
@@ -31,11 +31,11 @@ _log = logging.getLogger("gtopk")
 class Saving:
     """A checkpoint under way; `wait` returns its folder."""
 
-    def __init__(self, archive: Archive, writing: Writing) -> None:
+    def __init__(self, archive: Archive, writing: PendingWrite) -> None:
         self._archive = archive
         self._problem: CheckpointError | None = None
         self.path = writing.path
-        self.writing: Writing | None = writing  # None: its outcome is known
+        self.writing: PendingWrite | None = writing  # None: its outcome is known
 
     def wait(self) -> Path:
         """Return its folder when it is whole; all ranks call it together.
@@ -43,7 +43,7 @@ class Saving:
         Raises CheckpointError, on every rank alike, when a rank could not write its part.
         """
         if self.writing is not None:
-            (problems,) = tell_outcomes(world.current().engine, [self.writing]).wait()
+            (problems,) = gather_outcomes(world.current().engine, [self.writing]).wait()
             self.conclude(problems)
         if self._problem is not None:
             raise self._problem
@@ -104,17 +104,17 @@ class _Folders(dict[Path, _Opened]):
             return lambda: None
         writings = [writing for _, writing in under_way]
         try:
-            told = tell_outcomes(engine, writings)
+            told = gather_outcomes(engine, writings)
         except HorovodInternalError as error:  # this rank has left without the others
             return partial(_end_alone, under_way, error)
         return partial(_end, under_way, told)
 
-    def _under_way(self) -> list[tuple[Saving, Writing]]:
+    def _under_way(self) -> list[tuple[Saving, PendingWrite]]:
         savings = [saving for opened in self.values() for saving in opened.under_way]
         return [(saving, saving.writing) for saving in savings if saving.writing is not None]
 
 
-def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
+def _end(under_way: Sequence[tuple[Saving, PendingWrite]], told: Operation) -> None:
     """Conclude the checkpoints under way as this rank left; raise CheckpointError for a failure."""
     try:
         outcomes = told.wait()
@@ -125,7 +125,7 @@ def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
     _raise_all(str(failure) for failure in ended if failure)
 
 
-def _end_alone(under_way: Sequence[tuple[Saving, Writing]], why: HorovodInternalError) -> None:
+def _end_alone(under_way: Sequence[tuple[Saving, PendingWrite]], why: HorovodInternalError) -> None:
     """Finish this rank's parts where the outcomes of the other ranks stay unknown."""
     for saving, _ in under_way:
         _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
@@ -141,7 +141,7 @@ def _raise_all(failures: Iterable[str]) -> None:
 _opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
-class _Put(NamedTuple):
+class _LoadedParts(NamedTuple):
     """The loaded parts of a checkpoint; refusal: the reason why this rank could not load it."""
 
     found: Found
@@ -201,8 +201,8 @@ def save_checkpoint(
     opened = _open(Path(folder), keep)
 
     def save() -> Saving:
-        taken, own = on_all(
-            lambda: take(model, optimizer, loader, others, copy=asynchronous),
+        taken, own = run_on_all(
+            lambda: take_state(model, optimizer, loader, others, copy=asynchronous),
             f"what is to be saved in {folder} at step {step} has no state to save",
         )
         alike = should_agree(model, [optimizer, *others.values()])
@@ -269,15 +269,17 @@ def load_latest(
             name = assembled.found.path.name
             raise DamagedError(f"{name} cannot be loaded: {error}") from error
 
-    def load(assembled: Assembled) -> _Put:
+    def load(assembled: Assembled) -> _LoadedParts:
         found = assembled.found
         try:
-            return _Put(found, put(assembled, model, optimizer, loader, others, generators))
+            return _LoadedParts(
+                found, put_state(assembled, model, optimizer, loader, others, generators)
+            )
         except _UNFIT as error:
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
         except Exception as error:  # of the script; loading an older checkpoint would hide it
-            return _Put(found, {}, error)
+            return _LoadedParts(found, {}, error)
 
     try:
         taken = opened.archive.find_and(
@@ -299,11 +301,11 @@ def load_latest(
         told = "; ".join(f"rank {number}: {text}" for number, text in enumerate(refusals) if text)
         refusal = CheckpointError(f"{found.path} cannot be loaded: {told:.300}")
     if refusal is not None:
-        opened.archive.set_aside(found.number)
+        opened.archive.protect(found.number)
         if type(refusal) in (ValueError, RuntimeError) and str(found.path) not in str(refusal):
             raise type(refusal)(f"{found.path}: {refusal}") from refusal
         raise refusal
-    opened.archive.tell(found)
+    opened.archive.log_resume(found)
     if found.missing:
         _log.warning(
             "%s lacks the own parts of ranks %s of %d: their residuals are lost, and the run "
@@ -324,7 +326,7 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
     folders = _opened[here]
     folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
-        on_all(
+        run_on_all(
             lambda: folder.mkdir(parents=True, exist_ok=True),
             f"{folder} cannot be a folder of checkpoints",
         )
@@ -335,9 +337,9 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
 
 
 def _later(task: Callable[[], str]) -> Future[str]:
-    def say_if_it_fails() -> str:
+    def log_failure() -> str:
         if problem := task():
             _log.error("a checkpoint cannot be written: %s", problem)
         return problem
 
-    return _writer.submit(say_if_it_fails)
+    return _writer.submit(log_failure)

@@ -41,19 +41,19 @@ from ..mpi_ops import rank, size
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
 from .soundness import (
+    broadcast_tensors,
     check_alike,
     check_model,
     check_optimizer,
     check_residual,
     check_shapes,
-    spread,
 )
 from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 
 
-def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
+def residual_share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any | None:
     """Return the residual state that this rank's optimizer loads under KEY; None: it has none.
 
     parts: the residual states that this rank takes over, by the rank that saved each.
@@ -62,7 +62,7 @@ def share(parts: Mapping[int, Any], saved: int, is_missing: bool = False) -> Any
     All ranks call it together: one that has no part learns from the others which buckets there
     were.
     """
-    mine = [optimizer_checkpoint.frame(part) for part in islice(parts.values(), 1)]
+    mine = [optimizer_checkpoint.without_residual(part) for part in islice(parts.values(), 1)]
     frames = allgather_object(mine, "checkpoint.frames")
     frame = next(chain(mine, *frames), None)
     if frame is None or (not parts and saved == size() and not is_missing):
@@ -161,7 +161,7 @@ NOTHING_OWN: Final[dict[str, Any]] = {
 }
 
 
-def take(
+def take_state(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     loader: Any,
@@ -267,7 +267,7 @@ def assemble(found: Found) -> Assembled:
 
     Raises DamagedError for a state that `snapshot` does not make.
     """
-    tensors = spread(found.tensors, 0)
+    tensors = broadcast_tensors(found.tensors, 0)
     own = next((each.state for each in found.owned if each.rank == rank()), None)
     try:
         for each in found.owned:
@@ -292,7 +292,7 @@ def assemble(found: Found) -> Assembled:
 
 
 def _check(state: Any) -> None:
-    """Raise an error for a state that `take` does not return; loaded objects check their own."""
+    """Raise an error for a state that `take_state` does not return."""
     if not isinstance(state["others"], dict):
         raise DamagedError("its others are no dict")
     if not all(type(name) is str for name in state.get("held", [])):
@@ -347,7 +347,7 @@ def check(
     return assembled
 
 
-def put(
+def put_state(
     assembled: Assembled,
     model: torch.nn.Module | None,
     optimizer: Any,
@@ -407,7 +407,7 @@ def _residual_of(found: Found, name: str) -> Any | None:
     """Return the residual for this rank's optimizer, or hook, of this name."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
     there = {r: part for r, part in parts.items() if part is not None}
-    return share(there, found.ranks, is_missing=rank() in found.missing)
+    return residual_share(there, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(residuals: Any | None, saved: Any) -> Any:

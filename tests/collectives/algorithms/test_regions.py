@@ -82,7 +82,7 @@ def test_regions_go_to_the_ranks_whose_picks_lie_there(
     cut = agreed(picks)
     for rank, pick in enumerate(picks):
         region = cut.owners.index(rank)
-        kept = pick.between(cut.bounds[region], cut.bounds[region + 1]).entries
+        kept = pick.index_range(cut.bounds[region], cut.bounds[region + 1]).entries
         assert kept >= 0.7 * k
 
 

@@ -272,7 +272,7 @@ def test_merges_of_strange_values_are_those_of_the_reference(
     for name, dense in vectors(random, 9001, dtype).items():
         whole = SparseVector.from_dense(dense)
         for begin, end in ((0, 9001), (1, 6), (4500, 9001), (8990, 9001)):
-            a, b = whole.at(slice(0, -1, 2)), whole.at(slice(begin, end))
+            a, b = whole.take(slice(0, -1, 2)), whole.take(slice(begin, end))
             with np.errstate(invalid="ignore"):
                 for k in (1, 40, 4000, 9001):
                     merged = zip(host.merge(a, b, k), reference.merge(a, b, k), strict=True)

@@ -329,7 +329,7 @@ def on_these_ranks(
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
     # The others' messages, where ranks share cores; a round's own one is in its latency.
-    sharing_seconds = (network.turns(network.ranks) - 1) * message_seconds(transport)
+    sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
             contenders = chosen(plan, case, first, calibration)  # anew: they keep boundaries

@@ -227,7 +227,7 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
         settings = AgreedSettings(cast(Any, optimizer))
         optimizer.param_groups = groups  # as a state that is loaded brings others
         settings.seen = [7, 7, 6][transport.rank]
-        settings.agree(transport, settings.said())
+        settings.agree(transport, settings.encode())
         own = dict(group)
         with settings.set():
             found = float(group["lr"])
@@ -237,7 +237,7 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
         assert all(group[name] is own[name] for name in ("lr", "betas"))
         group["lr"] = torch.tensor(1.0 + transport.rank)
         with pytest.raises(MismatchError, match=r"rank 0: lr=1\.0 of group 1; rank 1: lr=2\.0"):
-            settings.agree(transport, settings.said())
+            settings.agree(transport, settings.encode())
         return [found]
 
     assert threads(3, program) == [[0.5]] * 3

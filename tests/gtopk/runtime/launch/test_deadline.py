@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gtopk.runtime.launch import watchdog
-from gtopk.runtime.launch.watchdog import Roll, WatchdogSettings
+from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
 from gtopk.runtime.world.joining import deadline
 
 
@@ -154,7 +154,7 @@ def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
 class Launcher:
     """A launcher's processes as Linux would tell of them, and a clock."""
 
-    def __init__(self, monkeypatch, roll: Roll) -> None:
+    def __init__(self, monkeypatch, roll: Siblings) -> None:
         self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
         self.started: dict[int, float] = {}
         self.seconds = 0.0
@@ -163,7 +163,7 @@ class Launcher:
         monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
         monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
-        self.caller = watchdog.Caller(roll, 100 + roll.rank)
+        self.caller = watchdog.SiblingWatch(roll, 100 + roll.rank)
 
     def start(self, *ranks: int) -> None:
         self.told |= {100 + rank: str(rank) for rank in ranks}
@@ -178,7 +178,7 @@ class Launcher:
         return self.caller.missing()
 
 
-FOUR = Roll("", "RANK", 0, 4, is_all=True)
+FOUR = Siblings("", "RANK", 0, 4, is_all=True)
 
 
 @pytest.fixture
