@@ -32,8 +32,7 @@ from .compression import GTopK, Shards
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import under_known_names, unmatched
-from .exchange.residual_state import ResidualState, mean_square_ratio
+from .exchange.residual_state import ResidualState, mean_square_ratio, under_known_names, unmatched
 from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (

@@ -44,8 +44,7 @@ from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import unmatched
-from .exchange.residual_state import ResidualState
+from .exchange.residual_state import ResidualState, unmatched
 from .integrations.adam import HookedAdam
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.fsdp_adam import ShardGroups, residuals_of

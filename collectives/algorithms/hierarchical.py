@@ -38,7 +38,7 @@ from .conservation import (
     sum_vectors,
     unpack_alive,
 )
-from .gtopk_options import GtopkOptions
+from .gtopk import GtopkOptions
 from .nodes import checked_nodes, find_nodes
 from .options import check_names
 from .regions import Regions

@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ..algorithms.gtopk_options import USUAL_GROWTH
+from ..algorithms.gtopk import USUAL_GROWTH
 from ..cost import Link
 from ..wire import EXACT, Format
 from .network import Network, Rates

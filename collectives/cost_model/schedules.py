@@ -28,8 +28,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..algorithms.conservation import alive_bytes
-from ..algorithms.gtopk_options import kept_sizes
-from ..algorithms.pacing import go_aheads
+from ..algorithms.gtopk import go_aheads, kept_sizes
 from ..algorithms.shards import STAMP_BYTES
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, is_gathered_whole

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -41,7 +42,6 @@ from ..errors import MessageError
 from ..kernels.narrow import narrow, widen
 from ..vector import Array
 from .checksum import checksum_of
-from .endpoint import Endpoint
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,
@@ -59,6 +59,37 @@ PIECE_BYTES: Final = 4 << 20
 _WHOLE_BYTES: Final = 4096
 # From here on the time of a checksum's own message is negligible; smaller arrays are flags.
 CHECKED_BYTES: Final = 1 << 14
+
+
+class Endpoint(ABC):
+    """The ranks, seen from one of them.
+
+    rank, size: this rank's number among them, and how many there are.
+    ranks:      their numbers in the world, which errors name.
+    """
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+
+    @property
+    def checks_messages(self) -> bool:
+        """Whether every message travels with its checksum; the same on all ranks."""
+        return False
+
+    @abstractmethod
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
+
+        The message must stay unchanged until then.
+        """
+
+    @abstractmethod
+    def receive(self, source: int) -> Array:
+        """Return the next message of a rank, uint8 [m], in memory of its own.
+
+        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
+        """
 
 
 def loses_nan(reduction: str, dtype: str) -> bool:

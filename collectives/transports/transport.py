@@ -26,9 +26,9 @@ from ..vector import Array
 from . import reductions
 from .counter import Counter
 from .departure import DepartureNotice
-from .endpoint import Endpoint
 from .node_memory import NodeMemory
 from .pacing import Clock
+from .reductions import Endpoint
 from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so

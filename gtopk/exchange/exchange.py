@@ -26,11 +26,9 @@ from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, CodingTotals, Format, coded
 
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
-from .buckets.arrays import from_array, to_array
-from .buckets.buckets import Bucket
-from .buckets.timestamp import Timestamp
+from .buckets.arrays import Timestamp, from_array, to_array
+from .buckets.buckets import Bucket, GradientSum, only_torch_reaches
 from .calibration import calibration_of
-from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
 
 

@@ -10,8 +10,7 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from ..exchange.residual_names import plain_name
-from ..exchange.residual_state import ResidualState, fits
+from ..exchange.residual_state import ResidualState, fits, plain_name
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .bucket_exchanges import as_shaped, split

@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ..errors import HorovodInternalError
-from ..exchange.residual_names import unmatched
-from ..exchange.residual_state import ResidualState
+from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World

@@ -15,13 +15,13 @@ from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.exchange import Progress
-from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
     load_residuals,
     nonzero_names,
     residuals_of,
+    unmatched,
 )
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks

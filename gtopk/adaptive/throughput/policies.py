@@ -37,8 +37,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from ...exchange.buckets.arrays import Timestamp
 from ...exchange.buckets.parameters import trained_by
-from ...exchange.buckets.timestamp import Timestamp
 from ...telemetry.step_report import StepReport
 from ..partitioning.cuts import Limits, round_sizes
 

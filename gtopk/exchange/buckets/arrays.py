@@ -1,9 +1,13 @@
-"""Tensors as flat arrays and back: host copies that MPI can reduce, or the same memory."""
+"""Tensors as flat arrays and back: host copies that MPI can reduce, or the same memory.
+
+And what belongs to their device: its streams, and points in its time.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -218,3 +222,24 @@ def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
             entered.enter_context(torch.cuda.device(stream.device))
             entered.enter_context(torch.cuda.stream(stream))
         yield
+
+
+class Timestamp:
+    """A point in a device's work; on a GPU, the time when its current stream gets there.
+
+    A host clock would tell when the GPU's work was launched, not when it is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._at = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: Timestamp) -> float:
+        """Return the seconds from this time to a later one; waits until a GPU has reached it."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3

@@ -21,9 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import Gradient, Located, all_finite, clear, put_at
+from collectives.transports import Transport
 from collectives.vector import SparseVector
 
 from .arrays import (
+    Timestamp,
     current_stream,
     current_streams,
     device_of,
@@ -34,7 +36,6 @@ from .arrays import (
 )
 from .parameters import refuse_complex
 from .placeholders import lack_gradients, lacks_gradient
-from .timestamp import Timestamp
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -444,3 +445,35 @@ def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
         for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)
         if size != 1
     )
+
+
+class GradientSum:
+    """The ranks' sum of one step's gradients, on a GPU that only torch reaches, without CuPy.
+
+    The bucket would work on the host; its own vector is not made, and no gradient goes to the host.
+    """
+
+    def __init__(self, bucket: Bucket, transport: Transport) -> None:
+        """Sum weight * gradient over the ranks; a collective."""
+        dtype: torch.dtype = getattr(torch, bucket.dtype.name)
+        parts = [gradient.reshape(-1).to(dtype) for gradient in bucket.gradients]
+        self._flat = torch.cat(parts)
+        self._flat.mul_(bucket.weight)
+        transport.allreduce(self._flat)  # type: ignore[arg-type]
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Tell whether the sum is finite, also in the gradients' dtypes."""
+        least, most = self._flat.aminmax()
+        return bool((-bucket.largest <= least) & (most <= bucket.largest))  # False for NaN
+
+    def apply(self, bucket: Bucket) -> None:
+        """Copy the sum, times `scale`, out into the gradients."""
+        self._flat.mul_(bucket.scale)
+        parts = self._flat.split([gradient.numel() for gradient in bucket.gradients])
+        for gradient, part in zip(bucket.gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def only_torch_reaches(bucket: Bucket, transport: Transport) -> bool:
+    """Tell whether a bucket works on the host, and the transport can sum its gradients in place."""
+    return bucket.device.type == "cpu" and all(map(transport.carries, bucket.gradients))

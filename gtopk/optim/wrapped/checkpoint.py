@@ -31,8 +31,14 @@ import torch
 from collectives.transports import Transport
 
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
-from ...exchange.residual_names import translate, under_known_names
-from ...exchange.residual_state import ResidualState, nonzero_names, norm_of, state_before
+from ...exchange.residual_state import (
+    ResidualState,
+    nonzero_names,
+    norm_of,
+    state_before,
+    translate,
+    under_known_names,
+)
 from ...runtime.object_codec import decode, encode
 from ..reducer import Reducer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector, local_world, reduce, run_ranks, wire
 from collectives.algorithms import gtopk
-from collectives.algorithms.gtopk_options import GtopkOptions, kept_sizes
+from collectives.algorithms.gtopk import GtopkOptions, kept_sizes
 from collectives.kernels import contains, merge
 from collectives.transports import Traffic
 from collectives.wire import HEADER_BYTES, NOBODY, Format

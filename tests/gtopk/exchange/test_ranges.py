@@ -12,7 +12,7 @@ import torch
 
 import collectives.kernels
 import collectives.wire.message
-import gtopk.exchange.buckets.timestamp
+import gtopk.exchange.buckets.arrays
 import gtopk.exchange.exchange
 import gtopk.integrations.one_step
 from collectives.transports import Transport
@@ -60,7 +60,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     clock = Clock()
     for module in (
         gtopk.exchange.exchange,
-        gtopk.exchange.buckets.timestamp,
+        gtopk.exchange.buckets.arrays,
         gtopk.integrations.one_step,
         collectives.wire.message,
     ):
