@@ -44,9 +44,7 @@ from .integrations.ddp_passes import (
     write_flat_gradients,
 )
 from .integrations.frameworks import Stateful
-from .integrations.hook_skips import HookSkips
-from .integrations.hook_steps import HookSteps
-from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
+from .integrations.hook_steps import NOT_FINITE, PREEMPTED, HookSkips, HookSteps, OneStep, flags_of
 from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers

@@ -58,9 +58,17 @@ from .integrations.fsdp_units import (
     stand_in,
     units_of,
 )
-from .integrations.hook_skips import HookSkips
-from .integrations.hook_steps import HookSteps
-from .integrations.one_step import CLEARED, NOT_FINITE, SPOILT, VOID, OneStep, flags_of, is_void
+from .integrations.hook_steps import (
+    CLEARED,
+    NOT_FINITE,
+    SPOILT,
+    VOID,
+    HookSkips,
+    HookSteps,
+    OneStep,
+    flags_of,
+    is_void,
+)
 from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
@@ -416,7 +424,7 @@ class ReplicaState:
         self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
 
     def _flags_of_pass(self) -> int:
-        """Return this rank's flags of the pass that ends (`one_step`)."""
+        """Return this rank's flags of the pass that ends (`hook_steps`)."""
         flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
         for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):

@@ -20,7 +20,7 @@ from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroup
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
-from .hook_skips import HookSkips
+from .hook_steps import HookSkips
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 

@@ -18,7 +18,7 @@ from ..compression import ErrorFeedback
 from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import adam_before, require_plain
-from .hook_skips import HookSkips
+from .hook_steps import HookSkips
 
 
 class _Watch(NamedTuple):

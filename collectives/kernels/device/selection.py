@@ -24,9 +24,8 @@ import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Located, Momentum, require_addable, require_selectable
-from .machine import Machine, Scratch, blocks_for, ceil_divide
+from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_table
 from .source import instance
-from .table import located, parts_table
 
 # The sizes of `Search` and `Tally` of search.cuh, in words.
 SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
