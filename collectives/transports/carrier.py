@@ -15,12 +15,11 @@ from typing import Final
 from ..cost import Link
 from ..vector import Array
 from .checksum import append_checksum, strip_checksum
-from .counter import Counter
+from .counters import Counter, Traffic
 from .departure import DepartureNotice
 from .node_memory import NodeMemory
 from .pacing import STAMP_BYTES, Clock, Pacer, append_stamp, split_stamp
 from .sharing import open_shared_memory
-from .traffic import Traffic
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
 

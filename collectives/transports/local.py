@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CollectiveError, PeerError
 from ..vector import Array
 from .carrier import Carrier
-from .counter import Counts, LocalCounter
+from .counters import Counts, LocalCounter
 from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .transport import Transport

@@ -36,7 +36,7 @@ from ..errors import PeerTimeoutError
 from ..kernels.narrow import is_narrow
 from ..vector import Array
 from .carrier import Carrier
-from .counter import Counter
+from .counters import Counter
 from .departure import DepartureNotice
 from .mpi_counter import ServedCounter, WindowCounter
 from .node_memory import FileMemory

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from .counter import LocalCounter
+from .counters import LocalCounter
 from .polling import wait_until
 from .transport import Transport
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..cost import Link
 from ..errors import MismatchError
 from ..vector import Array, is_on_device
-from .counter import Counter
+from .counters import Counter
 from .departure import DepartureNotice
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory

@@ -24,12 +24,11 @@ from ..cost import Link
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
-from .counter import Counter
+from .counters import Counter, Traffic
 from .departure import DepartureNotice
 from .node_memory import NodeMemory
 from .pacing import Clock
 from .reductions import Endpoint
-from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
 CHANNELS: Final = 1024

@@ -31,9 +31,8 @@ from ..telemetry.stragglers import Stragglers
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
-from .join_shadow import register_shadow
 from .options import Options
-from .peers import Peers, peers_in
+from .peers import Peers, peers_in, register_shadow
 from .planned_buckets import PlannedBuckets
 from .reduced_twice import refuse_ddp
 from .samples import LocalClip, Samples, note_stepper

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from collectives.transports import Transport
-from collectives.transports.counter import LocalCounter
+from collectives.transports.counters import LocalCounter
 
 from ...adaptive.current_batch import FACTORS
 from ...adaptive.local_training.replica import Replica

@@ -15,7 +15,7 @@ import torch
 from collectives.transports.gpu import load_nccl, torch_nccl
 
 from ... import settings
-from ...optim.join_shadow import abort_steps
+from ...optim.peers import abort_steps
 from ...runtime.world import process_sets as sets
 from ...runtime.world import world
 from ...runtime.world.process_sets import ProcessSet, global_process_set

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from collectives.transports.counter import LocalCounter
+from collectives.transports.counters import LocalCounter
 from gtopk.adaptive.partitioning.cursor import (
     ReplayedCursor,
     SampleRange,
