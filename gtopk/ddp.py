@@ -29,10 +29,15 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from collectives.transports import Transport
 
 from .compression import GTopK, Shards
-from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from .exchange.bucket_exchange import (
+    BucketExchange,
+    make_adam_steps,
+    mean_square_ratio,
+    open_bucket_exchange,
+)
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_state import ResidualState, mean_square_ratio, under_known_names, unmatched
+from .exchange.residual_state import ResidualState, under_known_names, unmatched
 from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
@@ -262,9 +267,7 @@ class GTopKState:
             flags=preempted | flags_of(bucket_exchange),
         )
         self._steps.note_submit(number, operation)
-        self._finisher.submit(
-            self._finish, operation, bucket_exchange, buffer, pending.future, pending.is_last
-        )
+        self._finisher.submit(self._finish, operation, pending)
 
     def _end_pass(self) -> None:
         """Note the agreed gradients, once DDP has written them."""
@@ -362,18 +365,11 @@ class GTopKState:
             self._buckets = 0
             self.progress.steps += self._counted
 
-    def _finish(
-        self,
-        operation: Operation,
-        bucket_exchange: BucketExchange,
-        buffer: torch.Tensor,
-        future: torch.futures.Future[torch.Tensor],
-        is_last: bool,
-    ) -> None:
+    def _finish(self, operation: Operation, pending: _PendingBucket) -> None:
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if is_last:  # all buckets before it are done, too
+            if pending.is_last:  # all buckets before it are done, too
                 self._steps.note_wait_end()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
@@ -387,8 +383,8 @@ class GTopKState:
         except Exception as error:
             self._failures.append(error)
         # On the exchange's stream, as a future makes its readers wait for the stream of this call.
-        with bucket_exchange.bucket.on_stream():
-            future.set_result(buffer)
+        with pending.bucket_exchange.bucket.on_stream():
+            pending.future.set_result(pending.buffer)
 
     def _raise_failure(self) -> None:
         """Raise the first error of the pass's buckets, if any; DDP has waited for all of them."""

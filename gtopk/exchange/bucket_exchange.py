@@ -102,7 +102,7 @@ class BucketExchange:
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
         self._checksum: torch.Tensor | None = None
-        self._checksums_whole = False
+        self._checksums_whole = settings.CHECK_GRADIENTS.read()
         # The parameters, not the bucket: without CuPy, a bucket of those on a GPU is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
@@ -186,7 +186,6 @@ class BucketExchange:
         """Note the gradients that were captured, for `is_unchanged`; before the program goes on."""
         self._captured = [p.grad for p in self.parameters]
         self._versions = _versions_of(self._captured)
-        self._checksums_whole = settings.CHECK_GRADIENTS.read()
         self._checksum = self.bucket.checksum(self._checksums_whole)
 
     def is_unchanged(self) -> bool:
@@ -375,3 +374,19 @@ def make_adam_steps(
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
     bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, groups, ranks, parameters))
+
+
+def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
+    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
+
+    At most 1; 1 where nothing was sampled.
+    """
+    found = [
+        residual.row_sums()
+        for each in bucket_exchanges
+        if isinstance(each, BucketExchange)
+        and (residual := each.exchange.residual) is not None
+        and residual.shares_second_moment
+    ]
+    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0

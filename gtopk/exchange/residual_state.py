@@ -164,20 +164,6 @@ def state_before(
     return found
 
 
-def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
-    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
-
-    At most 1; 1 where nothing was sampled.
-    """
-    found = [
-        residual.row_sums()
-        for bucket_exchange in bucket_exchanges
-        if (residual := _residual(bucket_exchange)) is not None and residual.shares_second_moment
-    ]
-    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
-    return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
-
-
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)

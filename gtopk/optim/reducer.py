@@ -17,10 +17,11 @@ import torch
 from collectives.transports import Transport
 
 from ..exchange.automatic import hides_behind_backward
+from ..exchange.bucket_exchange import mean_square_ratio
 from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.buckets.placeholders import lacks_gradient, place_placeholders, remove_placeholders
 from ..exchange.exchange import Progress
-from ..exchange.residual_state import ResidualState, mean_square_ratio
+from ..exchange.residual_state import ResidualState
 from ..reduce_ops import Average
 from ..runtime.coordinator import Work
 from ..runtime.coordinator.agreement import describe_missing
@@ -113,7 +114,8 @@ class Reducer:
         self.scaler = scaler
         self.samples = Samples()
         note_stepper(self, names)
-        overlaps = options.overlap and not options.clips_before
+        self._clips_before = options.clips_before
+        overlaps = options.overlap and not self._clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
@@ -331,7 +333,7 @@ class Reducer:
         loss = loss_scale(self.scaler)
         by_adam = self.options.adam is not None
         clip = LocalClip(
-            [p.grad for p in self.trained()] if self.options.clips_before else [],
+            [p.grad for p in self.trained()] if self._clips_before else [],
             self.options.local_clip_norm,
             loss,
             allowed_mean=self.options.global_clip_norm if by_adam else None,
