@@ -95,19 +95,19 @@ class SparseVector(NamedTuple):
         difference = self.values - other.values
         return self._replace(values=difference).where(difference != 0)
 
-    def between(self, first: int, end: int) -> SparseVector:
+    def index_range(self, first: int, end: int) -> SparseVector:
         """Return the entries with first <= index < end; the arrays are views."""
         # Of the indices' own dtype (`end` may be one more than that can count): else all indices
         # would be converted first. Both at once: on a GPU the host waits for the answer.
         last = module_of(self.indices).asarray(np.array([first - 1, end - 1], self.indices.dtype))
         start, stop = self.indices.searchsorted(last, "right").tolist()
-        return self.at(slice(start, stop))
+        return self.take(slice(start, stop))
 
-    def at(self, positions: slice) -> SparseVector:
+    def take(self, positions: slice) -> SparseVector:
         """Return the entries at these positions of the list; the arrays are views."""
         return SparseVector(self.indices[positions], self.values[positions], self.length)
 
-    def embedded(self, start: int, length: int) -> SparseVector:
+    def embed(self, start: int, length: int) -> SparseVector:
         """Return the same entries in a longer vector that has this one from `start` on."""
         indices = self.indices.astype(index_dtype(length)) + start
         return SparseVector(indices, self.values, length)

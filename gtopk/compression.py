@@ -11,7 +11,7 @@ import torch
 
 from collectives.algorithms import Regions
 from collectives.algorithms.conservation import PUT_BACK
-from collectives.algorithms.gtopk_options import USUAL_GROWTH
+from collectives.algorithms.gtopk import USUAL_GROWTH
 from collectives.cost_model import Candidate
 from collectives.wire import WHOLE, Format
 from collectives.wire.indices import INDEX_CODES, USUAL_INDICES

@@ -29,11 +29,15 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from collectives.transports import Transport
 
 from .compression import GTopK, Shards
-from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from .exchange.bucket_exchange import (
+    BucketExchange,
+    make_adam_steps,
+    mean_square_ratio,
+    open_bucket_exchange,
+)
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import under_known_names, unmatched
-from .exchange.residual_state import ResidualState, mean_square_ratio
+from .exchange.residual_state import ResidualState, under_known_names, unmatched
 from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
@@ -42,13 +46,11 @@ from .integrations.ddp_passes import (
     process_set_of,
     refuse_sparse,
     residuals_by_parameter,
-    write_what_ddp_does_not,
+    write_flat_gradients,
 )
 from .integrations.frameworks import Stateful
-from .integrations.hook_skips import HookSkips
-from .integrations.hook_steps import HookSteps
-from .integrations.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
-from .integrations.optimizer_checks import look_at_optimizers
+from .integrations.hook_steps import NOT_FINITE, PREEMPTED, HookSkips, HookSteps, OneStep, flags_of
+from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
@@ -64,7 +66,7 @@ from .telemetry.step_report import StepReport
 __all__ = ["GTopKState", "gtopk_hook"]
 
 
-class _Handed(NamedTuple):
+class _PendingBucket(NamedTuple):
     """A bucket that DDP has handed over, with the future of its agreed gradients."""
 
     bucket_exchange: BucketExchange
@@ -157,7 +159,7 @@ class GTopKState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = look_at_optimizers(
+        self._corrected = check_optimizers(
             self._skips,
             self.compression,
             self._world.rank,
@@ -168,7 +170,7 @@ class GTopKState:
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
         )
-        self._handed: list[_Handed] = []  # buckets of the pass that are to be exchanged at its end
+        self._pending: list[_PendingBucket] = []  # to be exchanged at the end of the pass
         # Residuals of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
         # One thread, so that buckets end in order: the last one's task finds all before it done.
@@ -210,29 +212,28 @@ class GTopKState:
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         is_joined = torch._C._current_graph_task_id() == -1  # by DDP.join
-        handed = _Handed(
-            bucket_exchange, bucket.index(), bucket.is_last(), is_joined, buffer, future
-        )
+        number, is_last = bucket.index(), bucket.is_last()
+        pending = _PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
         if self._global_clip_norm is None:
-            self._submit(handed, 1.0)
+            self._submit(pending, 1.0)
         else:
-            self._submit_clipped(handed)
+            self._submit_clipped(pending)
         if is_joined:
             return future.then(self._value_or_failure)
         after_ddp(self._raise_failure)  # DDP would take an exception in the future for a tensor
-        write_what_ddp_does_not(bucket.parameters(), buffer)
-        if bucket.is_last():
+        write_flat_gradients(bucket.parameters(), buffer)
+        if is_last:
             after_ddp(self._end_pass)
         return future
 
-    def _submit_clipped(self, handed: _Handed) -> None:
+    def _submit_clipped(self, pending: _PendingBucket) -> None:
         """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
-        if not handed.number:
-            self._handed.clear()  # left by a pass that an error has ended
-        self._handed.append(handed)
-        if not handed.is_last:
+        if not pending.number:
+            self._pending.clear()  # left by a pass that an error has ended
+        self._pending.append(pending)
+        if not pending.is_last:
             return
-        together, self._handed = self._handed, []
+        together, self._pending = self._pending, []
         clip = LocalClip(
             [each.buffer for each in together],
             None,
@@ -245,30 +246,28 @@ class GTopKState:
         for each in together:
             self._submit(each, factor)
 
-    def _submit(self, handed: _Handed, factor: float) -> None:
+    def _submit(self, pending: _PendingBucket, factor: float) -> None:
         """Begin to exchange a bucket; factor: multiplies its gradients."""
-        bucket_exchange, buffer = handed.bucket_exchange, handed.buffer
+        bucket_exchange, buffer = pending.bucket_exchange, pending.buffer
         scale = loss_scale(self.scaler)
         bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
-        if handed.is_joined:
+        if pending.is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
-        number = self._steps.hand_over(bucket_exchange)
+        number = self._steps.add_bucket(bucket_exchange)
         preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
-            f"{self._name}.bucket.{handed.number}",
+            f"{self._name}.bucket.{pending.number}",
             [
                 f"{buffer.dtype} {list(buffer.shape)}",
                 bucket_exchange.signature,
                 f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
                 f"global_clip_norm={self._global_clip_norm}",
             ],
-            partial(self._work, bucket_exchange, number, handed.number, handed.is_last),
+            partial(self._work, bucket_exchange, number, pending.number, pending.is_last),
             flags=preempted | flags_of(bucket_exchange),
         )
-        self._steps.submitted(number, operation)
-        self._finisher.submit(
-            self._finish, operation, bucket_exchange, buffer, handed.future, handed.is_last
-        )
+        self._steps.note_submit(number, operation)
+        self._finisher.submit(self._finish, operation, pending)
 
     def _end_pass(self) -> None:
         """Note the agreed gradients, once DDP has written them."""
@@ -357,7 +356,8 @@ class GTopKState:
                 self._preempted.add(rank)
             if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
+        exchanged = self._step.run(bucket_exchange, transport, all_flags)
+        self._steps.note_exchange(number, began, exchanged)
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -365,19 +365,12 @@ class GTopKState:
             self._buckets = 0
             self.progress.steps += self._counted
 
-    def _finish(
-        self,
-        operation: Operation,
-        bucket_exchange: BucketExchange,
-        buffer: torch.Tensor,
-        future: torch.futures.Future[torch.Tensor],
-        is_last: bool,
-    ) -> None:
+    def _finish(self, operation: Operation, pending: _PendingBucket) -> None:
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if is_last:  # all buckets before it are done, too
-                self._steps.arrived()
+            if pending.is_last:  # all buckets before it are done, too
+                self._steps.note_wait_end()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
                 self._world.note_preempted([*self._preempted])
@@ -390,8 +383,8 @@ class GTopKState:
         except Exception as error:
             self._failures.append(error)
         # On the exchange's stream, as a future makes its readers wait for the stream of this call.
-        with bucket_exchange.bucket.on_stream():
-            future.set_result(buffer)
+        with pending.bucket_exchange.bucket.on_stream():
+            pending.future.set_result(pending.buffer)
 
     def _raise_failure(self) -> None:
         """Raise the first error of the pass's buckets, if any; DDP has waited for all of them."""
@@ -446,7 +439,7 @@ class GTopKState:
         """
         self._skips.drop(optimizer)
 
-    def _break_off(self) -> None:
+    def _abort_pass(self) -> None:
         """Undo a pass that an error has ended after its first buckets were submitted."""
         self._finisher.submit(int).result()  # runs after the tasks that wait for these buckets
         if self._step.buckets:
@@ -474,7 +467,7 @@ class GTopKState:
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
-        self._break_off()
+        self._abort_pass()
         self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()

@@ -44,8 +44,7 @@ from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
-from .exchange.residual_names import unmatched
-from .exchange.residual_state import ResidualState
+from .exchange.residual_state import ResidualState, unmatched
 from .integrations.adam import HookedAdam
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.fsdp_adam import ShardGroups, residuals_of
@@ -59,10 +58,18 @@ from .integrations.fsdp_units import (
     stand_in,
     units_of,
 )
-from .integrations.hook_skips import HookSkips
-from .integrations.hook_steps import HookSteps
-from .integrations.one_step import CLEARED, NOT_FINITE, SPOILT, VOID, OneStep, flags_of, is_void
-from .integrations.optimizer_checks import look_at_optimizers
+from .integrations.hook_steps import (
+    CLEARED,
+    NOT_FINITE,
+    SPOILT,
+    VOID,
+    HookSkips,
+    HookSteps,
+    OneStep,
+    flags_of,
+    is_void,
+)
+from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.skip_counter import MAX_SKIPPED_STEPS
@@ -199,9 +206,8 @@ class ReplicaState:
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        self._unmatched: dict[
-            str, ResidualState
-        ] = {}  # residuals of names that no parameter has; saved again
+        # Residuals of names that no parameter has; saved again
+        self._unmatched: dict[str, ResidualState] = {}
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -222,7 +228,7 @@ class ReplicaState:
             )
         elif optimizer is not None:
             optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = look_at_optimizers(
+        self._corrected = check_optimizers(
             self._skips,
             compression,
             self._world.rank,
@@ -233,7 +239,7 @@ class ReplicaState:
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else f"{_NO_CLIPPING}.",
         )
-        self._spoilt: list[torch.Tensor] = []  # parameters whose gradients the last pass made NaN
+        self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
         self._finite = True  # this rank's gradients in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
         self._has_waited = False  # whether backward has waited for an exchange of this pass
@@ -257,12 +263,13 @@ class ReplicaState:
         scale = loss_scale(self.scaler)
         bucket_exchange.parameters[0].grad = gradients
         bucket_exchange.capture_gradients(1.0 / (self.process_set.size() or 1) / scale, scale)
-        number = self._steps.hand_over(bucket_exchange)
+        number = self._steps.add_bucket(bucket_exchange)
         flags = flags_of(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             began = time.perf_counter()
-            self._steps.ran(number, began, self._step.run(bucket_exchange, transport, all_flags))
+            exchanged = self._step.run(bucket_exchange, transport, all_flags)
+            self._steps.note_exchange(number, began, exchanged)
             return not flags and transport.rank not in self._step.not_finite
 
         operation = self.process_set.engine.submit(
@@ -276,7 +283,7 @@ class ReplicaState:
             work,
             flags=flags,
         )
-        self._steps.submitted(number, operation)
+        self._steps.note_submit(number, operation)
         stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
         self._unfinished.append(_Unfinished(unit, operation, stream))
         if not unit.is_left_alone(gradients):
@@ -291,7 +298,7 @@ class ReplicaState:
             if stream is not None:  # the engine has enqueued the exchange on it by now
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
-                self._steps.arrived()
+                self._steps.note_wait_end()
 
     @property
     def makes_adam_steps(self) -> bool:
@@ -340,7 +347,7 @@ class ReplicaState:
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            self._break_off()  # in case an error has ended the last pass
+            self._abort_pass()  # in case an error has ended the last pass
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -371,7 +378,7 @@ class ReplicaState:
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
         }
 
-    def _break_off(self) -> None:
+    def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin.
 
         Waits for its exchanges: they write into gradients and residuals.
@@ -397,14 +404,14 @@ class ReplicaState:
             lambda transport, all_flags: all_flags,
             flags=self._flags_of_pass(),
         ).wait()
-        self._spoilt, self._finite = [], True
+        self._nonfinite, self._finite = [], True
         # From all ranks' flags: the shards of all ranks are dropped, or those of none.
         if is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
-                    self._spoilt.append(parameter)
+                    self._nonfinite.append(parameter)
         counted, step = self._step.close(), self._world.step
         self._steps.close(counted, overlapped=not self._has_waited)
         self._has_waited = False
@@ -417,9 +424,9 @@ class ReplicaState:
         self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
 
     def _flags_of_pass(self) -> int:
-        """Return this rank's flags of the pass that ends (`one_step`)."""
+        """Return this rank's flags of the pass that ends (`hook_steps`)."""
         flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
-        for parameter in self._spoilt:
+        for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):
                 flags |= CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
@@ -470,7 +477,7 @@ class ReplicaState:
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
                 require_shape(name, residuals.get(name, {}), shard.shape, rows)
-        self._break_off()
+        self._abort_pass()
         self._skips.end_row()
         if self._adam is not None:
             self._adam.forget()

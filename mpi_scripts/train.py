@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
-from collectives.algorithms.gtopk_options import USUAL_GROWTH
+from collectives.algorithms.gtopk import USUAL_GROWTH
 from gtopk.cli.arguments import as_argument, number_in, output_file
 from gtopk.compression import SparseCompression
 from mpi_scripts.arguments import Parser, at_least, on_every_rank, own_device

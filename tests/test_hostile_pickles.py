@@ -29,7 +29,7 @@ from gtopk.runtime import object_codec as objects
 from gtopk.runtime.object_codec.format import HEADER, MAGIC, VERSION
 from gtopk.runtime.runner import call as report
 from gtopk.torch.checkpoint import CheckpointError, load_latest
-from gtopk.torch.checkpoint.files import seal
+from gtopk.torch.checkpoint.files import encode_with_checksum
 from gtopk.torch.checkpoint.tree import put_together
 from models.data import load
 from models.data.an4 import read_transcript
@@ -112,7 +112,9 @@ def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
         folder = tmp_path / "saved"
         (folder / name).mkdir(parents=True, exist_ok=True)
         for part in ("all", "rank-0"):
-            content = files.get(part.replace("-", "_"), seal({**record, "name": part, "state": {}}))
+            content = files.get(
+                part.replace("-", "_"), encode_with_checksum({**record, "name": part, "state": {}})
+            )
             (folder / name / f"{part}-of-1.json").write_bytes(content)
 
         def program(transport):
@@ -123,7 +125,9 @@ def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
 
     open_with(all=hostile)
     open_with(all=stream.getvalue())
-    open_with(rank_0=seal({**record, "name": "rank-0", "state": {"$object": message}}))
+    open_with(
+        rank_0=encode_with_checksum({**record, "name": "rank-0", "state": {"$object": message}})
+    )
 
 
 def test_no_data_set_is_unpickled(canary, tmp_path):

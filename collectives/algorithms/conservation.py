@@ -27,7 +27,7 @@ from ..vector import Array, SparseVector, module_of
 from ..wire import NOBODY, Format
 
 
-class Outcome(NamedTuple):
+class ReductionResult(NamedTuple):
     """One rank's result of a sparse reduction, before it is split into (update, returned).
 
     dead:  this rank's picks that are no part of the update; they return whole.
@@ -36,8 +36,8 @@ class Outcome(NamedTuple):
     """
 
     update: SparseVector
-    dead: SparseVector
-    extra: SparseVector
+    dropped_picks: SparseVector
+    extra_returned: SparseVector
     refused_by: int = NOBODY
 
 
@@ -46,27 +46,29 @@ def lowest_refusing(*ranks: int) -> int:
     return min((rank for rank in ranks if rank != NOBODY), default=NOBODY)
 
 
-def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[SparseVector, int]:
+def check_finite(
+    vector: SparseVector, rank: int, refused_by: int = NOBODY
+) -> tuple[SparseVector, int]:
     """Return the vector and the lowest rank that refused; an empty vector if one has.
 
     rank: refuses when the vector is not finite. refused_by: the rank that has already.
     """
     if not all_finite(vector.values):
         refused_by = lowest_refusing(rank, refused_by)
-    return (vector if refused_by == NOBODY else vector.at(slice(0)), refused_by)
+    return (vector if refused_by == NOBODY else vector.take(slice(0)), refused_by)
 
 
-def refused(selected: SparseVector, rank: int) -> Outcome:
+def refused(selected: SparseVector, rank: int) -> ReductionResult:
     """Return the outcome of a reduction that a rank refused: all picks return."""
-    nothing = selected.at(slice(0))
-    return Outcome(nothing, selected, nothing, rank)
+    nothing = selected.take(slice(0))
+    return ReductionResult(nothing, selected, nothing, rank)
 
 
-def split_outcome(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+def split_result(outcome: ReductionResult) -> tuple[SparseVector, SparseVector]:
     """Return (update, returned); raise NonFiniteError when a rank refused."""
     if outcome.refused_by != NOBODY:
         raise NonFiniteError(outcome.refused_by)
-    return outcome.update, sum_vectors([outcome.dead, outcome.extra])
+    return outcome.update, sum_vectors([outcome.dropped_picks, outcome.extra_returned])
 
 
 def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
@@ -78,7 +80,7 @@ def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 
-def entries_also_in(vector: SparseVector, others: SparseVector) -> SparseVector:
+def intersect(vector: SparseVector, others: SparseVector) -> SparseVector:
     """Return the entries whose index the other vector has, too."""
     if not vector.entries:
         return vector  # saves the wait for a GPU's result
@@ -96,7 +98,7 @@ class Conservation:
         # A comparison makes the mask on the device of the picks.
         self.alive = picks.indices == picks.indices  # all of them
         self._spread = put_back == "spread"
-        self._errors = picks.at(slice(0))
+        self._errors = picks.take(slice(0))
         self._shares: list[SparseVector] = []
 
     def note_rounding(self, error: SparseVector) -> None:
@@ -111,17 +113,17 @@ class Conservation:
             self._shares.append(dropped._replace(values=dropped.values / holders))
         else:
             self.alive = self.alive & contains(merged.indices, self.picks.indices)
-            self._errors = entries_also_in(self._errors, merged)
+            self._errors = intersect(self._errors, merged)
 
-    def note_fate(self, alive: Array) -> None:
+    def note_alive(self, alive: Array) -> None:
         """Take in which picks are alive, bool [picks], as another rank found out for this one."""
         self.alive = self.alive & alive
-        self._errors = entries_also_in(self._errors, self.picks.where(self.alive))
+        self._errors = intersect(self._errors, self.picks.where(self.alive))
 
-    def close(self, update: SparseVector) -> Outcome:
+    def close(self, update: SparseVector) -> ReductionResult:
         """Return the outcome."""
         extra = sum_vectors([self._errors, *self._shares])
-        return Outcome(update, self.picks.where(~self.alive), extra)
+        return ReductionResult(update, self.picks.where(~self.alive), extra)
 
 
 def alive_bytes(count: int) -> int:
@@ -149,6 +151,6 @@ def rounding_error(
     `step` ranks that hold one list have the same errors, so each puts every step-th one back.
     """
     if format.values == "exact":
-        return vector.at(slice(0))
+        return vector.take(slice(0))
     share = slice(first, None, step)
-    return vector.at(share).minus(rounded.at(share))
+    return vector.take(share).minus(rounded.take(share))

@@ -22,7 +22,7 @@ def reduce(
     transport.allreduce(total)
     if not all_finite(total):  # on every rank, as they all have the same sum
         raise NonFiniteError(_lowest_that_is_not_finite(selected, transport))
-    return SparseVector.from_dense(total), selected.at(slice(0))
+    return SparseVector.from_dense(total), selected.take(slice(0))
 
 
 def _lowest_that_is_not_finite(selected: SparseVector, transport: Transport) -> int | None:

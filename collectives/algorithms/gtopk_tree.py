@@ -22,14 +22,14 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
-    Outcome,
+    ReductionResult,
     alive_bytes,
-    entries_also_in,
-    examine,
+    check_finite,
+    intersect,
     lowest_refusing,
     pack_alive,
     rounding_error,
-    split_outcome,
+    split_result,
     unpack_alive,
 )
 
@@ -56,7 +56,7 @@ def reduce(
     rank, size, ranks = transport.rank, transport.size, transport.ranks
     number = transport.begun
     exact = Format(format.indices)
-    merged, refused_by = examine(selected, ranks[rank])
+    merged, refused_by = check_finite(selected, ranks[rank])
     inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
     distance = 1
     while distance < size and not rank & distance:
@@ -69,10 +69,10 @@ def reduce(
             inputs.append((child, theirs, merged))
             merged, _ = merge(merged, theirs, k)
             refused_by = lowest_refusing(refused_by, theirs_refused)
-            merged, refused_by = examine(merged, ranks[rank], refused_by)
+            merged, refused_by = check_finite(merged, ranks[rank], refused_by)
         distance *= 2
 
-    error = merged.at(slice(0))
+    error = merged.take(slice(0))
     if rank == 0:
         update = survivors = merge(merged, error, k)[0]  # without zeros, also of a single rank
     else:
@@ -90,16 +90,16 @@ def reduce(
             number=number,
         )
         survivors = merged.where(unpack_alive(bits, merged.entries))
-        error = entries_also_in(error, survivors)
+        error = intersect(error, survivors)
 
     # Down the way it came: the last list merged is the first to learn its fate.
     for child, theirs, before in reversed(inputs):
         bits = pack_alive(contains(survivors.indices, theirs.indices))
         result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
-        survivors = entries_also_in(before, survivors)
+        survivors = intersect(before, survivors)
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors
     dead = selected.where(~contains(cleared.indices, selected.indices))
-    return split_outcome(Outcome(update, dead, error))
+    return split_result(ReductionResult(update, dead, error))

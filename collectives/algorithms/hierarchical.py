@@ -28,25 +28,25 @@ from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from . import gtopk, oktopk
 from .conservation import (
-    Outcome,
+    ReductionResult,
     alive_bytes,
-    examine,
+    check_finite,
     lowest_refusing,
     pack_alive,
     refused,
-    split_outcome,
+    split_result,
     sum_vectors,
     unpack_alive,
 )
-from .gtopk_options import GtopkOptions
+from .gtopk import GtopkOptions
 from .nodes import checked_nodes, find_nodes
 from .options import check_names
 from .regions import Regions
 
-ReduceList = Callable[[SparseVector, int, int, Transport, int], Outcome]
+ReduceList = Callable[[SparseVector, int, int, Transport, int], ReductionResult]
 
 
-class Across(NamedTuple):
+class InterNodeReduction(NamedTuple):
     """A shard's sparse reduction across nodes, called with the shard's k, k_out and refused_by.
 
     k_out: how many entries the whole update may have, where the algorithm has this option; else k.
@@ -56,7 +56,9 @@ class Across(NamedTuple):
     k_out: int
 
 
-def open_across(name: str, format: Format, options: dict[str, Any], k: int, length: int) -> Across:
+def open_inter_node(
+    name: str, format: Format, options: dict[str, Any], k: int, length: int
+) -> InterNodeReduction:
     """Return "gtopk" or "oktopk" with its options; raise ValueError where one is out of bounds."""
     if name == "gtopk":
         check_names(name, gtopk.reduce, options)
@@ -64,20 +66,20 @@ def open_across(name: str, format: Format, options: dict[str, Any], k: int, leng
 
         def by_gtopk(
             picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> Outcome:
+        ) -> ReductionResult:
             return gtopk.reduce_list(picks, k, transport, options_of_all, refused_by)
 
-        return Across(by_gtopk, k)
+        return InterNodeReduction(by_gtopk, k)
     if name == "oktopk":
         check_names(name, oktopk.reduce, options)
         regions = options.get("regions") or Regions()
 
         def by_oktopk(
             picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> Outcome:
+        ) -> ReductionResult:
             return oktopk.reduce_list(picks, k, k_out, transport, format, regions, refused_by)
 
-        return Across(by_oktopk, oktopk.checked_k_out(k, options.get("k_out"), length))
+        return InterNodeReduction(by_oktopk, oktopk.checked_k_out(k, options.get("k_out"), length))
     raise ValueError(f"across must be one of gtopk, oktopk; got {name!r}")
 
 
@@ -98,8 +100,8 @@ def reduce(
     across: "gtopk" or "oktopk"; `options` are that algorithm's.
     format: of the messages across; inside a node values stay exact.
     """
-    how = open_across(across, format, options, k, selected.length)
-    return split_outcome(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+    how = open_inter_node(across, format, options, k, selected.length)
+    return split_result(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
 
 
 class Hierarchy:
@@ -138,7 +140,7 @@ class Hierarchy:
 
     def shard_k(self, k: int) -> int:
         """Return this rank's share of the k entries of an update; 1 at least, of any shard."""
-        return max(1, share(k, self.shards, self.place)) if self.across else 0
+        return max(1, shard_quota(k, self.shards, self.place)) if self.across else 0
 
     def scatter(self, dense: Array) -> Array:
         """Return the node's sum of this rank's shard, a view of `dense`, which is overwritten."""
@@ -160,15 +162,15 @@ class Hierarchy:
         selected: at most `shard_k(k)` entries of this rank's shard, of the shard's length.
         Raises NonFiniteError on all ranks alike.
         """
-        how = open_across(across, format, options, k, length)
+        how = open_inter_node(across, format, options, k, length)
         shard = self.shard(length)
-        nothing = selected.at(slice(0))
-        outcome = Outcome(nothing, nothing, nothing)
+        nothing = selected.take(slice(0))
+        outcome = ReductionResult(nothing, nothing, nothing)
         # The same on all ranks of `across`, which own the same shard.
         if self.across is not None and shard.start < shard.stop:
-            k_out = max(1, share(how.k_out, self.shards, self.place))
+            k_out = max(1, shard_quota(how.k_out, self.shards, self.place))
             outcome = how.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
-        part = outcome.update.embedded(shard.start, length)
+        part = outcome.update.embed(shard.start, length)
         inside, number = self.inside, self.inside.begun
         message = wire.encode(part, k, refused_by=outcome.refused_by, number=number).message
         parts = [
@@ -177,13 +179,15 @@ class Hierarchy:
         ]
         update = sum_vectors([decoded.vector for decoded in parts])
         refused_by = lowest_refusing(*(decoded.refused_by for decoded in parts))
-        return split_outcome(outcome._replace(update=update, refused_by=refused_by))
+        return split_result(outcome._replace(update=update, refused_by=refused_by))
 
 
 class _Step:
     """One reduction of lists: the picks of this rank, cut into the shards in use."""
 
-    def __init__(self, selected: SparseVector, k: int, how: Across, hierarchy: Hierarchy) -> None:
+    def __init__(
+        self, selected: SparseVector, k: int, how: InterNodeReduction, hierarchy: Hierarchy
+    ) -> None:
         self.selected = selected
         self.k = k
         self.how = how
@@ -193,11 +197,11 @@ class _Step:
         # Each shard in use has a share of the k entries, and of those of the update.
         self.shards = min(hierarchy.shards, k, how.k_out)
         bounds = shard_bounds(selected.length, self.shards)
-        picks, self.refused_by = examine(selected, self.inside.ranks[self.place])
-        self.parts = [picks.between(a, b) for a, b in itertools.pairwise(bounds)]
+        picks, self.refused_by = check_finite(selected, self.inside.ranks[self.place])
+        self.parts = [picks.index_range(a, b) for a, b in itertools.pairwise(bounds)]
         self.sends: list[Callable[[], None]] = []  # waited for when all was received
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ReductionResult:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
         others = [shard for shard in range(self.shards) if shard != self.place]
         for shard in others:
@@ -218,13 +222,13 @@ class _Step:
         if refused_by != NOBODY:
             return refused(self.selected, refused_by)
         parts = [outcomes[shard] for shard in range(self.shards)]
-        return Outcome(
+        return ReductionResult(
             sum_vectors([part.update for part in parts]),
-            sum_vectors([part.dead for part in parts]),
-            sum_vectors([part.extra for part in parts]),
+            sum_vectors([part.dropped_picks for part in parts]),
+            sum_vectors([part.extra_returned for part in parts]),
         )
 
-    def _reduce_shard(self) -> Outcome:
+    def _reduce_shard(self) -> ReductionResult:
         """Add up the node's picks in this rank's shard, reduce them across, send results back."""
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
@@ -237,17 +241,17 @@ class _Step:
             decoded = wire.decode(message, part, self.k, sender, number=self.number)
             lists.append(decoded.vector)
             refused_by = lowest_refusing(refused_by, decoded.refused_by)
-        k = share(self.k, self.shards, place)
-        k_out = share(self.how.k_out, self.shards, place)
+        k = shard_quota(self.k, self.shards, place)
+        k_out = shard_quota(self.how.k_out, self.shards, place)
         kept = part
         if inside.size > 1:
-            total, refused_by = examine(sum_by_index(lists), inside.ranks[place], refused_by)
-            kept, _ = merge(total, total.at(slice(0)), k)
+            total, refused_by = check_finite(sum_by_index(lists), inside.ranks[place], refused_by)
+            kept, _ = merge(total, total.take(slice(0)), k)
         across = self.hierarchy.across
         assert across is not None  # of the owner of a shard
         outcome = self.how.reduce(kept, k, k_out, across, refused_by)
         # An entry of the node's sum lives or dies for all of its ranks that picked the index.
-        alive = kept.where(~contains(outcome.dead.indices, kept.indices))
+        alive = kept.where(~contains(outcome.dropped_picks.indices, kept.indices))
         for member in range(inside.size):
             if member != place:
                 bits = pack_alive(contains(alive.indices, lists[member].indices))
@@ -259,9 +263,9 @@ class _Step:
                     number=self.number,
                 )
                 self.sends.append(inside.send(encoded.message, member))
-        return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
+        return outcome._replace(dropped_picks=part.where(~contains(alive.indices, part.indices)))
 
-    def _receive_outcome(self, shard: int) -> Outcome:
+    def _receive_outcome(self, shard: int) -> ReductionResult:
         """Return the outcome of this rank's picks in a shard, from the shard's owner."""
         part = self.parts[shard]
         update, bits, refused_by = wire.decode(
@@ -274,7 +278,7 @@ class _Step:
         )
         dead = part.where(~unpack_alive(bits, part.entries))
         # No extra: what was rounded across is put back by the owner of the shard alone.
-        return Outcome(update, dead, part.at(slice(0)), refused_by)
+        return ReductionResult(update, dead, part.take(slice(0)), refused_by)
 
 
 def shard_bounds(length: int, shards: int) -> list[int]:
@@ -282,6 +286,6 @@ def shard_bounds(length: int, shards: int) -> list[int]:
     return [shard * (length // shards) + min(shard, length % shards) for shard in range(shards + 1)]
 
 
-def share(count: int, shards: int, shard: int) -> int:
+def shard_quota(count: int, shards: int, shard: int) -> int:
     """Return how many of `count` entries a shard gets: the first ones get the remainder."""
     return count // shards + (shard < count % shards)

@@ -38,17 +38,17 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
-    Outcome,
-    entries_also_in,
-    examine,
+    ReductionResult,
+    check_finite,
+    intersect,
     lowest_refusing,
     refused,
     rounding_error,
-    split_outcome,
+    split_result,
     sum_vectors,
 )
 from .regions import Cut, Regions
-from .threshold import share_out
+from .threshold import region_quotas
 
 # Parts are even enough if the largest is at most so many times the mean: the allgather takes that
 # much longer, while a move costs a message and the surplus.
@@ -89,7 +89,7 @@ def reduce(
              passes one that is as old, or none.
     """
     k_out = checked_k_out(k, k_out, selected.length)
-    return split_outcome(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
+    return split_result(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
 
 
 def checked_k_out(k: int, k_out: int | None, length: int) -> int:
@@ -109,19 +109,19 @@ def reduce_list(
     format: Format,
     regions: Regions,
     refused_by: int = NOBODY,
-) -> Outcome:
+) -> ReductionResult:
     """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
-    picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
+    picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     cut = regions.agree(picks, transport)
     step = _Step(transport, cut, format)
 
     lists, refused_by = step.split(picks, k, refused_by)
     if refused_by != NOBODY:  # on every rank, as each has a message of all others
         return refused(selected, refused_by)
-    total, refused_by = examine(sum_by_index(lists), transport.ranks[transport.rank])
+    total, refused_by = check_finite(sum_by_index(lists), transport.ranks[transport.rank])
 
     load = sum(vector.entries for vector in lists)
-    shares = share_out(total, k_out, cut.owners, transport, load, refused_by)
+    shares = region_quotas(total, k_out, cut.owners, transport, load, refused_by)
     # Also of a step that is refused: the loads are the same on all ranks, so copies stay equal.
     regions.note_loads(shares.loads)
     if shares.refused_by != NOBODY:
@@ -134,11 +134,11 @@ def reduce_list(
     # A pick whose index is not in the update returns whole, so the rounding errors of its index
     # must not return beside it.
     dead = selected.where(~contains(update.indices, selected.indices))
-    return Outcome(update, dead, entries_also_in(sum_vectors(step.errors), update))
+    return ReductionResult(update, dead, intersect(sum_vectors(step.errors), update))
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
-    nothing = vector.at(slice(0))
+    nothing = vector.take(slice(0))
     return merge(vector, nothing, count)[0] if count else nothing
 
 
@@ -159,19 +159,19 @@ class _Step:
         """Return the ranks' picks in this rank's region, by rank, and the lowest refusing rank."""
         rank, size = self.transport.rank, self.transport.size
         first, end = self.cut.bounds[self.region : self.region + 2]
-        lists = {rank: picks.between(first, end)}
+        lists = {rank: picks.index_range(first, end)}
         sends = []
         for distance in range(1, size):
             # Rotated: ranks do not all send to the same owner first.
             to = (rank + distance) % size
             region = self.cut.owners.index(to)
-            part = picks.between(*self.cut.bounds[region : region + 2])
+            part = picks.index_range(*self.cut.bounds[region : region + 2])
             sends.append(self._send(part, to, k, refused_by))
         for distance in range(1, size):
             source = (rank - distance) % size
             decoded = self._receive(source, picks, k)
             theirs = decoded.vector
-            if theirs.between(first, end).entries != theirs.entries:
+            if theirs.index_range(first, end).entries != theirs.entries:
                 raise MessageError(
                     f"the message from rank {self.transport.ranks[source]} has entries outside of "
                     f"{first}..{end - 1}, this rank's region; every rank must pass regions of one "
@@ -188,7 +188,7 @@ class _Step:
         # All ranks know all counts, and so who gets what from whom: no empty part is sent.
         owners, plan = self.cut.owners, moves(counts)
         sends = [
-            self._send(entries.at(part), owners[block], k_out)
+            self._send(entries.take(part), owners[block], k_out)
             for block, part in enumerate(plan[self.region])
             if block != self.region and part.start < part.stop
         ]
@@ -196,7 +196,7 @@ class _Step:
         for region, row in enumerate(plan):
             part = row[self.region]
             if region == self.region:
-                parts.append(entries.at(part))
+                parts.append(entries.take(part))
             elif part.start < part.stop:
                 parts.append(self._receive(owners[region], entries, k_out).vector)
         for sent in sends:

@@ -98,17 +98,17 @@ def reduce(
             update, rounded, refused_by = _from_owners(total, values.size, transport, shard, code)
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
-    return Shared(update, sums.lost, total - rounded)
+    return Shared(update, sums.unrepresentable, total - rounded)
 
 
-class Summed(NamedTuple):
+class ShardSum(NamedTuple):
     """The sum of the part that this rank owns, and the rounding errors of its other parts, [m].
 
     refused_by: the lowest rank that refused, or NOBODY; the same on every rank.
     """
 
     total: Array
-    lost: Array
+    unrepresentable: Array
     refused_by: int
 
 
@@ -119,7 +119,7 @@ def to_owners(
     shard: int = 0,
     code: str = "exact",
     refuses: bool = False,
-) -> Summed:
+) -> ShardSum:
     """Add up each part of the ranks' values at its owner."""
     rank, size = transport.rank, transport.size
     bounds = shard_bounds(values.size, size)
@@ -142,7 +142,7 @@ def to_owners(
         # In an order of this owner's own: nobody else adds these up, so none has to agree on it.
         total += theirs
         refused_by = lowest_refusing(refused_by, their_refusal)
-    return Summed(total, lost, refused_by)
+    return ShardSum(total, lost, refused_by)
 
 
 def _from_owners(

@@ -34,7 +34,7 @@ _QUANTILES: Final = 64
 _NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
 
 
-class Shares(NamedTuple):
+class RegionQuotas(NamedTuple):
     """The result, the same on all ranks; by region, in their order.
 
     counts: how many of its largest entries are among the `wanted` largest.
@@ -46,7 +46,7 @@ class Shares(NamedTuple):
     refused_by: int
 
 
-class _Told(NamedTuple):
+class _RegionCounts(NamedTuple):
     """One region's part in a round: of its entries in order, low..high-1 are undecided."""
 
     low: int
@@ -56,14 +56,14 @@ class _Told(NamedTuple):
     samples: Array  # -|value| at the end of each quantile
 
 
-def share_out(
+def region_quotas(
     total: SparseVector,
     wanted: int,
     owners: Sequence[int],
     transport: Transport,
     load: int,
     refused_by: int,
-) -> Shares:
+) -> RegionQuotas:
     """Return how many entries of each region are among the `wanted` largest.
 
     total:  the entries of this rank's region, finite.
@@ -77,9 +77,9 @@ def share_out(
     # All ranks have the same numbers of each round, so they leave the loop in the same one.
     while True:
         lasts = [low + end - 1 for end in quantile_ends(high - low, _QUANTILES)]
-        mine = _Told(low, high, load, refused_by, at_positions(keys, lasts))
-        told = _tell(mine, total, wanted, owners, transport)
-        shares = Shares(
+        mine = _RegionCounts(low, high, load, refused_by, at_positions(keys, lasts))
+        told = _gather_counts(mine, total, wanted, owners, transport)
+        shares = RegionQuotas(
             [region.high for region in told],
             [region.load for region in told],
             lowest_refusing(*(region.refused_by for region in told)),
@@ -101,7 +101,7 @@ class _Search:
     is_exact: whether every undecided entry is a sample.
     """
 
-    def __init__(self, told: Sequence[_Told]) -> None:
+    def __init__(self, told: Sequence[_RegionCounts]) -> None:
         ends = [quantile_ends(region.high - region.low, _QUANTILES) for region in told]
         sizes = [np.diff([0, *region]) for region in ends]
         # Entries of a region's next quantile that may come before its sample, which is its last.
@@ -140,14 +140,18 @@ class _Search:
         return int(keys.searchsorted(value, "right" if ties_come_before else "left"))
 
 
-def _tell(
-    mine: _Told, like: SparseVector, wanted: int, owners: Sequence[int], transport: Transport
-) -> list[_Told]:
+def _gather_counts(
+    mine: _RegionCounts,
+    like: SparseVector,
+    wanted: int,
+    owners: Sequence[int],
+    transport: Transport,
+) -> list[_RegionCounts]:
     """Gather every region owner's numbers, by region, in the extra bytes of empty messages.
 
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """
-    nothing = like.at(slice(0))
+    nothing = like.take(slice(0))
     extra = np.zeros(_NUMBERS_BYTES + min(_QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
     extra[:_NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
@@ -167,5 +171,5 @@ def _tell(
                 f"number {low} to {high} should be undecided"
             )
         samples = extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: min(_QUANTILES, high - low)]
-        told.append(_Told(low, high, load, refused_by, samples))
+        told.append(_RegionCounts(low, high, load, refused_by, samples))
     return told

@@ -10,7 +10,14 @@ from ..kernels import sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
-from .conservation import Outcome, examine, lowest_refusing, refused, rounding_error, split_outcome
+from .conservation import (
+    ReductionResult,
+    check_finite,
+    lowest_refusing,
+    refused,
+    rounding_error,
+    split_result,
+)
 
 
 def reduce(
@@ -18,7 +25,7 @@ def reduce(
 ) -> tuple[SparseVector, SparseVector]:
     """Sum the ranks' lists, in rank order; only rounding returns. k does not bound the update."""
     ranks, number = transport.ranks, transport.begun
-    picks, refused_by = examine(selected, ranks[transport.rank])
+    picks, refused_by = check_finite(selected, ranks[transport.rank])
     encoded = wire.encode(picks, k, format, refused_by=refused_by, number=number)
     messages = transport.allgather(encoded.message)
     lists = [
@@ -27,8 +34,10 @@ def reduce(
     ]
     update = sum_by_index([decoded.vector for decoded in lists])
     # All ranks see that the sum is not finite; so the lowest of them is named as its finder.
-    update, refused_by = examine(update, ranks[0], lowest_refusing(*(d.refused_by for d in lists)))
+    update, refused_by = check_finite(
+        update, ranks[0], lowest_refusing(*(d.refused_by for d in lists))
+    )
     if refused_by != wire.NOBODY:
-        return split_outcome(refused(selected, refused_by))
+        return split_result(refused(selected, refused_by))
     error = rounding_error(picks, encoded.vector, format)
-    return split_outcome(Outcome(update, selected.at(slice(0)), error))
+    return split_result(ReductionResult(update, selected.take(slice(0)), error))

@@ -31,7 +31,7 @@ from typing import Final
 import numpy as np
 
 from .. import wire
-from ..algorithms.conservation import entries_also_in, rounding_error, sum_vectors
+from ..algorithms.conservation import intersect, rounding_error, sum_vectors
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
 from ..transports.pacing import link_of_messages
@@ -269,7 +269,7 @@ def measure_rates(
             def go() -> None:
                 rounded = wire.encode(vector, vector.entries, format).vector
                 error = rounding_error(vector, rounded, format)
-                entries_also_in(
+                intersect(
                     sum_vectors([error, error]), vector
                 )  # that of this round, and of the last
 

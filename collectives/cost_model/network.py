@@ -65,7 +65,7 @@ class Network(NamedTuple):
             return self.agreement_seconds
         return rounds(self.ranks) * self.farthest.latency_seconds
 
-    def turns(self, ranks: int) -> int:
+    def coding_waves(self, ranks: int) -> int:
         """Return how many turns `ranks` ranks that code at the same time take on their cores."""
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
@@ -164,7 +164,7 @@ DEFAULT_RATES: Final = Rates(
 )
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     """A rank's place: its machine, the cores it may run on, and its quota of cores.
 
     quota: of all processes in the same control group together; infinity: no limit.
@@ -176,7 +176,7 @@ class Seat(NamedTuple):
     group: str
 
 
-def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
+def own_placement(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Placement:
     """Return the seat of this process."""
     try:
         machine = boot.read_text().strip()
@@ -186,7 +186,7 @@ def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
         cores = sorted(os.sched_getaffinity(0))
     else:
         cores = list(range(os.cpu_count() or 1))
-    return Seat(machine, cores, *granted_cores())
+    return Placement(machine, cores, *granted_cores())
 
 
 def ranks_per_core(transport: Transport) -> float:
@@ -194,10 +194,10 @@ def ranks_per_core(transport: Transport) -> float:
 
     Only ranks of this transport count: a process set does not know of others on its cores.
     """
-    return most_per_core([Seat(*each) for each in transport.gather_object(own_seat())])
+    return most_per_core([Placement(*each) for each in transport.gather_object(own_placement())])
 
 
-def most_per_core(seats: Sequence[Seat]) -> float:
+def most_per_core(seats: Sequence[Placement]) -> float:
     """Return the most ranks that share a core, at least 1, of ranks in these seats."""
     most = 1.0
     for machine in {seat.machine for seat in seats}:

@@ -29,11 +29,10 @@ import numpy as np
 from .. import wire
 from ..algorithms import ALGORITHMS
 from ..algorithms.conservation import rounding_error
-from ..algorithms.gtopk import reduce
-from ..algorithms.gtopk_options import GtopkOptions
+from ..algorithms.gtopk import GtopkOptions, reduce
 from ..algorithms.regions import Regions
-from ..transports.endpoint import Endpoint
 from ..transports.local import local_world
+from ..transports.reductions import Endpoint
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT

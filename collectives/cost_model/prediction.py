@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from ..algorithms.gtopk_options import USUAL_GROWTH
+from ..algorithms.gtopk import USUAL_GROWTH
 from ..cost import Link
 from ..wire import EXACT, Format
 from .network import Network, Rates
@@ -234,7 +234,7 @@ def predict(
 
     for step, each in _messages(candidate, order):
         times = step.times
-        held_up = network.turns(step.senders)
+        held_up = network.coding_waves(step.senders)
         coded = 0.0
         if step.lists:
             asked = rates.coding_of(candidate.format)

@@ -28,11 +28,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..algorithms.conservation import alive_bytes
-from ..algorithms.gtopk_options import kept_sizes
-from ..algorithms.pacing import go_aheads
+from ..algorithms.gtopk import go_aheads, kept_sizes
 from ..algorithms.shards import STAMP_BYTES
 from ..cost import rounds
-from ..transports.reductions import LONG_BYTES, travels_whole
+from ..transports.reductions import LONG_BYTES, is_gathered_whole
 from ..vector import Array, index_dtype
 from ..wire import EXACT, HEADER_BYTES, WHOLE, Format
 from ..wire.indices import INDEX_CODES
@@ -244,7 +243,7 @@ def dense(order: Order) -> Iterator[Round]:
     """
     ranks, whole_bytes = order.ranks, order.length * order.value_bytes
     distances = [1 << number for number in range(rounds(ranks))]
-    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+    if is_gathered_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
         block_bytes: float = whole_bytes
     else:
         block_bytes = whole_bytes / ranks

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .carrier import Carrier
-from .counter import Counter
+from .counters import Counter, Traffic
 from .local import LocalTransport, local_world, run_ranks
-from .traffic import Traffic
 from .transport import Transport
 
 TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod", "nccl", "staged")

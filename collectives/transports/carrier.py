@@ -14,13 +14,13 @@ from typing import Final
 
 from ..cost import Link
 from ..vector import Array
-from .counter import Counter
+from .checksum import append_checksum, strip_checksum
+from .counters import Counter, Traffic
 from .departure import DepartureNotice
 from .node_memory import NodeMemory
-from .pacing import Clock, Pacer
-from .streams import Streams
-from .traffic import Traffic
-from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
+from .pacing import STAMP_BYTES, Clock, Pacer, append_stamp, split_stamp
+from .sharing import open_shared_memory
+from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
 
 class View(Transport):
@@ -31,7 +31,7 @@ class View(Transport):
     """
 
     def __init__(
-        self, carrier: Streams, parent: Transport, path: Path, ranks: Sequence[int], tag: int
+        self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
     ) -> None:
         rank = ranks.index(carrier.rank)
         super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
@@ -114,12 +114,14 @@ class View(Transport):
 _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which others have left
 
 
-class Carrier(Streams):
+class Carrier(Transport):
     """One rank of a world; a subclass connects it to the others.
 
     It implements `send_on`, `receive_on`, `announce_departure`, `collect_departures` (into
     `_left`), `abort`, `neighbours` and `own_library`; and `_wake`, where a waiting thread looks at
     `_left` only when woken.
+    `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
+    streams at once.
     tag_limit: tags of streams lie below it.
     """
 
@@ -143,10 +145,6 @@ class Carrier(Streams):
         self._checks_messages = True
 
     @property
-    def pacer(self) -> Pacer | None:
-        return self._pacer
-
-    @property
     def link(self) -> Link | None:
         return None if self._pacer is None else self._pacer.link
 
@@ -165,6 +163,23 @@ class Carrier(Streams):
     def own_library(self) -> str:
         """Return name and version of the library that carries messages, also under emulation."""
 
+    @abstractmethod
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send a message to a world rank, in the order of its stream; as `send`.
+
+        Counts it in the stream's traffic.
+        """
+
+    @abstractmethod
+    def receive_on(self, stream: Transport, source: int) -> Array:
+        """Return the next message that a world rank sent on this stream; as `receive`.
+
+        Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
+        """
+
+    def conclude_on(self, stream: Transport) -> None:
+        """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
+
     def conclude(self) -> None:
         self.conclude_on(self)
 
@@ -173,6 +188,39 @@ class Carrier(Streams):
 
     def receive(self, source: int) -> Array:
         return self.receive_for(self, source)
+
+    def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        """Send a message on a stream as `send_on` does; checked or paced."""
+        if self.checks_messages:
+            message = append_checksum(message)
+        pacer = self._pacer
+        if pacer is None or to == self.rank:
+            return self.send_on(stream, message, to)
+        begins, is_gone_at = pacer.leave(message.size)
+        # Outside of the checksum: the receiver takes the stamp off first, and the checksum last.
+        sent = self.send_on(stream, append_stamp(message, begins), to)
+        stream.traffic.count(-STAMP_BYTES, 0)  # no network would carry it
+
+        def finish() -> None:
+            sent()
+            self._await(pacer, stream, is_gone_at)
+
+        return finish
+
+    def receive_for(self, stream: Transport, source: int) -> Array:
+        """Return the next message of a stream as `receive_on` does; checked or paced."""
+        message = self.receive_on(stream, source)
+        if self._pacer is not None and source != self.rank:
+            message, begins = split_stamp(message, source)
+            self._await(self._pacer, stream, self._pacer.arrive(begins, message.size))
+        return strip_checksum(message, source) if self.checks_messages else message
+
+    def _await(self, pacer: Pacer, stream: Transport, at: float) -> None:
+        stream.traffic.count_wait(max(0.0, at - pacer.clock.now()))
+        pacer.clock.wait_until(at, self.progress)
+
+    def progress(self) -> None:
+        """Advance messages, where the library only does so while it is called."""
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self.view_of(self, step, ranks)
@@ -192,6 +240,13 @@ class Carrier(Streams):
                 self._views[path] = View(self, parent, path, ranks, tag)
             return self._views[path]
 
+    def counter_on(self, stream: Transport) -> Counter:
+        """Return a new counter of a stream's ranks, all of which call this; as `counter`."""
+        raise ValueError(
+            f"the transport {self.name!r} has no number that its ranks share; start them with "
+            "mpirun and mpi4py, or with torchrun"
+        )
+
     def counter(self) -> Counter:
         return self.counter_on(self)
 
@@ -199,6 +254,10 @@ class Carrier(Streams):
         """Return a name for a new counter of a stream, the same on all its ranks."""
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
+
+    def shared_memory_on(self, stream: Transport, size_bytes: int) -> NodeMemory:
+        """Return new zeros that a stream's ranks map; as `shared_memory`."""
+        return open_shared_memory(stream, size_bytes)
 
     def shared_memory(self, size_bytes: int) -> NodeMemory:
         return self.shared_memory_on(self, size_bytes)
@@ -241,7 +300,9 @@ class Carrier(Streams):
                 return others
             if self.announces_waits and now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS
-                say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
+                print_line(
+                    f"rank {self.rank} is done ({reason}) and waits for {others} to end, too"
+                )
             time.sleep(_LOOK_SECONDS)
 
 

@@ -24,7 +24,7 @@ from ..vector import Array
 OWN_GPU: Final = "give each rank its own: torch.cuda.set_device(hvd.local_rank())"
 
 
-class Carrying(Enum):
+class GpuRoute(Enum):
     """The ways to carry the messages of GPUs."""
 
     NCCL = "NCCL"
@@ -32,7 +32,7 @@ class Carrying(Enum):
     STAGED = "host memory"
 
 
-class Facts(NamedTuple):
+class GpuFacts(NamedTuple):
     """The facts about a rank that decide.
 
     device:     the GPU it uses, by a name that no other GPU has; "" where it has none.
@@ -55,7 +55,7 @@ class Facts(NamedTuple):
         return np.frombuffer(json.dumps(self).encode(), np.uint8)
 
     @classmethod
-    def read(cls, message: Array, sender: int) -> Facts:
+    def read(cls, message: Array, sender: int) -> GpuFacts:
         """Parse a rank's message; raise MismatchError where it is of another operation."""
         try:
             return cls(*json.loads(message.tobytes()))
@@ -67,17 +67,17 @@ class Facts(NamedTuple):
             ) from error
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """How GPUs' messages are carried, and the reason, as the end of a sentence."""
 
-    carrying: Carrying
+    route: GpuRoute
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.carrying.value}: {self.reason}"
+        return f"{self.route.value}: {self.reason}"
 
 
-def choose(facts: Sequence[Facts], ranks: Sequence[int]) -> Choice:
+def choose(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> RouteChoice:
     """Choose how the messages of these ranks' GPUs are carried.
 
     ranks: their numbers in texts.
@@ -85,36 +85,42 @@ def choose(facts: Sequence[Facts], ranks: Sequence[int]) -> Choice:
     named = list(zip(ranks, facts, strict=True))
     if lacking := [(rank, fact) for rank, fact in named if not fact.device]:
         rank, fact = lacking[0]
-        return Choice(Carrying.STAGED, f"rank {rank} has no GPU ({fact.problem})")
+        return RouteChoice(GpuRoute.STAGED, f"rank {rank} has no GPU ({fact.problem})")
     owners: dict[str, list[int]] = defaultdict(list)
     for rank, fact in named:
         owners[fact.device].append(rank)
     for device, those in owners.items():
         if len(those) > 1:
-            return Choice(Carrying.STAGED, f"ranks {those} share {device}; {OWN_GPU}")
+            return RouteChoice(GpuRoute.STAGED, f"ranks {those} share {device}; {OWN_GPU}")
     if any(fact.checks for fact in facts):
-        return Choice(Carrying.STAGED, "NCCL's messages cannot be checked (GTOPK_CHECK_MESSAGES=1)")
+        return RouteChoice(
+            GpuRoute.STAGED, "NCCL's messages cannot be checked (GTOPK_CHECK_MESSAGES=1)"
+        )
     each = f"each of {len(facts)} ranks has a GPU of its own"
     without = _without_cupy(named)
     if not without:
-        return Choice(Carrying.NCCL, f"{each}; NCCL {dotted(facts[0].nccl)} through CuPy")
-    if not (amiss := _amiss([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")):
-        version = dotted(facts[0].torch_nccl)
-        return Choice(
-            Carrying.TORCH, f"{each}; NCCL {version} of torch, dense reductions only: {without}"
+        return RouteChoice(
+            GpuRoute.NCCL, f"{each}; NCCL {version_text(facts[0].nccl)} through CuPy"
         )
-    return Choice(Carrying.STAGED, f"{without}, and {amiss}")
+    if not (
+        amiss := _nccl_mismatch([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")
+    ):
+        version = version_text(facts[0].torch_nccl)
+        return RouteChoice(
+            GpuRoute.TORCH, f"{each}; NCCL {version} of torch, dense reductions only: {without}"
+        )
+    return RouteChoice(GpuRoute.STAGED, f"{without}, and {amiss}")
 
 
-def _without_cupy(named: Sequence[tuple[int, Facts]]) -> str:
+def _without_cupy(named: Sequence[tuple[int, GpuFacts]]) -> str:
     """Return why NCCL cannot be reached through CuPy; "" where it can."""
     for rank, fact in named:
         if fact.cupy:
             return f"CuPy cannot be used on rank {rank} ({fact.cupy})"
-    return _amiss([(rank, fact.nccl) for rank, fact in named], "CuPy's NCCL")
+    return _nccl_mismatch([(rank, fact.nccl) for rank, fact in named], "CuPy's NCCL")
 
 
-def _amiss(versions: Sequence[tuple[int, int]], what: str) -> str:
+def _nccl_mismatch(versions: Sequence[tuple[int, int]], what: str) -> str:
     """Return why ranks with these NCCL versions cannot use it together; "": they can.
 
     NCCL refuses peers of another version.
@@ -125,21 +131,23 @@ def _amiss(versions: Sequence[tuple[int, int]], what: str) -> str:
             return f"{what} is missing on rank {rank}"
         if version != first:
             return (
-                f"{what} is {dotted(first)} on rank {first_rank} and {dotted(version)} on rank "
-                f"{rank}"
+                f"{what} is {version_text(first)} on rank {first_rank} and "
+                f"{version_text(version)} on rank {rank}"
             )
     return ""
 
 
-def after_test(choice: Choice, failures: Sequence[str], ranks: Sequence[int]) -> Choice:
+def fall_back_after_test(
+    choice: RouteChoice, failures: Sequence[str], ranks: Sequence[int]
+) -> RouteChoice:
     """Return the choice once it was tried; failures: why the try failed on each rank, or ""."""
     for rank, failure in zip(ranks, failures, strict=True):
         if failure:
-            reason = f"{choice.carrying.value} failed its start-up test on rank {rank}: {failure}"
-            return Choice(Carrying.STAGED, reason)
+            reason = f"{choice.route.value} failed its start-up test on rank {rank}: {failure}"
+            return RouteChoice(GpuRoute.STAGED, reason)
     return choice
 
 
-def dotted(version: int) -> str:
+def version_text(version: int) -> str:
     """Return NCCL's version as people write it: 22703 as 2.27.3."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

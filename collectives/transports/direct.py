@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way
 from .cuda_aware import why_staged
 from .gpu import has_come, has_gpu
 from .mpi import MpiTransport
 from .polling import wait_until
 from .staged import StagedTransport
+from .transfer_header import TransferHeader, TransferMethod
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -90,21 +90,21 @@ class DirectTransport(StagedTransport):
                 f"{list(message.shape)} with strides {message.strides} on rank "
                 f"{self.ranks[self.rank]}"
             )
-        announced = self.host.send(Announcement(Way.MPI, message.size).encode(), to)
+        header_sent = self.host.send(TransferHeader(TransferMethod.MPI, message.size).encode(), to)
         # MPI reads the memory at once, whatever CUDA's streams still have to write there.
         self._wait_for_stream(message)
         sent = self._carrier.send_on(self.host, message, self.ranks[to])
 
         def finish() -> None:
-            announced()
+            header_sent()
             sent()
 
         return finish
 
-    def _follow(self, announcement: Announcement, source: int) -> Array:
-        if announcement.way is not Way.MPI:
-            return super()._follow(announcement, source)
-        message: Array = self._cupy.empty(announcement.message_bytes, np.uint8)
+    def _receive_body(self, header: TransferHeader, source: int) -> Array:
+        if header.method is not TransferMethod.MPI:
+            return super()._receive_body(header, source)
+        message: Array = self._cupy.empty(header.message_bytes, np.uint8)
         self._wait_for_stream(message)
         self._carrier.receive_into_on(self.host, message, self.ranks[source])
         return message

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kernels.narrow import BFLOAT16
 from ..vector import Array, is_on_device
-from .device_choice import OWN_GPU, Facts
+from .device_choice import OWN_GPU, GpuFacts
 from .transport import Transport
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
@@ -193,7 +193,7 @@ def torch_nccl() -> int:
     return int(major * 10000 + minor * 100 + patch)
 
 
-def facts_here(host: Transport, device: int | None) -> Facts:
+def facts_here(host: Transport, device: int | None) -> GpuFacts:
     """Return this rank's facts for the choice of how GPUs' messages are carried; sends nothing.
 
     device: the GPU that it uses, by its number; None: by its place on its host.
@@ -210,7 +210,7 @@ def facts_here(host: Transport, device: int | None) -> Facts:
         number = 0 if count == 1 else host.neighbours().index(host.rank)
     if not 0 <= number < count:
         problem = f"it sees {count} and would use number {number}"
-    return Facts(
+    return GpuFacts(
         "" if problem else name_of_device(number, host.ranks[host.neighbours()[0]]),
         problem,
         cupy,

@@ -95,7 +95,7 @@ class HorovodTransport(Carrier):
         until_carried = {peer: self._queued_bytes[peer] for peer in peers}
         # The peers' empty messages: none ends the operation before all have come to its end.
         for peer in peers:
-            self._mailbox.take(stream, peer)
+            self._mailbox.pop(stream, peer)
 
         def carried() -> Literal[True] | None:
             there = all(self._carried_bytes[peer] >= end for peer, end in until_carried.items())
@@ -105,7 +105,7 @@ class HorovodTransport(Carrier):
 
     def receive_on(self, stream: Transport, source: int) -> Array:
         self._awake.set()
-        return self._mailbox.take(stream, source)
+        return self._mailbox.pop(stream, source)
 
     def _tick_on(self) -> None:
         """Tick until all ranks are done, or Horovod has ended."""
@@ -137,7 +137,7 @@ class HorovodTransport(Carrier):
         with self._queueing:
             parts = [_take(queue, limit) for queue in self._outgoing]
             sending = any(self._outgoing) or any(part.size for part in parts)
-        awake = sending or self._mailbox.somebody_waits
+        awake = sending or self._mailbox.has_waiters
         flags = np.array([awake, done and not sending], np.uint8)
         blocks = [np.concatenate([flags, part]) for part in parts]
         received, splits = self._horovod.alltoall(

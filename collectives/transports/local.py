@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import CollectiveError, PeerError
 from ..vector import Array
 from .carrier import Carrier
-from .counter import Counts, LocalCounter
+from .counters import Counts, LocalCounter
 from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .transport import Transport
@@ -48,7 +48,7 @@ class LocalTransport(Carrier):
         return _nothing
 
     def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailboxes[self.rank].take(stream, source)
+        return self._mailboxes[self.rank].pop(stream, source)
 
     def announce_departure(self, reason: str) -> None:
         # Before the wake: a thread that wakes reads the notices, and sleeps again without a new

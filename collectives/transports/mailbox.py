@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from . import transport
-from .transport import Transport, say
+from .transport import Transport, print_line
 
 # The messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
 _Box = queue.SimpleQueue["Array | None"]
@@ -36,22 +36,22 @@ class Mailbox:
             box.put(None)
 
     @property
-    def somebody_waits(self) -> bool:
+    def has_waiters(self) -> bool:
         """Tell whether a stream waits for a message."""
         return bool(self._waited_for)
 
-    def take(self, stream: Transport, source: int) -> Array:
+    def pop(self, stream: Transport, source: int) -> Array:
         """Return the next message of a world rank on a stream; count the wait in its traffic.
 
         Raises PeerError when a rank that is needed left, PeerTimeoutError when none did.
         """
-        return self._take(stream, stream.tag, source, f"rank {source}", source)
+        return self._pop(stream, stream.tag, source, f"rank {source}", source)
 
-    def take_answer(self, stream: Transport, tag: int) -> Array:
+    def pop_reply(self, stream: Transport, tag: int) -> Array:
         """Return this rank's own message with this tag, put once all ranks took part."""
-        return self._take(stream, tag, stream.ranks[stream.rank], "its peers", None)
+        return self._pop(stream, tag, stream.ranks[stream.rank], "its peers", None)
 
-    def _take(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
+    def _pop(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
         begun = time.monotonic()
         box = self._box(tag, source)
         try:
@@ -89,7 +89,7 @@ class Mailbox:
                 raise PeerTimeoutError(waiting)
             if now >= next_warning:
                 next_warning = now + warning_seconds
-                say(waiting)
+                print_line(waiting)
 
     def _box(self, tag: int, source: int) -> _Box:
         try:

@@ -36,9 +36,9 @@ from ..errors import PeerTimeoutError
 from ..kernels.narrow import is_narrow
 from ..vector import Array
 from .carrier import Carrier
-from .counter import Counter
+from .counters import Counter
 from .departure import DepartureNotice
-from .mpi_counter import AskedCounter, WindowCounter
+from .mpi_counter import ServedCounter, WindowCounter
 from .node_memory import FileMemory
 from .polling import wait_until
 from .reductions import loses_nan
@@ -59,7 +59,7 @@ _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 # MPI's tags: departure notices; messages that a rank waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # a rank that waits so long tells the others
-_HEAR_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
+_COLLECT_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
 _SMALL_BYTES: Final = 1 << 16
 # From here on, and between hosts on Ethernet, MPI's nonblocking allreduce sends more than one made
 # of send and receive, on 8 ranks nearly twice as much: below, it has fewer messages.
@@ -203,7 +203,7 @@ class MpiTransport(Carrier):
         piece = memory(status.Get_count(self._mpi.BYTE))
         with self._calling:
             request = message.Irecv([piece, self._mpi.BYTE])
-        with self._kept(request, piece):
+        with self._keep_on_error(request, piece):
             self._finish(stream, request, source)
         return piece
 
@@ -246,7 +246,7 @@ class MpiTransport(Carrier):
             else:
                 with self._calling:
                     request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
-                with self._kept(request, piece):
+                with self._keep_on_error(request, piece):
                     self._finish(self, request, None)
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
@@ -270,7 +270,7 @@ class MpiTransport(Carrier):
         self._gathers += 1
         with self._calling:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
-        with self._kept(request, parts):
+        with self._keep_on_error(request, parts):
             self._await_gather(request)
         block_bytes = parts.nbytes // self.size
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
@@ -280,38 +280,38 @@ class MpiTransport(Carrier):
 
         A rank that waits long tells the others, so the missing ranks are those that were silent.
         """
-        look_from = time.monotonic() + _LONG_SECONDS
-        told = False
+        long_after = time.monotonic() + _LONG_SECONDS
+        has_announced = False
 
-        def look() -> None:
-            nonlocal told
-            if time.monotonic() > look_from:
-                if not told:
-                    self._tell_all_here()
-                    told = True
-                self._hear_who_is_here()
+        def exchange_notes() -> None:
+            nonlocal has_announced
+            if time.monotonic() > long_after:
+                if not has_announced:
+                    self._announce_arrival()
+                    has_announced = True
+                self._collect_arrivals()
 
         def tested() -> bool | None:
             with self._calling:
                 return request.Test() or None
 
         # A rank that never waits long reads its peers' words here: else they would pile up in MPI.
-        if self._gathers % _HEAR_EVERY == 0:
-            self._hear_who_is_here()
+        if self._gathers % _COLLECT_EVERY == 0:
+            self._collect_arrivals()
         try:
-            wait_until(tested, self, [], self.timeout_seconds, look)
+            wait_until(tested, self, [], self.timeout_seconds, exchange_notes)
         except PeerTimeoutError as error:
             late = [r for r in range(self.size) if self._here.get(r, 0) < self._gathers]
             names = " and ".join(f"rank {rank}" for rank in late if rank != self.rank)
             raise PeerTimeoutError(str(error).replace("its peers", names or "its peers")) from None
 
-    def _tell_all_here(self) -> None:
+    def _announce_arrival(self) -> None:
         number = np.array([self._gathers]).view(np.uint8)
         for rank in range(self.size):
             if rank != self.rank:
                 self._isend(number, rank, _HERE)
 
-    def _hear_who_is_here(self) -> None:
+    def _collect_arrivals(self) -> None:
         status = self._mpi.Status()
         number = np.empty(1, np.int64)
         while True:
@@ -323,7 +323,7 @@ class MpiTransport(Carrier):
             self._here[status.source] = int(number[0])
 
     @contextmanager
-    def _kept(self, request: MPI.Request, memory: Array) -> Iterator[None]:
+    def _keep_on_error(self, request: MPI.Request, memory: Array) -> Iterator[None]:
         """Keep memory that MPI receives into, where the wait for it ends in an error.
 
         A late rank's message is still written there, whatever the allocator has put there by then,
@@ -401,9 +401,9 @@ class MpiTransport(Carrier):
         """Tell, on all ranks alike, whether they are on several hosts and none has RDMA."""
         device = any(os.path.isdir(place) and os.listdir(place) for place in _RDMA_DEVICES)
         # The largest of all ranks' answers: one with RDMA, or with all ranks on its host, decides.
-        told = np.array([device, len(self._neighbours) == self.size], np.int64)
-        self._communicator.Allreduce(self._mpi.IN_PLACE, told, self._mpi.MAX)
-        return not told.any()
+        differs = np.array([device, len(self._neighbours) == self.size], np.int64)
+        self._communicator.Allreduce(self._mpi.IN_PLACE, differs, self._mpi.MAX)
+        return not differs.any()
 
     def _communicator_of(self, stream: Transport) -> MPI.Intracomm:
         """Return a communicator of a stream's ranks, all of which call this."""
@@ -443,7 +443,7 @@ class MpiTransport(Carrier):
             return WindowCounter(self._mpi, communicator, stream, self._calling)
         group = self._communicator.group.Incl(list(stream.ranks))
         # A communicator of its own, as the counter's tags are those of notices and of words here.
-        return AskedCounter(
+        return ServedCounter(
             self._mpi,
             self._communicator.Create_group(group, stream.tag),
             stream,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from .counter import LocalCounter
+from .counters import LocalCounter
 from .polling import wait_until
 from .transport import Transport
 
@@ -80,7 +80,7 @@ class WindowCounter:
         return int(before[0])
 
 
-class AskedCounter:
+class ServedCounter:
     """A number that a communicator's rank 0 keeps; a thread of that rank adds for the others."""
 
     def __init__(

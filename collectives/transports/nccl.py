@@ -7,7 +7,7 @@ announced by a host message with its size, and none is begun before its receiver
                     ncclSend         ->  ncclRecv
     exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
-The announcement travels while the GPU still computes the message. And a rank that waits for a peer
+The header travels while the GPU still computes the message. And a rank that waits for a peer
 waits on the host, where it learns that the peer has left; a kernel would wait for ever.
 
 A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
@@ -32,8 +32,7 @@ import numpy as np
 from .. import cost
 from ..errors import MismatchError, PeerError
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way, require_same
-from .device_choice import Carrying, Choice, after_test, choose, dotted
+from .device_choice import GpuRoute, RouteChoice, choose, fall_back_after_test, version_text
 from .gpu import (
     Gpu,
     choose_gpu,
@@ -49,6 +48,7 @@ from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
 from .reductions import loses_nan, parts_of
 from .staged import StagedTransport
 from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
+from .transfer_header import TransferHeader, TransferMethod, require_same
 from .transport import Step, Transport
 
 _START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
@@ -79,7 +79,7 @@ class NcclTransport(StagedTransport):
         *,
         parent: NcclTransport | None = None,
         automatic: bool = False,
-        on_choice: Callable[[Choice], None] = lambda choice: None,
+        on_choice: Callable[[RouteChoice], None] = lambda choice: None,
         torch_backend: str = "nccl",
     ) -> None:
         """device: the GPU's number; None: by this rank's place on its host.
@@ -97,8 +97,8 @@ class NcclTransport(StagedTransport):
             else StagedTransport(bootstrap, needs_cupy=False)
         )
         # A view of an automatic transport chooses among its own ranks.
-        self.choice: Choice | None = parent.choice if parent and not self.automatic else None
-        self.on_choice: Callable[[Choice], None] = on_choice if parent is None else parent.on_choice
+        self.choice: RouteChoice | None = parent.choice if parent and not self.automatic else None
+        self.on_choice: Callable[[RouteChoice], None] = parent.on_choice if parent else on_choice
         self._device: int | None = device if parent is None else parent._device
         self._gpu: Gpu | None = None if parent is None else parent._gpu
         self._torch_backend: str = torch_backend if parent is None else parent._torch_backend
@@ -120,13 +120,13 @@ class NcclTransport(StagedTransport):
         try:
             self._gpu = choose_gpu(self.host, self._device)
             self._device = self._gpu.device.id
-            version = dotted(self._gpu.nccl.get_version())
-            self.choice = Choice(Carrying.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
+            version = version_text(self._gpu.nccl.get_version())
+            self.choice = RouteChoice(GpuRoute.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
         except PeerError:
             raise
         except (ImportError, RuntimeError):  # on all ranks alike
             choice = choose(gather_facts(self.host, self._device), self.ranks)
-            if choice.carrying is not Carrying.TORCH:
+            if choice.route is not GpuRoute.TORCH:
                 raise
             self.choice = choice
 
@@ -135,7 +135,7 @@ class NcclTransport(StagedTransport):
         return self._collectives is not None and self._collectives.sends_messages
 
     def carries(self, tensor: Any) -> bool:
-        if self.choice is not None and self.choice.carrying is Carrying.STAGED:
+        if self.choice is not None and self.choice.route is GpuRoute.STAGED:
             return False
         place, device = self.tensor_place, tensor.device
         dtype = span_of(tensor).dtype
@@ -153,7 +153,7 @@ class NcclTransport(StagedTransport):
             self._all_on_gpu[what] = bool(answer[0])
             if on_gpu and not self._all_on_gpu[what]:
                 reason = "some ranks have their vectors on the host"
-                self.on_choice(Choice(Carrying.STAGED, reason))
+                self.on_choice(RouteChoice(GpuRoute.STAGED, reason))
         if self._all_on_gpu[what] and not on_gpu:
             raise ValueError(
                 f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
@@ -177,16 +177,16 @@ class NcclTransport(StagedTransport):
         if self._device is None:
             self._device = current_device() if device is None else device
         choice = choose(gather_facts(self.host, self._device), self.ranks)
-        if choice.carrying is not Carrying.STAGED:
+        if choice.route is not GpuRoute.STAGED:
             choice = self._try(choice)
         self.choice = choice
         self.counts_allreduce = self.counts_allreduce and self._is_staged()
         self.on_choice(choice)
 
     def _is_staged(self) -> bool:
-        return self.choice is not None and self.choice.carrying is Carrying.STAGED
+        return self.choice is not None and self.choice.route is GpuRoute.STAGED
 
-    def _try(self, choice: Choice) -> Choice:
+    def _try(self, choice: RouteChoice) -> RouteChoice:
         """Connect; return the choice, which is staging where the trial failed."""
         failure = ""
         self.choice = choice
@@ -196,7 +196,7 @@ class NcclTransport(StagedTransport):
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         failures = self.host.gather_object(failure)
-        tried = after_test(choice, failures, self.ranks)
+        tried = fall_back_after_test(choice, failures, self.ranks)
         if tried is not choice and self._collectives is not None:
             self._collectives.abort(tried.reason)
             self._connected.remove(self._collectives)
@@ -206,10 +206,10 @@ class NcclTransport(StagedTransport):
     def _open(self, seconds: float) -> None:
         """Connect the ranks, and test a sum over them; raise PeerError, also for a wrong sum."""
         assert self.choice is not None
-        if self.choice.carrying is Carrying.NCCL and self._gpu is None:
+        if self.choice.route is GpuRoute.NCCL and self._gpu is None:
             self._gpu = open_gpu(self._device)
         opened = open_collectives(
-            self.choice.carrying,
+            self.choice.route,
             self.host,
             self._gpu,
             self._device or 0,
@@ -247,7 +247,7 @@ class NcclTransport(StagedTransport):
             if finish is None:
                 # Nothing came in between: this rank can wait in NCCL until its peer receives.
                 self._undecided.stage = None
-                finish = self._announce(message, to)
+                finish = self._send_header(message, to)
                 self._transfer([(message, to)], [])
             finish()
 
@@ -260,18 +260,18 @@ class NcclTransport(StagedTransport):
         if stage is not None:
             stage()
 
-    def _announce(self, message: Array, to: int) -> Callable[[], None]:
-        return self.host.send(Announcement(Way.NCCL, message.size).encode(), to)
+    def _send_header(self, message: Array, to: int) -> Callable[[], None]:
+        return self.host.send(TransferHeader(TransferMethod.NCCL, message.size).encode(), to)
 
     def receive(self, source: int) -> Array:
         self._stage_undecided()
         return super().receive(source)
 
-    def _follow(self, announcement: Announcement, source: int) -> Array:
-        if announcement.way is not Way.NCCL or not self.sends_from_device:
+    def _receive_body(self, header: TransferHeader, source: int) -> Array:
+        if header.method is not TransferMethod.NCCL or not self.sends_from_device:
             with self._current():
-                return self._under._follow(announcement, source)
-        received = self._empty(announcement.message_bytes)
+                return self._under._receive_body(header, source)
+        received = self._empty(header.message_bytes)
         self._transfer([], [(received, source)])
         return received
 
@@ -285,18 +285,18 @@ class NcclTransport(StagedTransport):
         for message, to in messages:
             if is_on_device(message):
                 outgoing.append((self._checked(message), to))
-                sends.append(self._announce(message, to))
+                sends.append(self._send_header(message, to))
             else:
                 sends.append(self._under.send(message, to))
         received, incoming = [], []
         for source in sources:
             message = self.host.receive(source)
-            announcement = Announcement.read(message)
-            if announcement is not None and announcement.way is Way.NCCL:
-                message = self._empty(announcement.message_bytes)
+            header = TransferHeader.read(message)
+            if header is not None and header.method is TransferMethod.NCCL:
+                message = self._empty(header.message_bytes)
                 incoming.append((message, source))
-            elif announcement is not None:
-                message = self._follow(announcement, source)
+            elif header is not None:
+                message = self._receive_body(header, source)
             received.append(message)
         for sent in sends:
             sent()
@@ -320,16 +320,16 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         if not is_on_device(message):
             return self.host.allgather(message)
-        own = Announcement(Way.NCCL, self._checked(message).size).encode()
-        announcements = [Announcement.read(m) for m in self.host.allgather(own)]
+        own = TransferHeader(TransferMethod.NCCL, self._checked(message).size).encode()
+        headers = [TransferHeader.read(m) for m in self.host.allgather(own)]
         bounds = [0]
-        for rank, announcement in enumerate(announcements):
-            if announcement is None or announcement.way is not Way.NCCL:
+        for rank, header in enumerate(headers):
+            if header is None or header.method is not TransferMethod.NCCL:
                 raise MismatchError(
                     f"rank {self.ranks[rank]} gathers messages of hosts where rank "
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
-            bounds.append(bounds[-1] + announcement.message_bytes)
+            bounds.append(bounds[-1] + header.message_bytes)
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():
@@ -496,4 +496,5 @@ class NcclTransport(StagedTransport):
         if self.automatic:
             return self.host.library()
         assert self.choice is not None
-        return f"NCCL {dotted(self._gpu.nccl.get_version())}" if self._gpu else str(self.choice)
+        gpu = self._gpu
+        return f"NCCL {version_text(gpu.nccl.get_version())}" if gpu else str(self.choice)

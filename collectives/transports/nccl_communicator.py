@@ -51,7 +51,7 @@ class Communicator:
             self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
             return gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
-        self._nccl = self._patiently(join, ())
+        self._nccl = self._call_in_thread(join, ())
 
     def _share_id(self) -> bytes:
         """Return NCCL's id for these ranks; rank 0 makes it. Raises PeerError where it cannot.
@@ -95,7 +95,7 @@ class Communicator:
             if meets is not None and meets <= self._met:
                 self._unless_broken(lambda: self._group(enqueue), peers)
             else:
-                self._patiently(lambda: self._group(enqueue), peers)
+                self._call_in_thread(lambda: self._group(enqueue), peers)
                 self._met |= meets or set()
             done = self._stream.record(event(disable_timing=True))
             self._wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
@@ -124,7 +124,7 @@ class Communicator:
             # After an error, too: NCCL would hold this thread's later calls back.
             self._gpu.nccl.groupEnd()
 
-    def _patiently(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
+    def _call_in_thread(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
         """Run a call that may block in another thread, which is abandoned on an error."""
 
         def make() -> Any:
@@ -137,12 +137,17 @@ class Communicator:
         ranks = [self._host.ranks[peer] for peer in peers]
         return self._unless_broken(
             lambda: wait_until(
-                test, self._host, ranks, self.timeout_seconds, self._look, _GRACE_SECONDS
+                test,
+                self._host,
+                ranks,
+                self.timeout_seconds,
+                self._raise_async_error,
+                _GRACE_SECONDS,
             ),
             peers,
         )
 
-    def _look(self) -> None:
+    def _raise_async_error(self) -> None:
         """Raise NCCL's asynchronous error, or the reason of an abort while this thread waited."""
         # A local: another thread's abort may set it to None in between.
         nccl = self._nccl

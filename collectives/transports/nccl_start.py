@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import PeerError
-from .device_choice import Carrying, Facts
+from .device_choice import GpuFacts, GpuRoute
 from .gpu import Gpu, facts_here, load_cupy, load_nccl
 from .nccl_collectives import CupyCollectives
 from .torch_collectives import TorchCollectives
@@ -12,10 +12,12 @@ from .transport import Transport
 Collectives = CupyCollectives | TorchCollectives
 
 
-def gather_facts(host: Transport, device: int | None) -> list[Facts]:
+def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
     """Return every rank's facts; device: the GPU that this one uses, None: by its place."""
     messages = host.allgather(facts_here(host, device).encode())
-    return [Facts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)]
+    return [
+        GpuFacts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)
+    ]
 
 
 def open_gpu(device: int | None) -> Gpu:
@@ -25,7 +27,7 @@ def open_gpu(device: int | None) -> Gpu:
 
 
 def open_collectives(
-    carrying: Carrying,
+    carrying: GpuRoute,
     host: Transport,
     gpu: Gpu | None,
     device: int,
@@ -39,7 +41,7 @@ def open_collectives(
     torch. After any failure no host message of it is still on its way.
     """
     opened: Collectives
-    if carrying is Carrying.TORCH:
+    if carrying is GpuRoute.TORCH:
         opened = TorchCollectives(host, device, seconds, backend=torch_backend)
     else:
         assert gpu is not None

@@ -126,7 +126,7 @@ class FileMemory:
         return self._locks.is_present(place)
 
 
-class OfThreads:
+class ThreadRegion:
     """The state that the threads of a process share."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -142,7 +142,7 @@ class ThreadMemory:
     """
 
     def __init__(
-        self, shared: OfThreads, place: int, places: int, has_left: Callable[[int], bool]
+        self, shared: ThreadRegion, place: int, places: int, has_left: Callable[[int], bool]
     ) -> None:
         self.bytes = shared.bytes
         self.place, self.places = place, places

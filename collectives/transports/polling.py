@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from ..errors import PeerError, PeerTimeoutError
-from .transport import STALL_WARNING_SECONDS, Transport, say
+from .transport import STALL_WARNING_SECONDS, Transport, print_line
 
 T = TypeVar("T")
 
@@ -113,5 +113,5 @@ def _poll(
             raise PeerTimeoutError(waiting)
         if now > next_warning:
             next_warning = now + STALL_WARNING_SECONDS
-            say(waiting)
+            print_line(waiting)
     return result

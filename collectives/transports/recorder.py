@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..vector import Array
-from .counter import Counts
+from .counters import Counts
 from .departure import DepartureNotice
 from .local import LocalTransport
 from .mailbox import Mailbox

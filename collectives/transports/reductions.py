@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -41,7 +42,6 @@ from ..errors import MessageError
 from ..kernels.narrow import narrow, widen
 from ..vector import Array
 from .checksum import checksum_of
-from .endpoint import Endpoint
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,
@@ -61,6 +61,37 @@ _WHOLE_BYTES: Final = 4096
 CHECKED_BYTES: Final = 1 << 14
 
 
+class Endpoint(ABC):
+    """The ranks, seen from one of them.
+
+    rank, size: this rank's number among them, and how many there are.
+    ranks:      their numbers in the world, which errors name.
+    """
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+
+    @property
+    def checks_messages(self) -> bool:
+        """Whether every message travels with its checksum; the same on all ranks."""
+        return False
+
+    @abstractmethod
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
+
+        The message must stay unchanged until then.
+        """
+
+    @abstractmethod
+    def receive(self, source: int) -> Array:
+        """Return the next message of a rank, uint8 [m], in memory of its own.
+
+        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
+        """
+
+
 def loses_nan(reduction: str, dtype: str) -> bool:
     """Tell whether a library's own reduction may lose a NaN, as MPI's, gloo's and NCCL's may.
 
@@ -70,7 +101,7 @@ def loses_nan(reduction: str, dtype: str) -> bool:
     return reduction in ("min", "max") and "float" in dtype
 
 
-def travels_whole(array_bytes: int, size: int) -> bool:
+def is_gathered_whole(array_bytes: int, size: int) -> bool:
     """Tell whether every rank gets all whole arrays of this size, and reduces them itself."""
     return array_bytes * (size - 1) <= _WHOLE_BYTES
 
@@ -80,7 +111,7 @@ def allreduce(endpoint: Endpoint, array: Array, reduction: str) -> None:
     rank, size = endpoint.rank, endpoint.size
     if size == 1:
         return
-    if travels_whole(array.nbytes, size):
+    if is_gathered_whole(array.nbytes, size):
         rows = np.empty((size, array.size), array.dtype)
         rows[rank] = array
         allgather_into(endpoint, rows.reshape(-1), [r * array.size for r in range(size + 1)])
@@ -184,10 +215,10 @@ def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> lis
     end = bounds[last] if last <= size else length + bounds[last - size]
     step = max(1, PIECE_BYTES // array.itemsize)
     starts = range(begin, end, step) or [begin]
-    return [_around(array, bounds, start, min(start + step, end)) for start in starts]
+    return [_ring_slices(array, bounds, start, min(start + step, end)) for start in starts]
 
 
-def _around(array: Array, bounds: Sequence[int], begin: int, end: int) -> list[Array]:
+def _ring_slices(array: Array, bounds: Sequence[int], begin: int, end: int) -> list[Array]:
     """Return the slices from begin to end, where the first block follows the last one."""
     first, last = bounds[0], bounds[-1]
     length = last - first
@@ -221,7 +252,7 @@ def _shifted(
             if _is_checked(endpoint, message.size):
                 sent.append(endpoint.send(checksum_of(message), to))
 
-    def await_word(number: int) -> None:
+    def wait_for_go_ahead(number: int) -> None:
         if number < len(ours) and _bytes(ours[number]) >= LONG_BYTES:
             endpoint.receive(to)
 
@@ -232,7 +263,7 @@ def _shifted(
         slices = wanted[number] if number < len(wanted) else []
         come = _receive(endpoint, source, slices) if slices else None
         if number > 0:
-            await_word(number - 1)
+            wait_for_go_ahead(number - 1)
         if _bytes(slices) >= LONG_BYTES:
             sent.append(endpoint.send(_WORD, source))
         # Before the piece is used, so that the link is not idle meanwhile. The blocks of a round
@@ -243,7 +274,7 @@ def _shifted(
     for is_gone in sent:
         is_gone()
     # Else the next round's message could queue behind the last piece of this one.
-    await_word(last)
+    wait_for_go_ahead(last)
 
 
 def _bytes(slices: list[Array]) -> int:

@@ -88,7 +88,7 @@ def connect(
         # Where nobody listens, TCPStore takes twice its timeout or more; where somebody listens and
         # does not answer, it waits for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
-        reached: TCPStore = within(
+        reached: TCPStore = call_within(
             max(_LEAST_SECONDS, begun + start_timeout_seconds - time.monotonic()),
             lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
@@ -145,7 +145,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
         pause = min(2 * pause, _CALL_SECONDS / 2)
 
 
-def within(seconds: float, make: Callable[[], T]) -> T:
+def call_within(seconds: float, make: Callable[[], T]) -> T:
     """Return `make()`; raise TimeoutError, and let it go on in its thread, when it takes longer."""
     made: list[T | Exception] = []
 

@@ -68,12 +68,12 @@ def call_roll(store: Store, rank: int, size: int, timeout_seconds: float) -> str
                 _require_no_twin(store, f"rank {rank} of {size}", own, seen)
                 store.set(here[rank], own)  # a rank that is ending may have written over it
             if time.monotonic() - begun > timeout_seconds:
-                raise not_all_here(store, rank, begun, here, answers)
+                raise missing_ranks_error(store, rank, begun, here, answers)
             time.sleep(_LOOK_SECONDS)
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
-        raise not_all_here(store, rank, begun, here) from None
+        raise missing_ranks_error(store, rank, begun, here) from None
 
 
 def _require_no_twin(store: Store, name: str, own: str, seen: Counter[str]) -> None:
@@ -100,7 +100,9 @@ def _last_call(store: Store) -> list[str]:
     return store.get(_CALL).decode().split(" ") if store.check([_CALL]) else [""]
 
 
-def not_all_here(store: Store, rank: int, begun: float, *keys: list[str]) -> PeerTimeoutError:
+def missing_ranks_error(
+    store: Store, rank: int, begun: float, *keys: list[str]
+) -> PeerTimeoutError:
     """Return the error of a rank that has waited since `begun` for every rank to set its key.
 
     keys: lists of a key for each rank; who is absent from the first that is not complete is named.
@@ -112,11 +114,11 @@ def not_all_here(store: Store, rank: int, begun: float, *keys: list[str]) -> Pee
                 absent = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 break
     except RuntimeError:
-        return unanswered(rank, size, begun)
+        return no_answer_error(rank, size, begun)
     return _waited(rank, size, begun, absent)
 
 
-def unanswered(rank: int, size: int, begun: float) -> PeerTimeoutError:
+def no_answer_error(rank: int, size: int, begun: float) -> PeerTimeoutError:
     """Return the error of a rank that has waited since `begun`, last for the store itself."""
     absent = "the others, and where the ranks meet nobody answers any more"
     return _waited(rank, size, begun, absent)

@@ -20,16 +20,16 @@ from typing import Final
 import numpy as np
 
 from ..vector import Array
-from .node_memory import FileLocks, FileMemory, NodeMemory, OfThreads, ThreadMemory
+from .node_memory import FileLocks, FileMemory, NodeMemory, ThreadMemory, ThreadRegion
 from .transport import Transport
 
 _FOLDER: Final = Path("/dev/shm")  # files there are memory
 _PROCESS: Final = uuid.uuid4().hex  # in containers that share memory several may have one pid
-_in_this_process: weakref.WeakValueDictionary[str, OfThreads] = weakref.WeakValueDictionary()
+_in_this_process: weakref.WeakValueDictionary[str, ThreadRegion] = weakref.WeakValueDictionary()
 _locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDictionary()
 
 
-def share(stream: Transport, size_bytes: int) -> NodeMemory:
+def open_shared_memory(stream: Transport, size_bytes: int) -> NodeMemory:
     """Return new zeros that a stream's ranks map, as `Transport.shared_memory`."""
     processes = stream.gather_object(f"{os.getpid()} {_PROCESS}")  # forks have the latter
     if len({*processes}) == 1:
@@ -39,7 +39,7 @@ def share(stream: Transport, size_bytes: int) -> NodeMemory:
 
 def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     """Return memory of a stream's ranks, which are threads of this process."""
-    made = OfThreads(size_bytes) if stream.rank == 0 else None
+    made = ThreadRegion(size_bytes) if stream.rank == 0 else None
     name = uuid.uuid4().hex
     if made is not None:
         # Entered before the name is known to anybody.

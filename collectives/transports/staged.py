@@ -17,12 +17,12 @@ import numpy as np
 from ..cost import Link
 from ..errors import MismatchError
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way
-from .counter import Counter
+from .counters import Counter
 from .departure import DepartureNotice
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory
 from .pacing import Clock
+from .transfer_header import TransferHeader, TransferMethod
 from .transport import Path, Step, Transport
 
 
@@ -58,36 +58,38 @@ class StagedTransport(Transport):
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if is_on_device(message):
-            return self._send_announced(Way.STAGED, self._to_host(message), to)
-        if Announcement.read(message):
-            return self._send_announced(Way.HOST, message, to)
+            return self._send_with_header(TransferMethod.STAGED, self._to_host(message), to)
+        if TransferHeader.read(message):
+            return self._send_with_header(TransferMethod.HOST, message, to)
         return self.host.send(message, to)
 
-    def _send_announced(self, way: Way, message: Array, to: int) -> Callable[[], None]:
-        announced = self.host.send(Announcement(way, message.size).encode(), to)
+    def _send_with_header(
+        self, method: TransferMethod, message: Array, to: int
+    ) -> Callable[[], None]:
+        header_sent = self.host.send(TransferHeader(method, message.size).encode(), to)
         sent = self.host.send(message, to)
 
         def finish() -> None:
-            announced()
+            header_sent()
             sent()
 
         return finish
 
     def receive(self, source: int) -> Array:
         message = self.host.receive(source)
-        announcement = Announcement.read(message)
-        return message if announcement is None else self._follow(announcement, source)
+        header = TransferHeader.read(message)
+        return message if header is None else self._receive_body(header, source)
 
-    def _follow(self, announcement: Announcement, source: int) -> Array:
+    def _receive_body(self, header: TransferHeader, source: int) -> Array:
         """Return the message that was announced."""
-        if announcement.way in (Way.NCCL, Way.MPI):
+        if header.method in (TransferMethod.NCCL, TransferMethod.MPI):
             raise MismatchError(
-                f"rank {self.ranks[source]} sends over {announcement.way.name}, which rank "
+                f"rank {self.ranks[source]} sends over {header.method.name}, which rank "
                 f"{self.ranks[self.rank]} is not connected to; all ranks must open the same "
                 "transport, and `connect` together"
             )
         message = self.host.receive(source)
-        return self._to_device(message) if announcement.way is Way.STAGED else message
+        return self._to_device(message) if header.method is TransferMethod.STAGED else message
 
     def _to_host(self, array: Array) -> Array:
         pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), np.uint8)

@@ -57,7 +57,7 @@ class TorchCollectives:
         self._broken = ""
         self._is_under_way = False
         self._called: set[object] = set()  # what may no longer block in its call
-        store = _meet(host, timeout_seconds)
+        store = _open_store(host, timeout_seconds)
 
         def join() -> Any:
             if backend == "nccl":
@@ -194,10 +194,15 @@ class TorchCollectives:
 
     def _wait(self, test: Callable[[], Any]) -> Any:
         return wait_until(
-            test, self._host, [], self._timeout_seconds, self._look, grace_seconds=_GRACE_SECONDS
+            test,
+            self._host,
+            [],
+            self._timeout_seconds,
+            self._raise_if_broken,
+            grace_seconds=_GRACE_SECONDS,
         )
 
-    def _look(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self._broken:
             raise PeerError(self._broken)
 
@@ -237,7 +242,7 @@ class TorchCollectives:
         thread.join(_ABORT_SECONDS)
 
 
-def _meet(host: Transport, timeout_seconds: float) -> Any:
+def _open_store(host: Transport, timeout_seconds: float) -> Any:
     """Return a store of the ranks; rank 0 serves it, and tells the others where."""
     prefix_store = import_torch().distributed.PrefixStore
     store, text, failure = None, "", ""

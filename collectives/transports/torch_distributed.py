@@ -44,9 +44,9 @@ from .carrier import Carrier
 from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .reductions import loses_nan
-from .rendezvous import StoreCounter, connect, import_torch, within
-from .roll_call import call_roll, not_all_here, unanswered
-from .transport import Transport, say
+from .rendezvous import StoreCounter, call_within, connect, import_torch
+from .roll_call import call_roll, missing_ranks_error, no_answer_error
+from .transport import Transport, print_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class TorchDistributedTransport(Carrier):
         super().__init__(rank, size)
         self._torch = torch
         self.store = store  # where the ranks have met
-        self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
+        self._hosts = hosts = _gather_hosts(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         # This timeout is for connecting: every later wait names its own.
@@ -165,7 +165,7 @@ class TorchDistributedTransport(Carrier):
             if tag == _ABORT:
                 reason = message[1:].tobytes().decode(errors="replace")
                 here = f" in {self._activity}" if self._activity else ""
-                say(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
+                print_line(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 
@@ -229,7 +229,7 @@ class TorchDistributedTransport(Carrier):
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
     def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailbox.take(stream, source)
+        return self._mailbox.pop(stream, source)
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by gloo's own allreduce where it is the faster one.
@@ -261,7 +261,7 @@ class TorchDistributedTransport(Carrier):
             work.get_future().add_done_callback(
                 lambda done: self._mailbox.put(_REDUCED, self.rank, _NOTHING)
             )
-            self._mailbox.take_answer(self, _REDUCED)
+            self._mailbox.pop_reply(self, _REDUCED)
             # It has ended: this only raises its error.
             work.wait()
         except RuntimeError as error:
@@ -301,7 +301,7 @@ class TorchDistributedTransport(Carrier):
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         staying = super().leave(reason, leave_timeout_seconds)
-        _see_off(self._departing or [])
+        _wait_for_last_sends(self._departing or [])
         return staying
 
     def _wake(self) -> None:
@@ -311,7 +311,7 @@ class TorchDistributedTransport(Carrier):
         text = f": it {reason}" if reason else ""
         word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
         # The word first: gloo's threads, which send it, end with the process.
-        _see_off(self._tell_all(_ABORT, word))
+        _wait_for_last_sends(self._tell_all(_ABORT, word))
         _end_process(exit_code)
 
     def neighbours(self) -> list[int]:
@@ -383,17 +383,17 @@ def join_at(
 
     try:
         # A request to a store that is frozen, or whose host is gone, waits for ever.
-        word = within(
+        word = call_within(
             start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
         # `meet` exchanges the hosts and connects gloo: each may take that long.
-        return within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
+        return call_within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
-        raise unanswered(rank, size, begun) from None
+        raise no_answer_error(rank, size, begun) from None
 
 
-def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
+def _gather_hosts(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
     """Return every rank's host, once all have published theirs."""
     begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
@@ -403,11 +403,11 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
         try:
             store.wait([key], timedelta(seconds=remaining))
         except RuntimeError:
-            raise not_all_here(store, rank, begun, keys) from None
+            raise missing_ranks_error(store, rank, begun, keys) from None
     return [store.get(key).decode() for key in keys]
 
 
-def _see_off(works: list[Work]) -> None:
+def _wait_for_last_sends(works: list[Work]) -> None:
     """Wait a little for the last messages to be sent."""
     deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:

@@ -24,12 +24,11 @@ from ..cost import Link
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
-from .counter import Counter
+from .counters import Counter, Traffic
 from .departure import DepartureNotice
-from .endpoint import Endpoint
 from .node_memory import NodeMemory
 from .pacing import Clock
-from .traffic import Traffic
+from .reductions import Endpoint
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
 CHANNELS: Final = 1024
@@ -40,7 +39,7 @@ Step = tuple[int, ...] | int
 Path = tuple[Step, ...]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr, in one write: lines of several ranks share it."""
     print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 

@@ -14,7 +14,7 @@ from .format import EXACT, Format
 from .format import check as check_format
 from .header import HEADER_BYTES
 from .indices import INDEX_CODES, WHOLE
-from .message import NOBODY, NOTHING_CODED, Coded, Decoded, Encoded, coded, decode, encode
+from .message import NOBODY, NOTHING_CODED, CodingTotals, Decoded, Encoded, coded, decode, encode
 from .values import VALUE_CODES
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "NOTHING_CODED",
     "VALUE_CODES",
     "WHOLE",
-    "Coded",
+    "CodingTotals",
     "Decoded",
     "Encoded",
     "Format",

@@ -21,7 +21,7 @@ from .indices import ALL_INDEX_CODES
 from .values import VALUE_CODES
 
 
-class Coded(NamedTuple):
+class CodingTotals(NamedTuple):
     """Totals of encode and decode in a thread.
 
     seconds: the time of both.
@@ -32,16 +32,16 @@ class Coded(NamedTuple):
     entries: int = 0
     bytes: int = 0
 
-    def since(self, earlier: Coded) -> Coded:
+    def since(self, earlier: CodingTotals) -> CodingTotals:
         """Return the difference to earlier totals."""
-        return Coded(
+        return CodingTotals(
             self.seconds - earlier.seconds,
             self.entries - earlier.entries,
             self.bytes - earlier.bytes,
         )
 
 
-NOTHING_CODED: Final = Coded()
+NOTHING_CODED: Final = CodingTotals()
 
 
 class _OfThread(threading.local):
@@ -53,7 +53,7 @@ class _OfThread(threading.local):
 _here: Final = _OfThread()
 
 
-def coded() -> Coded:
+def coded() -> CodingTotals:
     """Return this thread's totals since it began."""
     return _here.total
 
@@ -61,7 +61,7 @@ def coded() -> Coded:
 def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:
     """Add a message that was written, or the time of reading one."""
     before = _here.total
-    _here.total = Coded(
+    _here.total = CodingTotals(
         before.seconds + seconds, before.entries + entries, before.bytes + message_bytes
     )
 

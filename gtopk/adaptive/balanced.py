@@ -27,14 +27,14 @@ from .loader_base import LoaderBase, is_over
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
-from .partitioning.cuts import Cut, Limits, Plan, whole
+from .partitioning.cuts import Cut, Limits, Plan, round_sizes
 from .sources import open_source, require_the_same
 from .throughput.controller import Controller, Window
 from .throughput.policies import (
     POLICIES,
     GradientTimer,
     Measured,
-    Seen,
+    Measurements,
     equal_finish,
     next_total,
     summarise,
@@ -81,10 +81,10 @@ class BalancedLoader(LoaderBase):
         probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
-        self._lead, self._most = self._meet()
+        self._lead, self._most = self._gather_limits()
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()
-        sizes = whole([float(size) for size in self._plan.at(0)], self._limits)
+        sizes = round_sizes([float(size) for size in self._plan.at(0)], self._limits)
         self._plan.change(0, sizes)
         self._controller = Controller(
             sizes, self._limits, options.interval, POLICIES[options.policy]
@@ -96,7 +96,7 @@ class BalancedLoader(LoaderBase):
         self._has_warned = False  # that ranks may read unlike streams
         self.decisions: list[Decision] = []
 
-    def _meet(self) -> tuple[int, list[int]]:
+    def _gather_limits(self) -> tuple[int, list[int]]:
         """Return the most that any rank prefetches, and every rank's largest size."""
         options = self._options
         mine = [self._source.lead, options.max_batch or _NO_BOUND]
@@ -120,7 +120,7 @@ class BalancedLoader(LoaderBase):
         if self._cut is not None:
             self._abandon()
         self._world, self._name = here, f"adapt.{next(here.sets[0].unnamed)}"
-        self._lead, self._most = self._meet()
+        self._lead, self._most = self._gather_limits()
         self._epochs.start = 0
         # Some ranks may have been a step ahead when it failed.
         mine = np.frombuffer(encode(self._state()), np.uint8)
@@ -137,7 +137,7 @@ class BalancedLoader(LoaderBase):
         """Return each rank's share of a global batch, as equal as the grain allows."""
         ranks = self._world.size
         limits = Limits(samples, [0] * ranks, [samples] * ranks, self._options.grain)
-        return whole([samples / ranks] * ranks, limits)
+        return round_sizes([samples / ranks] * ranks, limits)
 
     def _limits_of(self, samples: int) -> Limits:
         """Return the limits of the sizes in a global batch."""
@@ -148,7 +148,7 @@ class BalancedLoader(LoaderBase):
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, grain)
 
-    def _meet_at(self, epoch: int, start: int) -> None:
+    def _check_iteration(self, epoch: int, start: int) -> None:
         """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
         signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
         signature += self._source.open(epoch)
@@ -200,10 +200,10 @@ class BalancedLoader(LoaderBase):
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
-            self._meet_at(epoch, start)
+            self._check_iteration(epoch, start)
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
-                self._hand_over(cut)
+                self._begin_batch(cut)
                 try:
                     yield batch
                 except GeneratorExit:  # the script has broken it off
@@ -212,7 +212,7 @@ class BalancedLoader(LoaderBase):
                 self._current_batch.finish(cut)
                 self.drain()
 
-    def _hand_over(self, cut: Cut) -> None:
+    def _begin_batch(self, cut: Cut) -> None:
         self._cut = cut
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
@@ -221,12 +221,12 @@ class BalancedLoader(LoaderBase):
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
-        self._timer.hand_over(self.num_samples)
+        self._timer.start(self.num_samples)
 
     def _close_step(self) -> None:
         """Record the current batch's time; decide on the sizes where a window is full."""
         assert self._cut is not None
-        seconds = self._timer.take()
+        seconds = self._timer.elapsed_seconds()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
             self._probe(gradient, self._cut)
         regular = self._cut.sizes == self._plan.at(self._cut.step)
@@ -234,18 +234,18 @@ class BalancedLoader(LoaderBase):
             self._seconds.append(seconds)
             if self._aims and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
-        self._let_go()
+        self._finish_batch()
         if self._controller.is_due(self.step):
             self._decide()
 
     def _abandon(self) -> None:
         """Drop the batch that was current when a script broke off an iteration."""
-        self._timer.take()
+        self._timer.elapsed_seconds()
         if self._copy is not None:
             self._copy.disarm()
-        self._let_go()
+        self._finish_batch()
 
-    def _let_go(self) -> None:
+    def _finish_batch(self) -> None:
         self._cut = None
         self.step += 1
 
@@ -277,16 +277,16 @@ class BalancedLoader(LoaderBase):
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
         if self._aims and self._noise.is_sure:
             # The last rank waited for nobody: the least is the time of the exchange alone.
-            sizes = self._aim(min(each for *_, each in records), takes_effect)
+            sizes = self._goodput_sizes(min(each for *_, each in records), takes_effect)
         if tuple(sizes) != before:
             self._change(takes_effect, sizes, [window.seconds for window in windows])
 
-    def _aim(self, exchange_seconds: float, takes_effect: int) -> list[int]:
+    def _goodput_sizes(self, exchange_seconds: float, takes_effect: int) -> list[int]:
         """Return the sizes from a step on, in the global batch that policy "goodput" chooses."""
         assert self._noise.value is not None
         costs, now = self._controller.costs(), self._limits.total
         reference = self._options.global_batch
-        seen = Seen(costs, exchange_seconds, self._noise.value.scale, reference)
+        seen = Measurements(costs, exchange_seconds, self._noise.value.scale, reference)
         feasible = sum(self._limits_of(self._options.totals()[-1]).highest())
         totals = self._options.totals()
         totals = range(totals.start, min(totals.stop, feasible + 1), totals.step)
@@ -345,7 +345,7 @@ class BalancedLoader(LoaderBase):
             raise ValueError(f"a global batch must have at least 1 sample, got {samples}")
         limits = self._limits_of(samples)
         scale = samples / self._limits.total
-        sizes = whole([scale * size for size in self._controller.sizes], limits)
+        sizes = round_sizes([scale * size for size in self._controller.sizes], limits)
         step = self.step + (self._cut is not None) + self._lead
         self._limits = limits
         self._controller.resize(limits, sizes, step)
@@ -413,7 +413,7 @@ class BalancedLoader(LoaderBase):
         limits = self._limits_of(state["global_batch"])
         limits.check()
         planned = state["plan"]["sizes"]
-        bounded = [whole(sizes, self._limits_of(sum(sizes))) for sizes in planned]
+        bounded = [round_sizes(sizes, self._limits_of(sum(sizes))) for sizes in planned]
         self.step = state["step"]
         self._plan.load_state_dict({**state["plan"], "sizes": bounded}, self.step)
         self._limits = self._controller.limits = limits

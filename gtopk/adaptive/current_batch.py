@@ -43,9 +43,9 @@ class CurrentBatch(StepListener):
         self._batch: object = None
         self._world: World | None = None  # in which the batch was handed out
         self._step_before: object = None  # the last step when the batch was handed out
-        self._said: Samples | None = None  # of a batch whose loop was left before its step
-        optimizer.register_step_pre_hook(weakly(self._multiply))
-        optimizer.register_step_post_hook(weakly(self._put_back))
+        self._left_samples: Samples | None = None  # of a batch whose loop was left before its step
+        optimizer.register_step_pre_hook(weak_hook(self._multiply))
+        optimizer.register_step_post_hook(weak_hook(self._put_back))
 
     @property
     def _optimizer(self) -> Any:
@@ -74,7 +74,7 @@ class CurrentBatch(StepListener):
     def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
         self._restore_rates()  # a step that has failed called no hook behind it
-        self._batch, self._said, self._world = batch, None, here
+        self._batch, self._left_samples, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
         self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
@@ -83,7 +83,7 @@ class CurrentBatch(StepListener):
         """Finish a batch, unless another one is current."""
         if batch is not self._batch:
             return
-        said, self._batch, self._said = self._said, None, None
+        said, self._batch, self._left_samples = self._left_samples, None, None
         self.factor = 1.0
         self._optimizer.step_policy.set_weightless(False)
         if (
@@ -103,23 +103,23 @@ class CurrentBatch(StepListener):
             self.finish(batch)
         else:
             self._optimizer.step_policy.set_weightless(False)
-            self._said = self._optimizer.step_policy.samples()
+            self._left_samples = self._optimizer.step_policy.samples()
 
     def enter(self, here: World) -> None:
         """Finish a batch that was left in an earlier world: its step failed, or never came."""
-        if self._said is not None and self._world is not here:
+        if self._left_samples is not None and self._world is not here:
             self.finish(self._batch)
 
     def end_step(self) -> None:
         """Finish a batch whose loop was left before this step."""
-        if self._said is not None:
+        if self._left_samples is not None:
             self.finish(self._batch)
         elif self._batch is None:
             self.factor = 1.0
 
     def drop(self) -> None:
         """Finish a batch whose loop was left, and whose gradients a GradScaler did not apply."""
-        if self._said is not None and self._optimizer.last_step is not self._step_before:
+        if self._left_samples is not None and self._optimizer.last_step is not self._step_before:
             self.finish(self._batch)
 
     def _multiply(self, optimizer: Any, *step: Any) -> None:
@@ -145,7 +145,7 @@ class CurrentBatch(StepListener):
         self._rates = None
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls a bound method as long as its object lives.
 
     A distributed optimizer shares its hooks with the plain one, which outlives it. A hook whose

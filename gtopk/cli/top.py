@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..telemetry.lines import path_of, shown
-from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, by_interest
+from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
 from .arguments import as_argument, number_in
@@ -131,7 +131,7 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
 
     Empty columns are left out; the last one, the state, may be longer than its line.
     """
-    names = by_interest({name for status in statuses for name in status.values})[:2]
+    names = accuracy_and_loss_first({name for status in statuses for name in status.values})[:2]
     ours = [*_HEADINGS, *_MORE]
     headings = [*ours, *names, "state"]
     if any(status.link for status in statuses):

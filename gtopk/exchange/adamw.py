@@ -134,7 +134,7 @@ class AdamSteps:
     """Turns one bucket's gradients into AdamW's steps.
 
     In every step the program calls `read`, then the engine `make_step`, a collective. `undo` takes
-    back what `make_step` has changed since the last `forget`.
+    back what `make_step` has changed since the last `drop_snapshot`.
 
     ranks: how many exchange the bucket; with one, its own second moment is the mean gradient's.
     parameters: that lie in the bucket side by side, where one other stands for them; None: the
@@ -188,7 +188,7 @@ class AdamSteps:
                     self._begin_late(number, int(state[STEP]), own)
             self._steps[number] = int(state[STEP])
 
-    def is_as_read(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Tell whether the options are still those that `read` has found."""
         return self._hypers == self._groups.read(self._parameters)
 
@@ -296,7 +296,7 @@ class AdamSteps:
             own_rows.index_add_(0, sample.rows, mine.square_().div_(share))
         self._set_steps([steps + 1 for steps in self._steps])
         if passed_over := [n for n, hyper in enumerate(self._hypers) if hyper is None]:
-            self.leave(passed_over)
+            self.undo_part(passed_over)
         return self._ratios(own_rows)
 
     def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -402,11 +402,11 @@ class AdamSteps:
             self._set_steps(steps)
             self._before = None
 
-    def set_aside(self, numbers: Collection[int]) -> None:
+    def exclude(self, numbers: Collection[int]) -> None:
         """Add no decay for these parameters in this step: no rank has a gradient of theirs."""
         self._aside = numbers
 
-    def leave(self, numbers: Sequence[int]) -> None:
+    def undo_part(self, numbers: Sequence[int]) -> None:
         """Restore the shared state of some parameters from before `make_step`.
 
         numbers: of parameters without a gradient on any rank: plain AdamW passes over them, too.
@@ -426,7 +426,7 @@ class AdamSteps:
             now[number] = steps[number]
         self._set_steps(now)
 
-    def forget(self) -> None:
+    def drop_snapshot(self) -> None:
         """Make the step final: `undo` changes nothing from now on."""
         self._before = None
 

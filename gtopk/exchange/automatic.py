@@ -75,7 +75,7 @@ class AutomaticExchange:
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, not applied yet
         self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
-        self._to_settle = 0
+        self._settling_steps = 0
         self._ended = time.perf_counter()  # the last step's reduction
 
     @property
@@ -95,7 +95,7 @@ class AutomaticExchange:
         # On all ranks in the same step: they have applied the same steps since the last look, those
         # that have joined, too, and every window follows from numbers that all have agreed on.
         elif len(self._seen) >= self.selector.window:
-            self._look(self.selector, bucket, transport)
+            self._reconsider(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
         # Alone, a rank measures nothing, and so never looks for another candidate.
         self._exchanged = exchanged if transport.size > 1 else None
@@ -109,7 +109,7 @@ class AutomaticExchange:
         if self._exchanged is not None:
             select_seconds = self._exchanged.select_seconds + self._ended - begun
             exchanged = dataclasses.replace(self._exchanged, select_seconds=select_seconds)
-            self._see(exchanged, self._ended - ended_before, self._room_seconds(bucket))
+            self._record(exchanged, self._ended - ended_before, self._room_seconds(bucket))
 
     def _room_seconds(self, bucket: Bucket) -> float:
         """Return how long this step's exchange could take without making the step longer."""
@@ -141,9 +141,9 @@ class AutomaticExchange:
             )
         return selector
 
-    def _see(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
-        if self._to_settle:
-            self._to_settle -= 1
+    def _record(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
+        if self._settling_steps:
+            self._settling_steps -= 1
             return
         merge_seconds = exchanged.merge_seconds
         self._seen.append(
@@ -157,7 +157,9 @@ class AutomaticExchange:
             )
         )
 
-    def _look(self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport) -> None:
+    def _reconsider(
+        self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport
+    ) -> None:
         """Compare the measured window with the prediction, and run the candidate that follows.
 
         All ranks call it together; they run rank 0's candidate.
@@ -192,7 +194,7 @@ class AutomaticExchange:
     def _run(self, selector: AlgorithmSelector, candidate: Candidate, bucket: Bucket) -> None:
         """Run another candidate from now on; the residual stays."""
         selector.run(candidate)
-        self._to_settle = SETTLING_STEPS
+        self._settling_steps = SETTLING_STEPS
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
             return

@@ -1,4 +1,4 @@
-"""BucketExchange: a bucket with its exchange, and a note of the gradients that were exchanged."""
+"""BucketExchange: a bucket with the exchange that its compression asks for, and its gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from .. import settings
-from ..compression import ErrorFeedback
+from ..compression import (
+    Automatic,
+    ErrorFeedback,
+    Hierarchical,
+    NoneCompressor,
+    Shards,
+    SparseCompression,
+)
 from .adamw import AdamGroups, AdamSteps
+from .automatic import AutomaticExchange
 from .buckets.buckets import Bucket
-from .buckets.placeholders import are_lacking
+from .buckets.placeholders import lack_gradients
 from .exchange import (
+    CompressorExchange,
     DenseExchange,
     DrainingExchange,
     Exchange,
@@ -26,14 +35,53 @@ from .exchange import (
     SparseExchange,
     open_residual,
 )
-from .exchanges import open_exchange
+from .node_exchange import NodeExchange
 from .residual import ResidualSize
+from .shard_exchange import ShardExchange
+
+
+def open_exchange(
+    bucket: Bucket,
+    compression: Any,
+    progress: Progress,
+    share: float = 1.0,
+    room_share: float = 1.0,
+) -> Exchange:
+    """Return the exchange for what the user passed as `compression`, which was checked.
+
+    share: this bucket's, of the elements of a step that are compressed.
+    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
+    """
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        return NodeExchange(bucket, compression, progress)
+    if isinstance(compression, Shards):
+        return ShardExchange(bucket, compression, progress)
+    if isinstance(compression, SparseCompression):
+        return SparseExchange(bucket, compression, progress)
+    if isinstance(compression, Automatic):
+        return AutomaticExchange(bucket, compression, progress, share, room_share)
+    if compression is NoneCompressor:
+        return DenseExchange()
+    return CompressorExchange(compression)
+
+
+def require_compression(compression: object) -> None:
+    """Raise TypeError for a value that is neither a `Compression` method nor a Compressor class."""
+    is_class = isinstance(compression, type) and hasattr(compression, "compress")
+    if is_class or isinstance(compression, ErrorFeedback):
+        return
+    raise TypeError(
+        "compression must be Compression.none, .fp16, .bf16, Compression.topk(density=...), "
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .shards, .auto or a Compressor "
+        "class, "
+        f"got {compression!r}"
+    )
 
 
 class BucketExchange:
     """One of an optimizer's buckets, exchanged as one operation of this name.
 
-    In a step: `capture_gradients`, `remember`, `reduce`, then `apply` and `commit`, or `undo`.
+    In a step: `capture_gradients`, `snapshot`, `reduce`, then `apply` and `commit`, or `undo`.
 
     parameters, names: in their order in the bucket.
     """
@@ -53,8 +101,8 @@ class BucketExchange:
         self.exchange = exchange
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
-        self._mark: torch.Tensor | None = None
-        self._marks_whole = False
+        self._checksum: torch.Tensor | None = None
+        self._checksums_whole = settings.CHECK_GRADIENTS.read()
         # The parameters, not the bucket: without CuPy, a bucket of those on a GPU is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
@@ -138,29 +186,30 @@ class BucketExchange:
         """Note the gradients that were captured, for `is_unchanged`; before the program goes on."""
         self._captured = [p.grad for p in self.parameters]
         self._versions = _versions_of(self._captured)
-        self._marks_whole = settings.CHECK_GRADIENTS.read()
-        self._mark = self.bucket.mark(self._marks_whole)
+        self._checksum = self.bucket.checksum(self._checksums_whole)
 
     def is_unchanged(self) -> bool:
         """Tell whether no gradient has changed since `watch`.
 
         torch counts changes in place, but not those by `.data`, by NumPy and by a GradScaler: these
-        show in the gradients' values, on the host only, as far as `Bucket.mark` reads them.
+        show in the gradients' values, on the host only, as far as `Bucket.checksum` reads them.
         """
         here = [p.grad for p in self.parameters]
         alike = (
             all(map(operator.is_, here, self._captured)) and _versions_of(here) == self._versions
         )
         residual = self.exchange.residual
-        alike = alike and (residual is None or residual.options_are_as_read())
+        alike = alike and (residual is None or residual.options_unchanged())
         # The mark last, and only where it decides: it reads values.
-        look = alike and self._mark is not None
-        mark = self.bucket.mark(self._marks_whole) if look else None
-        return alike and (mark is None or self._mark is None or torch.equal(mark, self._mark))
+        look = alike and self._checksum is not None
+        mark = self.bucket.checksum(self._checksums_whole) if look else None
+        return alike and (
+            mark is None or self._checksum is None or torch.equal(mark, self._checksum)
+        )
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""
-        lacking = are_lacking([parameter.grad for parameter in self.parameters])
+        lacking = lack_gradients([parameter.grad for parameter in self.parameters])
         return [*itertools.compress(self.names, lacking)]
 
     def all_finite(self) -> bool:
@@ -177,21 +226,21 @@ class BucketExchange:
                 if not bool(torch.isfinite(gradient).all())
             ]
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """Keep the residual as it is now, for `undo`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
-                self.exchange.residual.remember()
+                self.exchange.residual.snapshot()
 
     def decay(self, factor: float) -> None:
-        """Multiply the residual by a factor; call it after `remember`."""
+        """Multiply the residual by a factor; call it after `snapshot`."""
         residual = self.exchange.residual
         if residual is not None and not residual.is_empty and factor != 1.0:
             with self.bucket.on_stream():
                 residual.decay(factor)
 
-    def set_aside(self, missing_everywhere: Collection[str]) -> None:
-        """Keep the residual of these parameters out of this step; call it after `remember`.
+    def exclude(self, missing_everywhere: Collection[str]) -> None:
+        """Keep the residual of these parameters out of this step; call it after `snapshot`.
 
         missing_everywhere: names of parameters without a gradient on any rank. Their optimizer is
             to pass over them, and would not if their residual was the update.
@@ -208,7 +257,7 @@ class BucketExchange:
             if name in missing_everywhere
         }
         with self.bucket.on_stream():
-            residual.set_aside(parts)
+            residual.stash(parts)
 
     def reduce(self, transport: Transport) -> Exchanged:
         """Sum the gradients over the ranks; a collective. They stay as they are until `apply`."""
@@ -216,7 +265,7 @@ class BucketExchange:
             return self.exchange(self.bucket, transport)
 
     def undo(self) -> None:
-        """Bring the residual back to what it was at `remember`."""
+        """Bring the residual back to what it was at `snapshot`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
@@ -225,7 +274,7 @@ class BucketExchange:
             self.exchange.is_drained = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Replace the gradients by the sum; see `Bucket.keep` for those that are missing.
+        """Replace the gradients by the sum; see `Bucket.keep_gradients` for those that are missing.
 
         Until `commit`, `undo` can bring the residual back, but not the gradients.
         """
@@ -233,7 +282,7 @@ class BucketExchange:
         missing: Collection[int] = ()
         if missing_everywhere:
             missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
-        self.bucket.keep(missing)
+        self.bucket.keep_gradients(missing)
         self._release_captured()
 
     def _apply(self) -> None:
@@ -241,12 +290,12 @@ class BucketExchange:
             self.exchange.apply(self.bucket)
             if self.exchange.residual is not None:
                 # After `apply`, which may empty the residual: what was set aside was not sent.
-                self.exchange.residual.bring_back()
+                self.exchange.residual.unstash()
 
     def commit(self) -> None:
         """Make the step final: it cannot be undone any more."""
         if self.exchange.residual is not None:
-            self.exchange.residual.forget()
+            self.exchange.residual.drop_snapshot()
         if isinstance(self.exchange, DrainingExchange) and self.exchange.is_drained:
             self.exchange = self.exchange.next_exchange
 
@@ -258,7 +307,7 @@ class BucketExchange:
         with self.bucket.on_stream():
             return residual.residual_size(self.exchange.sent_mass())
 
-    def apply_to_nothing(self) -> None:
+    def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
         self.release_gradients()
@@ -277,7 +326,7 @@ class BucketExchange:
 
     def _release_captured(self) -> None:
         self._captured, self._versions = [], []
-        self._mark = None
+        self._checksum = None
 
 
 def _versions_of(gradients: Sequence[torch.Tensor | None]) -> list[int]:
@@ -325,3 +374,19 @@ def make_adam_steps(
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
     bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, groups, ranks, parameters))
+
+
+def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
+    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
+
+    At most 1; 1 where nothing was sampled.
+    """
+    found = [
+        residual.row_sums()
+        for each in bucket_exchanges
+        if isinstance(each, BucketExchange)
+        and (residual := each.exchange.residual) is not None
+        and residual.shares_second_moment
+    ]
+    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0

@@ -20,8 +20,7 @@ from collectives.kernels import clear_at
 from collectives.transports import Transport
 
 from .. import __version__
-from .buckets.arrays import current_stream, located
-from .buckets.timestamp import Timestamp
+from .buckets.arrays import Timestamp, current_stream, located
 from .residual import Residual
 
 _ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with

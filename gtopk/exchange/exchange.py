@@ -23,14 +23,12 @@ from collectives.errors import NonFiniteError
 from collectives.ranges import profiled
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
-from collectives.wire import NOTHING_CODED, Coded, Format, coded
+from collectives.wire import NOTHING_CODED, CodingTotals, Format, coded
 
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
-from .buckets.arrays import from_array, to_array
-from .buckets.buckets import Bucket
-from .buckets.timestamp import Timestamp
+from .buckets.arrays import Timestamp, from_array, to_array
+from .buckets.buckets import Bucket, GradientSum, only_torch_reaches
 from .calibration import calibration_of
-from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
 
 
@@ -70,7 +68,7 @@ class Exchanged:
     finite: bool
     bytes_counted: bool
     ready_at: float | None = None
-    coded: Coded = NOTHING_CODED
+    coded: CodingTotals = NOTHING_CODED
     predicted_seconds: float | None = None
 
     @property
@@ -123,10 +121,12 @@ class SparseExchange:
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.
-        self._outcome: (
+        self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
-        self._moved: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
+        self._threshold_moved: tuple[SparseVector, SparseVector] | None = (
+            None  # picked, and returned
+        )
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
@@ -167,32 +167,32 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
-        transport = carrying(transport, bucket, bucket.device.type == "cuda")
+        transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         sampling_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Timestamp(bucket.device)
-            picked = self._pick(bucket, transport)
+            picked = self._select(bucket, transport)
             chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
-        self._outcome = None
+        self._result = None
         # Values that are not finite are refused by all ranks alike; picks stay in the residuals.
         with profiled("exchange"), suppress(NonFiniteError):
             update, returned = self._reduce(picked, transport, self.format)
             update, rest = bucket.fit(update)  # the same on every rank
-            kept = None if rest is None else self._kept(rest, transport)
-            self._outcome = picked, update, returned, kept
+            kept = None if rest is None else self._own_part(rest, transport)
+            self._result = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
             picked.entries,
-            self._outcome[1].entries if self._outcome else 0,
+            self._result[1].entries if self._result else 0,
             select_seconds,
             communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
-            finite=self._outcome is not None,
+            finite=self._result is not None,
             bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
             coded=coded().since(coded_before),
@@ -200,32 +200,32 @@ class SparseExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Take out of the residual what was sent and did not return; put the update in place."""
-        assert self._outcome is not None
-        picked, update, returned, kept = self._outcome
-        self._outcome, self._moved = None, (picked, returned)
+        assert self._result is not None
+        picked, update, returned, kept = self._result
+        self._result, self._threshold_moved = None, (picked, returned)
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
-        bucket.put(update)
+        bucket.scatter_sparse(update)
 
     def _remove_sent(
         self, picked: SparseVector, returned: SparseVector, update: SparseVector
     ) -> None:
         self.residual.remove_sent(picked, returned, update)
 
-    def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
+    def _own_part(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
         # One rank alone: the rest is of the sum, and the same on all.
         return rest if transport.rank == 0 else None
 
     def sent_mass(self) -> float:
         """Return the sum of the absolute values picked in the last step, less those returned."""
-        if self._moved is None:
+        if self._threshold_moved is None:
             return 0.0
-        picked, returned = (float(abs(vector.values).sum()) for vector in self._moved)
+        picked, returned = (float(abs(vector.values).sum()) for vector in self._threshold_moved)
         return max(0.0, picked - returned)
 
-    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+    def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
         if self.residual.has_moments:
             return self.residual.accumulate_and_select(bucket.flat, self.k)
@@ -266,7 +266,7 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 class DenseExchange:
     """Every entry, by the transport's allreduce: the baseline, without compression.
 
-    residual: left by sparse steps before; a share of it is sent along each step (`share_to_send`).
+    residual: left by sparse steps before; a share of it is sent along each step (`drain_share`).
     """
 
     signature = "dense"
@@ -288,7 +288,7 @@ class DenseExchange:
             self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
-        transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
+        transport = transport_of(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Timestamp(bucket.device)
             with profiled("exchange"):
@@ -309,7 +309,7 @@ class DenseExchange:
             else:
                 transport.allreduce(gradient)
             keeps = self.residual is not None and transport.rank == 0
-            self._kept = bucket.rounded_away() if keeps else None
+            self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)
         more = dense.communicate_seconds + (sampling_seconds or 0.0)
         return replace(dense, communicate_seconds=more)
@@ -335,7 +335,7 @@ class DenseExchange:
         if self.residual is None:
             return True
         sends = self.residual.is_empty or self._share == 1.0
-        return sends and not self.residual.has_aside
+        return sends and not self.residual.has_stashed
 
     def sent_mass(self) -> float:
         """Return 0: there is no residual."""
@@ -353,7 +353,7 @@ class CompressorExchange:
         self.signature = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        transport = carrying(transport, bucket, bucket.device.type == "cuda")
+        transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         began = Timestamp(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
@@ -408,20 +408,20 @@ class DrainingExchange:
         self.is_drained = False
         self._dense = DenseExchange(self.residual)
         self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
-        self._drains_now = False  # whether the current step sends the rest
+        self._is_drained_now = False  # whether the current step sends the rest
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
         # Shares differ from rank to rank: one that has something left keeps all draining.
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
-        self._drains_now = not left[0]
+        self._is_drained_now = not left[0]
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
         self._dense.apply(bucket)
-        self.is_drained = self._drains_now
+        self.is_drained = self._is_drained_now
 
     def sent_mass(self) -> float:
         """Return 0: there is no residual."""
@@ -443,7 +443,7 @@ def _dense(
     """
     ended = Timestamp(bucket.device)
     if finite is None:
-        finite = bucket.holds_sum()
+        finite = bucket.fits_sum()
     if added is not None:
         communicate_seconds = added.seconds_until(ended)
     return Exchanged(
@@ -459,7 +459,7 @@ def _dense(
     )
 
 
-def carrying(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
+def transport_of(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
     """Return the transport for a bucket's vectors: buckets may be on a GPU or on the host."""
     return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 

@@ -44,10 +44,10 @@ class NodeExchange(SparseExchange):
             self._hierarchy = Hierarchy(transport, find_nodes(transport, self._node_size))
         return self._hierarchy, self._hierarchy.shard(self._length)
 
-    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+    def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         hierarchy, own = self._place(transport)
         if self.residual.may_be_misplaced:
-            self._bring_home(hierarchy)
+            self._move_to_owners(hierarchy)
         shard = hierarchy.scatter(bucket.gather())
         self.residual.is_empty = False
         if not shard.size:
@@ -62,7 +62,7 @@ class NodeExchange(SparseExchange):
             ", shards to be brought home" if self.residual.may_be_misplaced else ""
         )
 
-    def _bring_home(self, hierarchy: Hierarchy) -> None:
+    def _move_to_owners(self, hierarchy: Hierarchy) -> None:
         """Move the residuals of a node's ranks to the owners of the shards, and sum them there.
 
         Not by way of the gradients: momentum would take them a second time.
@@ -73,12 +73,12 @@ class NodeExchange(SparseExchange):
             hierarchy.scatter(array)
             array[: own.start] = array[own.stop :] = 0
 
-    def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
+    def _own_part(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part in this rank's shard; the first node keeps it, others none."""
         hierarchy, own = self._place(transport)
         if transport.ranks[0] not in hierarchy.inside.ranks:
             return None
-        return rest.between(own.start, own.stop)
+        return rest.index_range(own.start, own.stop)
 
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
@@ -94,7 +94,7 @@ class NodeExchange(SparseExchange):
         assert self._hierarchy is not None
         if picked.length:
             own = self._hierarchy.shard(self._length)
-            part = update.between(own.start, own.stop)
+            part = update.index_range(own.start, own.stop)
             part = SparseVector(part.indices - own.start, part.values, picked.length)
             self.residual.remove_sent(picked, returned, part, where=own)
         self.residual.may_be_misplaced = False

@@ -31,7 +31,7 @@ PART: Final = 0.5  # how long the share is that a dense step sends, over the gra
 MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
 
 
-def share_to_send(held_square: float, gradient_square: float, steps: int) -> float:
+def drain_share(held_square: float, gradient_square: float, steps: int) -> float:
     """Return the share of the residual that a dense step sends along with its gradient.
 
     What sparse steps have left is the sum of many gradients. Sent in one step, it would move the
@@ -100,10 +100,10 @@ class Residual:
     update + residual after = residual before + gradient. The gradient is weighted; with momentum
     correction the velocity takes its place, with Adam's correction Adam's step.
 
-    A step can be undone, also after its update was applied. From `remember` to `forget` changes
-    are written to a second buffer, and the two are swapped:
+    A step can be undone, also after its update was applied. From `snapshot` to `drop_snapshot`
+    changes are written to a second buffer, and the two are swapped:
 
-        remember      accumulate            the step counts      or else, restore
+        snapshot      accumulate            the step counts      or else, restore
         [a]  [ ]      [a] --+ g--> [a']     [ ]  [a']            [a]  [ ]
 
     masked: whether the velocity of an applied entry is cleared (factor masking).
@@ -134,7 +134,7 @@ class Residual:
             else Memory.of(zeros(length, dtype, device))
             for name in self._names
         ]
-        self._beside: list[Memory] = []
+        self._second_buffers: list[Memory] = []
         self._swapped: set[int] = set()  # parts changed since `remember`: old values are beside
         self._betas, self._sizes = betas, sizes
         self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
@@ -144,7 +144,7 @@ class Residual:
         # At `remember`: is_empty, _drained_steps, may_be_misplaced.
         self._remembered: tuple[bool, int, bool] | None = None
         # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
-        self._aside: list[tuple[int, slice, torch.Tensor]] | None = None
+        self._stashed: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
@@ -177,9 +177,9 @@ class Residual:
         self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:5])))
         return self._steps.share
 
-    def options_are_as_read(self) -> bool:
+    def options_unchanged(self) -> bool:
         """Tell whether the options, such as the rate, are still as `read_options` found them."""
-        return self._steps is None or self._steps.is_as_read()
+        return self._steps is None or self._steps.is_unchanged()
 
     @property
     def values(self) -> NDArray[Any]:
@@ -243,7 +243,7 @@ class Residual:
         if where is not None:
             return self._add_to_part(gradient, k, weight, where)
         # The pass writes the sum into the second buffer: no copy is needed.
-        into, faster = self._into(0), self._into(1) if self.momentum else None
+        into, faster = self._target_buffer(0), self._target_buffer(1) if self.momentum else None
         beside = None if into is None else into.array
         momentum = None
         if self.momentum:
@@ -261,7 +261,7 @@ class Residual:
             )
         for number, written in enumerate((into, faster)):
             if written is not None:
-                self._swap(number)
+                self._swap_buffers(number)
         return picked
 
     def _add_to_part(self, gradient: Gradient, k: int, weight: float, where: slice) -> SparseVector:
@@ -328,10 +328,10 @@ class Residual:
             mass += float(part.abs().sum())
         return ResidualSize(square, mass, sent_mass)
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """Let `restore` bring back what is here now; the first call makes room for it."""
-        self._beside = self._beside or [one.like() for one in self._memory]
-        self.forget()
+        self._second_buffers = self._second_buffers or [one.like() for one in self._memory]
+        self.drop_snapshot()
         self._remembered = self.is_empty, self._drained_steps, self.may_be_misplaced
 
     def restore(self) -> None:
@@ -340,28 +340,28 @@ class Residual:
             return
         # By swapping, not by subtracting what was added: that would round once more.
         for number in tuple(self._swapped):
-            self._swap(number)
+            self._swap_buffers(number)
         if self._steps is not None:
             self._steps.undo()
         self.is_empty, self._drained_steps, self.may_be_misplaced = self._remembered
-        self._aside = None
-        self.forget()
+        self._stashed = None
+        self.drop_snapshot()
 
-    def forget(self) -> None:
+    def drop_snapshot(self) -> None:
         """Drop what was remembered: there is nothing to restore from now on."""
         self._remembered = None
         self._swapped.clear()
         if self._steps is not None:
-            self._steps.forget()
+            self._steps.drop_snapshot()
 
-    def set_aside(self, parts: Mapping[int, slice]) -> None:
-        """Keep the residual of some parameters out of a step, from `remember` to `bring_back`.
+    def stash(self, parts: Mapping[int, slice]) -> None:
+        """Keep the residual of some parameters out of a step, from `snapshot` to `unstash`.
 
         parts: where they lie, by their place among `sizes`; the same on all ranks.
         """
-        self._aside = []
+        self._stashed = []
         if self._steps is not None:
-            self._steps.set_aside(parts.keys())
+            self._steps.exclude(parts.keys())
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
         for number, name in enumerate(self._names):
             if number == 0 and self.is_empty:
@@ -373,17 +373,17 @@ class Residual:
                     where = slice(place, place + 1)
                 elif name == ROWS:
                     where = slice(*row_ends[place : place + 2])
-                self._aside.append((number, where, tensor[where].clone()))
+                self._stashed.append((number, where, tensor[where].clone()))
                 if name not in (AGE, ROWS):
                     tensor[where] = 0
 
-    def bring_back(self) -> None:
+    def unstash(self) -> None:
         """Put back what was set aside, once the update is applied."""
-        if self._aside is None:
+        if self._stashed is None:
             return
         assert self._remembered is not None
         places = []
-        for number, where, values in self._aside:
+        for number, where, values in self._stashed:
             here = self._writable(number).tensor[where]
             name = self._names[number]
             if name in (AGE, ROWS):
@@ -394,32 +394,32 @@ class Residual:
                 places.append(where.start)
             self.is_empty &= number != 0
         if self._steps is not None:
-            self._steps.leave(places)
+            self._steps.undo_part(places)
         self.may_be_misplaced |= self._remembered[2]  # values set aside were not brought home
-        self._aside = None
+        self._stashed = None
 
     @property
-    def has_aside(self) -> bool:
+    def has_stashed(self) -> bool:
         """Tell whether any value that is not zero is set aside; waits for a GPU."""
-        return any(number == 0 and bool(values.any()) for number, _, values in self._aside or ())
+        return any(number == 0 and bool(values.any()) for number, _, values in self._stashed or ())
 
-    def _swap(self, number: int) -> None:
-        memory, beside = self._memory, self._beside
+    def _swap_buffers(self, number: int) -> None:
+        memory, beside = self._memory, self._second_buffers
         memory[number], beside[number] = beside[number], memory[number]
         self._swapped ^= {number}
 
-    def _into(self, number: int) -> Memory | None:
+    def _target_buffer(self, number: int) -> Memory | None:
         """Return the second buffer to write this part's new values into; None: write in place."""
         if self._remembered is None or number in self._swapped:
             return None
-        return self._beside[number]
+        return self._second_buffers[number]
 
     def _writable(self, number: int) -> Memory:
         """Return this part's memory, to be changed in place; copy it first if it is remembered."""
-        into = self._into(number)
+        into = self._target_buffer(number)
         if into is not None:
             into.tensor.copy_(self._memory[number].tensor)
-            self._swap(number)
+            self._swap_buffers(number)
         return self._memory[number]
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
@@ -429,7 +429,7 @@ class Residual:
         number a parameter; where AdamW's steps are made before the exchange ROWS, too, [all rows].
         """
         return {
-            name: (self._beside if number in self._swapped else self._memory)[number].tensor
+            name: (self._second_buffers if number in self._swapped else self._memory)[number].tensor
             for number, name in enumerate(self._names)
         }
 
@@ -451,7 +451,7 @@ class Residual:
     def add_share_to(self, gradient: NDArray[Any]) -> float:
         """Add a share of the residual to the weighted gradient, in place, and return the share.
 
-        For a step that sends every entry; `share_to_send` says why not all of the residual goes at
+        For a step that sends every entry; `drain_share` says why not all of the residual goes at
         once. With momentum correction the gradient becomes the velocity first; nothing of it is
         masked: where every entry is sent in every step, none is stale.
         """
@@ -463,7 +463,7 @@ class Residual:
             return 1.0
         here = self._memory[0].tensor
         held, coming = _squares(here, total)
-        share = share_to_send(held, coming, self._drained_steps)
+        share = drain_share(held, coming, self._drained_steps)
         total.add_(here, alpha=share)
         return share
 
@@ -478,8 +478,8 @@ class Residual:
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""
         if not self.is_empty:
-            if self._into(0) is not None:
-                self._swap(0)
+            if self._target_buffer(0) is not None:
+                self._swap_buffers(0)
             self._memory[0].tensor.zero_()  # by torch, on its current stream
             self.threshold = 0.0
             self.is_empty = True

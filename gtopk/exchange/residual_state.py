@@ -1,10 +1,15 @@
-"""The residual of each parameter, taken out of its bucket and put into another."""
+"""The residual of each parameter: taken out of its bucket, and put into another of the same name.
+
+A compiled run may go on from one that was not, and the other way round: names are matched without
+the parts that torch.compile adds.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +18,9 @@ from ..errors import DamagedError
 from .bucket_exchange import BucketExchange
 from .residual import AGE, OWNER_ERROR, ROWS, Residual
 from .sparse_gradients import SparseGradientExchange
+
+_log = logging.getLogger("gtopk")
+_COMPILED: Final = "_orig_mod"  # torch.compile adds it to the names of all that it wraps
 
 # By name of the part, such as "residual" or "velocity": a tensor of the parameter's shape; AGE is
 # a scalar, and ROWS has one value a row.
@@ -82,7 +90,7 @@ def without_owner_errors(parts: ResidualState) -> ResidualState:
     return {**rest, "residual": parts["residual"] + parts[OWNER_ERROR]}
 
 
-def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
+def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
     """Return the names of the parameters whose residual, or owner error, is not zero."""
     return [
         name
@@ -171,15 +179,44 @@ def state_before(
     return found
 
 
-def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
-    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that torch.compile adds."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
-    At most 1; 1 where nothing was sampled.
+
+def translate(saved: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Return, by saved name, the name in this run; the saved name where there is none."""
+    by_plain_name = {plain_name(name): name for name in known}
+    here = {
+        name: name if name in known else by_plain_name.get(plain_name(name), name) for name in saved
+    }
+    # Never two under one name: a saved name that is known exactly wins.
+    return {name: name if other in saved else other for name, other in here.items()}
+
+
+def under_known_names(
+    residuals: Mapping[str, ResidualState], known: Collection[str]
+) -> dict[str, ResidualState]:
+    """Return the residual by this run's names; names without a match stay as they are."""
+    here = translate(residuals.keys(), known)
+    return {here[name]: parts for name, parts in residuals.items()}
+
+
+def unmatched(
+    residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
+) -> dict[str, ResidualState]:
+    """Return residuals whose names no parameter has, to be saved again, and warn of them.
+
+    why: ends the warning: the reason, and what to do.
     """
-    found = [
-        residual.row_sums()
-        for bucket_exchange in bucket_exchanges
-        if (residual := _residual(bucket_exchange)) is not None and residual.shares_second_moment
-    ]
-    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
-    return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
+    found = {
+        name: parts
+        for name, parts in residuals.items()
+        if name not in known and any(bool(tensor.any()) for tensor in parts.values())
+    }
+    if found:
+        named = ", ".join(map(repr, sorted(found)[:5])) + ", ..." * (len(found) > 5)
+        _log.warning(
+            "rank %d: residuals for %s are kept but cannot be applied: %s", rank, named, why
+        )
+    return found

@@ -64,9 +64,9 @@ class ShardExchange(SparseExchange):
         """Return the number of the shard that this step sends."""
         return self._progress.steps % self.compression.period
 
-    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+    def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         if self.residual.may_be_misplaced:
-            self._bring_home(transport)
+            self._move_to_owners(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
         # Of the whole gradient: NaN outside this shard would show only in a later step.
         self._refuses = not all_finite(gradient)
@@ -108,7 +108,7 @@ class ShardExchange(SparseExchange):
         self.residual.may_be_misplaced = False
         self._owned = None
 
-    def _bring_home(self, transport: Transport) -> None:
+    def _move_to_owners(self, transport: Transport) -> None:
         """Move all ranks' owner errors to the owners of the parts, and sum them there."""
         errors = self.residual.owner_errors
         held = np.array([bool(errors.any())], np.uint8)

@@ -115,10 +115,10 @@ class SparseGradientExchange:
         """Return the parameter's name where its gradient holds NaN or infinity here."""
         return [] if self.all_finite() else self.names
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """Do nothing: an exchange changes nothing that `undo` would have to take back."""
 
-    def set_aside(self, missing_everywhere: Collection[str]) -> None:
+    def exclude(self, missing_everywhere: Collection[str]) -> None:
         """Do nothing: the residual of dense gradients is sent in the next step."""
 
     def undo(self) -> None:
@@ -205,7 +205,7 @@ class SparseGradientExchange:
         """Return None: every step sends everything."""
         return None
 
-    def apply_to_nothing(self) -> None:
+    def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: its residual is sent, its parameter stays."""
         self.unsent = None
         self.release_gradients()

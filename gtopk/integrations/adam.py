@@ -20,7 +20,7 @@ from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroup
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
-from .hook_skips import HookSkips
+from .hook_steps import HookSkips
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 
@@ -149,7 +149,7 @@ class HookedAdam:
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
-                    _CallWith(self._look_at, parameter)
+                    _WeakGradientHook(self._track_gradient, parameter)
                 )
 
     def _added_to_steps(self) -> RuntimeError:
@@ -171,7 +171,7 @@ class HookedAdam:
         if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
             raise self._added_to_steps()
 
-    def _look_at(self, parameter: torch.nn.Parameter) -> None:
+    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Note, before a pass adds to a gradient, whether it is still an agreed step."""
         agreed = self._agreed
         if agreed is None or not agreed.is_in(parameter):
@@ -195,12 +195,12 @@ class HookedAdam:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Make the parameters the model that is the same on all ranks, within the context."""
-        return nullcontext() if self._local is None else _at_rest(self._local)
+        return nullcontext() if self._local is None else _evaluating(self._local)
 
     def loaded(self) -> None:
         """Let forward passes include the residual that was loaded."""
         if self._local is not None:
-            self._local.look_for_models()
+            self._local.find_models()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -290,7 +290,7 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
         )
 
 
-class _CallWith:
+class _WeakGradientHook:
     """A tensor's gradient hook: calls a function with the tensor, which it refers to weakly."""
 
     def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
@@ -301,7 +301,7 @@ class _CallWith:
 
 
 @contextmanager
-def _at_rest(local: LocalResidual) -> Iterator[None]:
+def _evaluating(local: LocalResidual) -> Iterator[None]:
     local.eval()
     try:
         yield

@@ -33,11 +33,10 @@ class BucketExchanges:
         ],
     ) -> None:
         self._open_bucket_exchange = open_bucket_exchange
-        self._bucket_exchanges: dict[
-            tuple[int, ...], BucketExchange
-        ] = {}  # by the identities of their parameters
+        # By the identities of their parameters
+        self._bucket_exchanges: dict[tuple[int, ...], BucketExchange] = {}
         # By parameter: its bucket, its number there, and where it begins.
-        self._homes: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
+        self._bucket_of: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
         # Of parameters without a bucket, and of frozen ones; elements in the order of memory.
         self._residuals: dict[torch.Tensor, ResidualState] = {}
 
@@ -46,32 +45,32 @@ class BucketExchanges:
 
     def parameters(self) -> set[torch.Tensor]:
         """Return the parameters of all buckets, and of the state that was loaded last."""
-        return {*self._homes, *self._residuals}
+        return {*self._bucket_of, *self._residuals}
 
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Tell whether all these parameters were in a bucket, or in a state that was loaded."""
-        return all(p in self._homes or p in self._residuals for p in parameters)
+        return all(p in self._bucket_of or p in self._residuals for p in parameters)
 
     def bucket_exchange_of(
         self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> BucketExchange:
         """Return the exchange of a bucket, with the residual of its parameters."""
-        # By identity: `_homes` keeps the parameters alive, so no other tensor gets one's id.
+        # By identity: `_bucket_of` keeps the parameters alive, so no other tensor gets one's id.
         key = tuple(map(id, parameters))
         if key not in self._bucket_exchanges:
             for parameter in parameters:
-                if parameter in self._homes:
-                    self._take_out(self._homes[parameter][0])
+                if parameter in self._bucket_of:
+                    self._take_out(self._bucket_of[parameter][0])
             whole = torch.nn.Parameter(buffer.detach())  # shares the buffer's memory
             bucket_exchange = self._open_bucket_exchange(whole, parameters)
             starts = itertools.accumulate((p.numel() for p in parameters), initial=0)
             for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
-                self._homes[parameter] = bucket_exchange, index, start
+                self._bucket_of[parameter] = bucket_exchange, index, start
             self._bucket_exchanges[key] = bucket_exchange
-        self._pass_over_frozen(parameters, buffer)
+        self._exclude_frozen(parameters, buffer)
         return self._bucket_exchanges[key]
 
-    def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    def _exclude_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Set frozen parameters' gradients to zero, and keep their residuals out of the bucket."""
         for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
             if not parameter.requires_grad:
@@ -85,12 +84,14 @@ class BucketExchanges:
     def _take_out(self, bucket_exchange: BucketExchange) -> None:
         """Dissolve a bucket, and keep its residual until other buckets have its parameters."""
         moved = [
-            parameter for parameter, (home, *_) in self._homes.items() if home is bucket_exchange
+            parameter
+            for parameter, (home, *_) in self._bucket_of.items()
+            if home is bucket_exchange
         ]
         for parameter in moved:
             if parameter not in self._residuals:
                 self._residuals[parameter] = self._copy_of(parameter)
-            del self._homes[parameter]
+            del self._bucket_of[parameter]
         self._bucket_exchanges = {
             key: each for key, each in self._bucket_exchanges.items() if each is not bucket_exchange
         }
@@ -102,7 +103,7 @@ class BucketExchanges:
             residuals = without_owner_errors(residuals)
         for what, part in views.items():
             part.copy_(residuals[what]) if what in residuals else part.zero_()
-        residual = self._homes[parameter][0].exchange.residual
+        residual = self._bucket_of[parameter][0].exchange.residual
         assert residual is not None
         residual.is_empty = False
         residual.may_be_misplaced |= (
@@ -114,7 +115,7 @@ class BucketExchanges:
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return views of a parameter's part of its bucket's residual, in the order of memory."""
-        return self._views_in(*self._homes[parameter], parameter.numel())
+        return self._views_in(*self._bucket_of[parameter], parameter.numel())
 
     @staticmethod
     def _views_in(
@@ -138,7 +139,7 @@ class BucketExchanges:
         for parameter, parts in self._residuals.items():
             if "residual" in parts:
                 yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
-        for parameter, (bucket_exchange, _, start) in self._homes.items():
+        for parameter, (bucket_exchange, _, start) in self._bucket_of.items():
             residual = bucket_exchange.exchange.residual
             if parameter in self._residuals or residual is None or residual.is_empty:
                 continue
@@ -152,7 +153,7 @@ class BucketExchanges:
         torch's DCP loads only parts that a state has.
         """
         own = self._residuals.get(parameter)
-        if own is None and parameter in self._homes:
+        if own is None and parameter in self._bucket_of:
             own = self._views(parameter)
         elif own is None and is_trained and parameter.numel() and not parameter.is_complex():
             whole = torch.nn.Parameter(parameter.detach().new_zeros(parameter.numel()))
@@ -167,7 +168,7 @@ class BucketExchanges:
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
         """Replace all residuals, given in their parameters' shapes, from the next step on."""
-        self._bucket_exchanges, self._homes, self._residuals = {}, {}, {}
+        self._bucket_exchanges, self._bucket_of, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
             for what, tensor in parts.items():
                 if what in (AGE, ROWS):

@@ -10,8 +10,7 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from ..exchange.residual_names import plain_name
-from ..exchange.residual_state import ResidualState, fits
+from ..exchange.residual_state import ResidualState, fits, plain_name
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .bucket_exchanges import as_shaped, split
@@ -28,7 +27,7 @@ def refuse_sparse(bucket: GradBucket) -> None:
         )
 
 
-def write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     """Write the update of parameters that no rank used, once DDP has ended the backward pass.
 
     With find_unused_parameters, or a static graph, DDP does not change the .grad of such a

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from collectives.transports import Transport
 
 from ..exchange.residual import ROWS
-from ..exchange.residual_names import plain_name
-from ..exchange.residual_state import ResidualState, fits
+from ..exchange.residual_state import ResidualState, fits, plain_name
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, find_or_register
 

@@ -1,4 +1,7 @@
-"""HookSteps: measures and reports steps whose buckets PyTorch hands over one by one.
+"""The steps of a hook, whose buckets DDP or FSDP hands over one by one.
+
+OneStep: all buckets of a step count, or none. HookSteps: measures and reports each step. HookSkips:
+counts the passes that do not count, and drops their gradients.
 
 program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
 engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
@@ -6,19 +9,135 @@ engine                  [ a ] [ b ] [ c ]                       waits when it ha
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
+from collectives.ranges import profiled
+from collectives.transports import Transport
+
+from ..errors import check_count
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.exchange import Exchanged, Progress
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
+from ..optim.skip_counter import SkippedSteps
 from ..runtime.coordinator import Operation
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
-from ..telemetry.step_report import Seen, StepReport, report
+from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
+
+# Flags of a bucket; NOT_FINITE also of the end of a pass.
+NOT_FINITE: Final = 1  # this rank's gradients are not finite
+PREEMPTED: Final = 2  # this rank had SIGTERM
+# Further flags of the end of a pass.
+VOID: Final = 2  # the pass does not count
+SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+CLEARED: Final = 8  # some of those gradients were cleared since
+
+
+def flags_of(bucket_exchange: BucketExchange) -> int:
+    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
+    return (
+        NOT_FINITE
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
+        else 0
+    )
+
+
+class OneStep:
+    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
+
+    Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
+    follow it, are made NaN: the optimizer's user sees that and skips the whole step. The residual
+    is then, to the bit, what it was before the step.
+
+    not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
+        their flags had not said so. The same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.not_finite: list[int] = []
+        self._exchanged: list[BucketExchange] = []
+        self._void = False
+
+    def run(
+        self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
+    ) -> Exchanged | None:
+        """Replace a bucket's gradients by the agreed sum, or by NaN.
+
+        Returns what the exchange did, its select_seconds with those of applying; None where the
+        step was void already, and nothing was exchanged.
+        """
+        again = (
+            bucket_exchange in self._exchanged
+        )  # a module that is used twice: keep what was remembered before the step
+        self._exchanged.append(bucket_exchange)
+        self.not_finite = []
+        self._void |= any(flags & NOT_FINITE for flags in all_flags)
+        exchanged = None
+        if not self._void:
+            if not again:
+                bucket_exchange.snapshot()
+            exchanged = bucket_exchange.reduce(transport)
+            if not exchanged.finite:  # on all ranks alike
+                self._void = True
+                said = transport.gather_object(not bucket_exchange.all_finite())
+                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
+        if self._void:
+            self.drop()
+            with bucket_exchange.bucket.on_stream():
+                bucket_exchange.bucket.poison()
+            return exchanged
+        begun = time.perf_counter()
+        with profiled("apply"), bucket_exchange.bucket.on_stream():
+            bucket_exchange.exchange.apply(bucket_exchange.bucket)
+        assert exchanged is not None
+        seconds = exchanged.select_seconds + time.perf_counter() - begun
+        return replace(exchanged, select_seconds=seconds)
+
+    def drop(self) -> None:
+        """Make the step void: the residual becomes what it was before."""
+        self._void = True
+        for bucket_exchange in self._exchanged:
+            bucket_exchange.undo()
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step does not count on any rank."""
+        return self._void
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets were handed over in this step."""
+        return len(self._exchanged)
+
+    def close(self) -> bool:
+        """End the step, and tell whether it counted."""
+        counted = not self._void
+        for bucket_exchange in self._exchanged:
+            bucket_exchange.release_gradients()
+        self._exchanged, self._void = [], False
+        return counted
+
+
+def is_void(all_flags: Sequence[int]) -> bool:
+    """Tell whether a pass is void, from all ranks' flags.
+
+    It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and none
+    was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they void no
+    further pass.
+    """
+    said = functools.reduce(operator.or_, all_flags)
+    return bool(said & VOID) or said & (SPOILT | CLEARED) == SPOILT
 
 
 class HookSteps:
@@ -36,7 +155,7 @@ class HookSteps:
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
         self._sizes: list[int] = []  # of the buckets that the prediction is for
-        self._seen = Seen()
+        self._seen = RecordedStep()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
@@ -44,17 +163,17 @@ class HookSteps:
         self._ended_before: float | None = None  # when that of the previous step ended
         self.last: StepReport | None = None
 
-    def hand_over(self, bucket_exchange: BucketExchange) -> int:
+    def add_bucket(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program's thread; return its number in the step."""
         self._seen.bucket_exchanges.append(bucket_exchange)
         return len(self._seen.bucket_exchanges) - 1
 
-    def submitted(self, number: int, operation: Operation) -> None:
+    def note_submit(self, number: int, operation: Operation) -> None:
         """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
         self._seen.operations[number] = operation
         self._waited_since = time.perf_counter()
 
-    def ran(self, number: int, began: float, exchanged: Exchanged | None) -> None:
+    def note_exchange(self, number: int, began: float, exchanged: Exchanged | None) -> None:
         """Note, in the engine's thread, the result of a bucket's exchange."""
         if exchanged is not None:
             self._seen.exchanged[number] = exchanged
@@ -62,9 +181,9 @@ class HookSteps:
 
     def drop(self) -> None:
         """Forget a step that an error has ended."""
-        self._seen = Seen()
+        self._seen = RecordedStep()
 
-    def arrived(self) -> None:
+    def note_wait_end(self) -> None:
         """Note that the program's wait has ended."""
         self._ended = time.perf_counter()
         if self._waited_since is not None:
@@ -91,7 +210,7 @@ class HookSteps:
         )
         balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
-        self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
+        self._seen, self._waited_seconds, self._ended_before = RecordedStep(), 0.0, ended
         self._world.step += 1
         self._counted += counted
         if counted:
@@ -112,3 +231,63 @@ class HookSteps:
         elif sizes != self._sizes:
             self._expected.expect(self._seen.bucket_exchanges)
         self._sizes = sizes
+
+
+_everyones: Final[WeakSet[HookSkips]] = WeakSet()
+
+
+class HookSkips:
+    """Notes whether passes count, for one model whose gradients a hook exchanges.
+
+    Only this model's gradients are dropped: an optimizer may step several models, and agreed
+    gradients of the others were sent for good.
+    parameters: returns the model's parameters.
+    max_skipped_steps: how many passes in a row may not count.
+    skipped: how many passes did not count; counted: whether the last one does.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Collection[torch.Tensor]], max_skipped_steps: int
+    ) -> None:
+        check_count("max_skipped_steps", max_skipped_steps)
+        self.parameters = parameters
+        self.counted = True  # the last pass
+        self._skipped = SkippedSteps(max_skipped_steps)
+        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        _everyones.add(self)
+
+    @property
+    def skipped(self) -> int:
+        """How many passes did not count."""
+        return self._skipped.count
+
+    def note(self, counted: bool, rank: int, step: int, where: str) -> None:
+        """Note whether a pass that has ended counts; warn of one that does not.
+
+        where: the ranks whose gradients are not finite; "": only the sum is not.
+        Raises FloatingPointError where more passes in a row did not count than allowed.
+        """
+        self.counted = counted
+        if counted:
+            self._skipped.end_row()
+        else:
+            self._skipped.note(rank, step, where)
+
+    def end_row(self) -> None:
+        """Begin a new row: a state was loaded."""
+        self._skipped.end_row()
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, once, where the last pass does not count.
+
+        Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
+        """
+        if self.counted or self._dropped.get(optimizer) == self.skipped:
+            return
+        self._dropped[optimizer] = self.skipped  # later gradients are of another pass
+        others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
+        kept = others.difference(self.parameters())
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in kept:
+                    parameter.grad = None

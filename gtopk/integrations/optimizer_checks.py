@@ -15,17 +15,17 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compression import ErrorFeedback
-from ..optim.momentum import CorrectedGradients, require_one_momentum, tell_of_optimizer
+from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import adam_before, require_plain
-from .hook_skips import HookSkips
+from .hook_steps import HookSkips
 
 
 class _Watch(NamedTuple):
     """One hook's check of optimizers, as long as the hook lives."""
 
     skips: weakref.ref[HookSkips]
-    look: Callable[[torch.optim.Optimizer, HookSkips], None]
+    check: Callable[[torch.optim.Optimizer, HookSkips], None]
 
 
 # Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
@@ -34,21 +34,21 @@ _watched: tuple[_Watch, ...] = ()
 _adding = threading.Lock()
 
 
-def _look_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks check an optimizer that is about to step."""
-    for skips, look in _watched:
+    for skips, check in _watched:
         alive = skips()
         if alive is not None:
-            look(optimizer, alive)
+            check(optimizer, alive)
 
 
-def _watch(skips: HookSkips, look: Callable[[torch.optim.Optimizer, HookSkips], None]) -> None:
+def _watch(skips: HookSkips, check: Callable[[torch.optim.Optimizer, HookSkips], None]) -> None:
     global _watched
     with _adding:
         if not _watched:
-            register_optimizer_step_pre_hook(_look_all)
+            register_optimizer_step_pre_hook(_check_all)
         living = (each for each in _watched if each.skips() is not None)
-        _watched = (*living, _Watch(weakref.ref(skips), look))
+        _watched = (*living, _Watch(weakref.ref(skips), check))
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
@@ -58,7 +58,7 @@ def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
     return any(each is inner for each in (*values, *lists))
 
 
-def look_at_optimizers(
+def check_optimizers(
     skips: HookSkips,
     compression: ErrorFeedback,
     rank: int,
@@ -80,11 +80,11 @@ def look_at_optimizers(
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
     corrected = CorrectedGradients(compression, adam)
-    # `look` must not keep it: the optimizer's hooks keep the model, and a global list keeps `look`.
+    # A weak reference: the optimizer's hooks keep the model, and a global list keeps `check`.
     makes_steps = stepped is not None
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
-    def look(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
+    def check(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
         if optimizer in seen:
             corrected.require_unchanged(optimizer)
             return
@@ -107,9 +107,9 @@ def look_at_optimizers(
                 require_plain(optimizer.state.values(), rank)
                 if says:
                     takes = adam_before(optimizer, compression) is not None
-                    tell_of_optimizer(optimizer, compression, way if takes else "")
+                    log_advice(optimizer, compression, way if takes else "")
             seen.add(optimizer)
             corrected.require_unchanged(optimizer)
 
-    _watch(skips, look)
+    _watch(skips, check)
     return corrected

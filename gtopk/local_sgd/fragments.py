@@ -18,19 +18,18 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ..errors import HorovodInternalError
-from ..exchange.residual_names import unmatched
-from ..exchange.residual_state import ResidualState
+from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World
-from .outer_exchange import OuterExchange, Round, gradients_for_a_while
+from .outer_exchange import OuterExchange, Round, preserve_gradients
 from .outer_optimizer import center_in_place, options_by_group
 
 # A fragment of whole layers may have so many times the values of one that cuts layers up.
 _UNEVEN: Final = 1.1
 
 
-def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:
+def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:
     """Return the places of each fragment's parameters among all, in order.
 
     Layers are dealt from the largest to the smallest, each to the fragment that has the fewest
@@ -46,8 +45,8 @@ def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[i
         [place for place, _ in group]
         for _, group in groupby(enumerate(names.values()), lambda pair: _layer(pair[1]))
     ]
-    whole = _deal(layers, sizes, fragments)
-    cut = _deal([[place] for place in range(len(sizes))], sizes, fragments)
+    whole = _assign(layers, sizes, fragments)
+    cut = _assign([[place] for place in range(len(sizes))], sizes, fragments)
     totals = [[sum(sizes[place] for place in each) for each in way] for way in (whole, cut)]
     is_even = min(totals[0]) > 0 and max(totals[0]) <= _UNEVEN * max(totals[1])
     dealt = whole if is_even or fragments == 1 else cut
@@ -59,7 +58,9 @@ def deal(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[i
     return sorted(dealt)
 
 
-def _deal(items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int) -> list[list[int]]:
+def _assign(
+    items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int
+) -> list[list[int]]:
     """Return places: each item's go to the fragment that has the fewest values by then."""
     totals = [0] * fragments
     dealt: list[list[int]] = [[] for _ in range(fragments)]
@@ -138,7 +139,7 @@ class Fragment:
             return
         with before.waiting():
             try:
-                with gradients_for_a_while(self.others), self.exchange.ended() as outcome:
+                with preserve_gradients(self.others), self.exchange.ended() as outcome:
                     for parameter in self.others:
                         parameter.grad = None  # so that the outer optimizer passes over it
                     if not before.sent:
@@ -166,7 +167,7 @@ class Fragment:
         self.wasted += before.steps - before.made
         self.early += before.early
 
-    def place(self, before: Round) -> None:
+    def show_center(self, before: Round) -> None:
         """Let the replica be the center, and the steps that it has made since."""
         if not before.sent:
             self.center = []
@@ -193,8 +194,8 @@ class Fragment:
         if self.before is not None and self.before.error is not None:
             self.before.made = 0
         elif self.before is not None:
-            # `place` then moves the replica by nothing but the center's own move until then, and
-            # keeps the steps since.
+            # `show_center` then moves the replica by nothing but the center's own move until then,
+            # and keeps the steps since.
             self.before.sent = [z.clone() for z in self.center]
             self.before.is_lost = False
 
@@ -226,7 +227,7 @@ class Fragment:
         outcome = self.before.outcome if self.before is not None else None
         return outcome is not None and not outcome.empty
 
-    def put(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self.steps_made, self.wasted = state["steps_made"], state.get("wasted", 0)
         self.early = state.get("early", 0)
@@ -241,9 +242,9 @@ class Fragment:
 
 
 class Fragments:
-    """All fragments, in the order in which they take turns; the `Holder` of their residuals."""
+    """All fragments, in the order in which they take turns; the owner of their residuals."""
 
-    holds: ClassVar[str] = CHANGES
+    residual_of: ClassVar[str] = CHANGES
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class Fragments:
                     sum(every[place].numel() for place in places) / elements,
                 ),
             )
-            for number, places in enumerate(deal(names, fragments))
+            for number, places in enumerate(assign_parameters(names, fragments))
         ]
         # Of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
@@ -311,7 +312,7 @@ class Fragments:
     def begin_anew(self, inner_steps: int | None) -> None:
         """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
         for fragment in self:
-            fragment.put({"steps_made": 0, "center": ()})
+            fragment.load({"steps_made": 0, "center": ()})
         self._spaced_for = None
         self.space(inner_steps)
 
@@ -338,19 +339,19 @@ class Fragments:
         spaced = {"outer_steps": outer_steps, "inner_steps": self._spaced_for}
         return {**spaced, **first, "other_fragments": others}
 
-    def are_of(self, state: Mapping[str, Any]) -> bool:
+    def matches(self, state: Mapping[str, Any]) -> bool:
         """Tell whether a state is of the same fragments."""
         return [places for places, _ in self._rounds(state)] == [each.places for each in self]
 
-    def put(self, state: Mapping[str, Any]) -> int:
+    def load(self, state: Mapping[str, Any]) -> int:
         """Go on from a state of the same fragments; return how many outer steps it counts."""
         for fragment, (_, own) in zip(self, self._rounds(state), strict=True):
-            fragment.put(own)
+            fragment.load(own)
         self._spaced_for = state.get("inner_steps", self._spaced_for)
         outer_steps: int = state["outer_steps"]
         return outer_steps
 
-    def go_back_to(self, state: Mapping[str, Any]) -> bool:
+    def restore_centers(self, state: Mapping[str, Any]) -> bool:
         """Let the model be the centers of a state of any fragments; tell whether there are any."""
         every = list(self._names)
         rounds = [(places, own["center"]) for places, own in self._rounds(state) if own["center"]]

@@ -35,8 +35,8 @@ import torch
 from ..compression import Compressing, Compression, ErrorFeedback
 from ..errors import HorovodInternalError, check_count, check_number
 from ..exchange.automatic import hides_behind_backward
+from ..exchange.bucket_exchange import require_compression
 from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
-from ..exchange.exchanges import require_compression
 from ..optim.momentum import require_one_momentum
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
@@ -47,7 +47,7 @@ from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments
-from .outer_exchange import LostReplicas, Outcome, Round, report_of
+from .outer_exchange import LostReplicas, OuterResult, Round, report_of
 from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
@@ -132,7 +132,7 @@ class _LocalSGD(Wrapping):
             if fragment.before is not None and (outcome := fragment.before.outcome) is not None:
                 self._world.note_preempted(outcome.preempted)
         self._lost.end_row()
-        self.outer_steps = self._fragments.put(common)
+        self.outer_steps = self._fragments.load(common)
         self._are_alike = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -270,7 +270,7 @@ class _LocalSGD(Wrapping):
             raise before.error
         fragment.before = None
         with before.waiting():
-            fragment.place(before)
+            fragment.show_center(before)
         if before.is_lost:
             # Its moments are of the replica that was lost.
             self.state.clear()
@@ -300,7 +300,7 @@ class _LocalSGD(Wrapping):
                 self._lost.end_row()
         return outcome.moves
 
-    def _report(self, fragment: Fragment, before: Round, outcome: Outcome) -> None:
+    def _report(self, fragment: Fragment, before: Round, outcome: OuterResult) -> None:
         """Fill in `last_step`."""
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = report_of(
@@ -367,16 +367,16 @@ class _LocalSGD(Wrapping):
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
-            if own["ranks"] == len(self._fragments.ranks) and self._fragments.are_of(own):
-                self._fragments.put(own)
-            elif self._fragments.go_back_to(own):
+            if own["ranks"] == len(self._fragments.ranks) and self._fragments.matches(own):
+                self._fragments.load(own)
+            elif self._fragments.restore_centers(own):
                 _log.warning(
                     "rank %d: the state is of %d ranks in the middle of a round, and here are %d%s:"
                     " all go back to where it began; save after outer_step() to lose nothing",
                     self._world.rank,
                     own["ranks"],
                     len(self._fragments.ranks),
-                    "" if self._fragments.are_of(own) else ", with other fragments",
+                    "" if self._fragments.matches(own) else ", with other fragments",
                 )
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             if own is not None:  # before parts said what they hold, LocalSGD's were changes, too

@@ -32,8 +32,8 @@ from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
     load_residuals,
+    nonzero_names,
     require_shapes,
-    unsent,
 )
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
@@ -44,7 +44,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.state import World
-from ..telemetry.step_report import StepReport, outside
+from ..telemetry.step_report import StepReport, seconds_outside
 
 _log = logging.getLogger("gtopk")
 
@@ -57,7 +57,7 @@ _STEPS_SHIFT: Final = 3
 Bounds = tuple[float, float]  # from, to; by time.perf_counter
 
 
-class Outcome(NamedTuple):
+class OuterResult(NamedTuple):
     """The result of an exchange, the same on every rank, except for its seconds and bytes.
 
     preempted: the ranks that had SIGTERM.
@@ -118,7 +118,7 @@ class Round:
     is_lost: bool = False
     is_loaded: bool = False
     gone_back: set[int] = field(default_factory=set)
-    outcome: Outcome | None = None
+    outcome: OuterResult | None = None
     error: HorovodInternalError | None = None
 
     @property
@@ -140,7 +140,7 @@ class Round:
 
 
 def report_of(
-    outcome: Outcome,
+    outcome: OuterResult,
     round: Round,
     *,
     step: int,
@@ -168,7 +168,7 @@ def report_of(
         communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
         merge_seconds=done.merge_seconds if done else 0.0,
         code_seconds=coded.seconds,
-        hidden_seconds=outside(outcome.span, round.waits) if done else 0.0,
+        hidden_seconds=seconds_outside(outcome.span, round.waits) if done else 0.0,
         working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
         buckets=1,
         exchange_seconds=done.seconds if done else 0.0,
@@ -223,7 +223,7 @@ class LostReplicas(SkipCounter):
 
 
 @contextmanager
-def gradients_for_a_while(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Restore the parameters' gradients of now at the end of the context."""
     gradients = [parameter.grad for parameter in parameters]
     try:
@@ -308,15 +308,15 @@ class OuterExchange:
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
 
-        def look(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
+        def compare_models(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
             return any(all_flags), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
             f"{self.name}.replicas",
             self._signature([*signature, signature_of(self._compression)]),
-            look,
-            flags=bool(unsent(self._residuals)),
+            compare_models,
+            flags=bool(nonzero_names(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
@@ -355,7 +355,7 @@ class OuterExchange:
         # z - x, as of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
         # The bucket reads its values where gradients are; those of the last step come back after.
-        with gradients_for_a_while(bucket_exchange.parameters):
+        with preserve_gradients(bucket_exchange.parameters):
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
@@ -381,7 +381,7 @@ class OuterExchange:
         self._under_way = operation, taken
 
     @contextmanager
-    def ended(self) -> Iterator[Outcome]:
+    def ended(self) -> Iterator[OuterResult]:
         """Wait for the exchange of `begin`; within the context the gradients are S, if it counts.
 
         A frozen parameter has no gradient where S is zero: outer momentum must not move it.
@@ -392,9 +392,9 @@ class OuterExchange:
         (operation, taken), self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:
-            with gradients_for_a_while(bucket_exchange.parameters):
+            with preserve_gradients(bucket_exchange.parameters):
                 preempted, lost, everywhere, exchanged = operation.wait()
-                outcome = Outcome(preempted, lost, everywhere, exchanged, operation, self._span)
+                outcome = OuterResult(preempted, lost, everywhere, exchanged, operation, self._span)
                 for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
                     parameter.grad = gradient
                 if outcome.moves:
@@ -414,7 +414,7 @@ class OuterExchange:
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
-        """Exchange on the engine's thread; return the first four fields of an `Outcome`."""
+        """Exchange on the engine's thread; return the first four fields of an `OuterResult`."""
         steps = [flags >> _STEPS_SHIFT for flags in all_flags]
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
@@ -431,7 +431,7 @@ class OuterExchange:
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
         # Before the decay: where the sum does not count, `undo` gives the residual back undecayed.
-        self._bucket_exchange.remember()
+        self._bucket_exchange.snapshot()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
         self._bucket_exchange.set_weight(share, share)

@@ -6,10 +6,9 @@ reduced_twice.py    refuses gradients that DDP, or another optimizer, has alread
 wrapped/            the optimizer that a script made, its Adam moments, and its state
 hooks.py            backward hooks: which gradients and buckets are complete
 bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py
-overlap.py          whether buckets are exchanged while backward goes on
-reducer.py          runs a whole step over all buckets
+reducer.py          runs a whole step over all buckets, also while backward goes on
 step_transaction.py all buckets of a step count, or none does
-peers.py            the ranks of a step; join_shadow.py: takes the place of one that has joined
+peers.py            the ranks of a step, and the part of one that has joined
 samples.py          how many samples a rank's gradient stands for, and its weight
 grad_scaler.py      GradScaler's scale
 skip_counter.py     counts skipped steps, with a limit in a row

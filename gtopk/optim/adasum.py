@@ -31,9 +31,9 @@ from ..exchange.buckets.parameters import (
     require_trained,
     with_gradients,
 )
-from ..exchange.buckets.placeholders import place
+from ..exchange.buckets.placeholders import place_placeholders
 from ..exchange.exchange import Progress
-from ..exchange.residual_state import norm_of, unsent
+from ..exchange.residual_state import nonzero_names, norm_of
 from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
@@ -129,7 +129,7 @@ class _AdasumOptimizer(Wrapping):
             trained = self._trained()
             self._hooks.watch(trained)
             self._hooks.watch_buckets([trained])
-            place(self._parameter_names)
+            place_placeholders(self._parameter_names)
         self._enter(self._world)
         self._begun = time.perf_counter()  # of this step: the end of the last one
         self._traffic = Traffic()  # of this step
@@ -293,7 +293,7 @@ class _AdasumOptimizer(Wrapping):
         now = time.perf_counter()
         exchange_seconds = self._select_seconds + self._communicate_seconds
         entries = sum(parameter.numel() for parameter in self._trained())
-        traffic = self._traffic.take()
+        traffic = self._traffic.read_and_reset()
         self.last_step = StepReport(
             step=self._world.step,
             algorithm="adasum",
@@ -345,7 +345,7 @@ class _AdasumOptimizer(Wrapping):
         self._skipped.end_row()
         super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
-        if lost := sorted({name for part in parts for name in unsent(part)}):
+        if lost := sorted({name for part in parts for name in nonzero_names(part)}):
             _log.warning(
                 "rank %d: the state has a residual of %s, which op=Adasum cannot send: they "
                 "are lost (their norm: %.3g); take a step with op=Average and Compression.none "

@@ -12,7 +12,7 @@ from collectives.transports import Transport
 
 from ..compression import NoneCompressor
 from ..exchange.bucket_exchange import make_adam_steps, open_bucket_exchange
-from ..exchange.buckets.arrays import home_of
+from ..exchange.buckets.arrays import device_of
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..planning.bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
@@ -155,7 +155,7 @@ class Plan:
             elements = max(1, self.options.bucket_bytes // value_bytes)
             return Sizes(elements, elements)
         elements = sum(parameter.numel() for parameter in self.trained)
-        on_gpu = home_of(self.trained).type == "cuda"
+        on_gpu = device_of(self.trained).type == "cuda"
         return sizes_for(self.options.compression, elements, ranks, value_bytes, on_gpu=on_gpu)
 
     def _open_bucket_exchange(

@@ -30,7 +30,7 @@ from .grad_scaler import (
     require_no_fused_unscaling,
     require_scaled,
 )
-from .momentum import CorrectedGradients, require_one_momentum, tell_of_optimizer
+from .momentum import CorrectedGradients, log_advice, require_one_momentum
 from .options import Groups, Options, warn_of_few_entries
 from .reduced_twice import SharedParameters
 from .reducer import Reducer
@@ -68,7 +68,7 @@ class _DistributedOptimizer(Readings):
         self._reducer.place_zeros()
         self._local = LocalResidual(self._reducer) if options.local_residual else None
         self.set_backward_passes_per_step(backward_passes_per_step)
-        self._has_told = False
+        self._has_advised = False
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
@@ -117,17 +117,17 @@ class _DistributedOptimizer(Readings):
             samples = 0
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
-    def _tell_of_compression(self, *, by_mode: bool = False) -> None:
+    def _log_compression(self, *, by_mode: bool = False) -> None:
         """Warn, once and on rank 0, where the compression may cost accuracy.
 
         by_mode: a mode of `adapt` steps the wrapped optimizer with the exchanged gradients.
         """
-        if self._world.rank == 0 and not self._has_told:
+        if self._world.rank == 0 and not self._has_advised:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
             warn_of_few_entries(self._options.compression, elements)
             if by_mode or not self._makes_adam_steps:
-                tell_of_optimizer(self._wrapped, self._options.compression)
-        self._has_told = True
+                log_advice(self._wrapped, self._options.compression)
+        self._has_advised = True
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
@@ -149,11 +149,11 @@ class _DistributedOptimizer(Readings):
         require_scaled(self.scaler, self)
         if self._reducer.peers.size > 1:
             self._shared.refuse_agreed(self._world.rank)
-        self._tell_of_compression()
+        self._log_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
         transaction = self._reducer.reduce()
         reduced = time.perf_counter()
-        if transaction.computes_late:  # on a GPU: backward was launched by then, and not over
+        if transaction.is_asynchronous:  # on a GPU: backward was launched by then, and not over
             begun = max(begun, min(transaction.ready, reduced))
         compute_seconds = begun - ended_before if ended_before else 0.0
         self._skip = not transaction.finite()
@@ -370,7 +370,7 @@ class _DistributedOptimizer(Readings):
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
             if self._local is not None:
-                self._local.look_for_models()
+                self._local.find_models()
 
     def forget_steps(self) -> None:
         """Empty the residual, as before the first step; a state_dict from then cannot do that."""

@@ -53,7 +53,7 @@ def require_one_momentum(
         )
 
 
-def tell_of_optimizer(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
+def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
     """Log what this optimizer had better do before the selection; called on rank 0.
 
     way: how to make its steps before the exchange, in words; "": they cannot be.

@@ -20,7 +20,7 @@ from ..compression import (
 from ..errors import check_count, check_number
 from ..exchange.adamw import AdamGroups
 from ..exchange.automatic import hides_behind_backward
-from ..exchange.exchanges import require_compression
+from ..exchange.bucket_exchange import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet
 

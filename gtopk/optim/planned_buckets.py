@@ -15,14 +15,14 @@ from collectives.transports import Transport
 
 from ..exchange.buckets.parameters import ParameterNames
 from ..exchange.exchange import Progress
-from ..exchange.residual_names import unmatched
 from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
     load_residuals,
+    nonzero_names,
     require_shapes,
     residuals_of,
-    unsent,
+    unmatched,
 )
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
@@ -61,7 +61,7 @@ class PlannedBuckets:
         self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
-    def takes(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+    def accepts_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Tell whether these parameters' buckets take their gradients, sparse ones included."""
         sparse = [p for p in parameters if (g := p.grad) is not None and g.is_sparse]
         return self._sparse.issuperset(sparse)
@@ -72,13 +72,13 @@ class PlannedBuckets:
             return True
         # By identity: == of tensors compares values, and waits for a GPU.
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
-            return not self.takes(trained)
+            return not self.accepts_gradients(trained)
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
         if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
             return True  # its residual waits until it is there again
         known = [parameter for parameter in trained if parameter in self._index]
         is_new = any(p.grad is not None for p in trained if p not in self._index)
-        return is_new or not self.takes(known)
+        return is_new or not self.accepts_gradients(known)
 
     def plan(
         self,
@@ -102,7 +102,7 @@ class PlannedBuckets:
             self._sparse_among(trained),
             self._wanted,
             self.steps,
-            unsent(residuals),
+            nonzero_names(residuals),
         )
         signature = plan.signature()
         agreed = _agree_on(plan, signature, peers)
@@ -133,7 +133,7 @@ class PlannedBuckets:
         said = "\n".join([*signature, *map(str, agreed.parts)])
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
-    def dissolve(self) -> None:
+    def drop_buckets(self) -> None:
         """Drop the buckets, which belong to a world that has ended; keep their residual."""
         if self.bucket_exchanges:
             self._residuals, self._wanted = self.export_state()

@@ -16,10 +16,12 @@ import torch
 
 from collectives.transports import Transport
 
+from ..exchange.automatic import hides_behind_backward
+from ..exchange.bucket_exchange import mean_square_ratio
 from ..exchange.buckets.parameters import ParameterNames
-from ..exchange.buckets.placeholders import lacks_gradient, place, remove_placeholders
+from ..exchange.buckets.placeholders import lacks_gradient, place_placeholders, remove_placeholders
 from ..exchange.exchange import Progress
-from ..exchange.residual_state import ResidualState, mean_square_ratio
+from ..exchange.residual_state import ResidualState
 from ..reduce_ops import Average
 from ..runtime.coordinator import Work
 from ..runtime.coordinator.agreement import describe_missing
@@ -30,16 +32,54 @@ from ..telemetry.stragglers import Stragglers
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
-from .join_shadow import register_shadow
 from .options import Options
-from .overlap import Overlap
-from .peers import peers_in
+from .peers import Peers, peers_in, register_shadow
 from .planned_buckets import PlannedBuckets
 from .reduced_twice import refuse_ddp
 from .samples import LocalClip, Samples, note_stepper
 from .step_transaction import StepTransaction
 
 _log = logging.getLogger("gtopk")
+
+
+class Overlap:
+    """Whether buckets are exchanged before backward has ended; the last one never is.
+
+    is_on: until gradients, or weights, are changed between backward and the step.
+    """
+
+    def __init__(self, is_on: bool, compression: object) -> None:
+        self.is_on = is_on
+        self._hides = hides_behind_backward(compression)
+
+    def stop(self, peers: Peers) -> None:
+        """Exchange buckets after backward from now on: gradients or weights change after it."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        _log.log(
+            logging.WARNING if self._hides else logging.INFO,
+            "rank %d: %s or their samples changed between backward() and step() (clipping by hand, "
+            "say): they are exchanged after backward from now on, without overlap%s; call "
+            "optimizer.synchronize() before changing them%s",
+            peers.world.rank,
+            peers.name,
+            ", and hide_behind_backward=True hides nothing" if self._hides else "",
+            ", or give density= or bytes_per_step=" if self._hides else "",
+            extra=EVERYWHERE,
+        )
+
+    def warn_of_a_single_bucket(self, buckets: int, peers: Peers) -> None:
+        """Warn where hide_behind_backward is asked for, and a single bucket cannot hide."""
+        if self._hides and self.is_on and buckets == 1 and peers.size > 1:
+            _log.warning(
+                "rank %d: %s are exchanged in one bucket, when backward has ended, and "
+                "hide_behind_backward=True hides nothing; make several by a smaller bucket_bytes=, "
+                "or give density= or bytes_per_step=",
+                peers.world.rank,
+                peers.name,
+                extra=EVERYWHERE,
+            )
 
 
 class Reducer:
@@ -57,7 +97,7 @@ class Reducer:
     stragglers: how fast these ranks compute, beside each other.
     """
 
-    holds: ClassVar[str] = "gradients"
+    residual_of: ClassVar[str] = "gradients"
 
     def __init__(
         self,
@@ -74,7 +114,8 @@ class Reducer:
         self.scaler = scaler
         self.samples = Samples()
         note_stepper(self, names)
-        overlaps = options.overlap and not options.clips_before
+        self._clips_before = options.clips_before
+        overlaps = options.overlap and not self._clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
@@ -84,7 +125,7 @@ class Reducer:
         self._applied: StepTransaction | None = (
             None  # its update is in the gradients, and no step has used it yet
         )
-        self._has_told_of_lacking = False
+        self._has_warned_of_lacking = False
         self._rolled_back = False  # the transaction that was applied last
         # The others', while this rank has joined; or its own, which it has broken off.
         self._shadow: StepTransaction | None = None
@@ -102,7 +143,7 @@ class Reducer:
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
-        self.planned.dissolve()
+        self.planned.drop_buckets()
         self.hooks.watch_buckets([])
         if self.peers.size > 1:
             self.hooks.watch(self.trained())
@@ -112,7 +153,7 @@ class Reducer:
     def place_zeros(self) -> None:
         """Set the gradients to zeros, where there are other ranks to reduce with."""
         if self.peers.size > 1 and self.peers.takes_part:
-            place(self.names)
+            place_placeholders(self.names)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -139,7 +180,7 @@ class Reducer:
             for p in group["params"]
         )
 
-    def let_mode_step(self, mode: str) -> None:
+    def stop_exchanging(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
         self.stepping_mode, self.overlap.is_on = mode, False
         remove_placeholders(self.names)
@@ -158,7 +199,7 @@ class Reducer:
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
-        if not self.planned.takes(parameters):
+        if not self.planned.accepts_gradients(parameters):
             return  # one has turned sparse: `reduce` plans anew
         if self._transaction is None:
             self._transaction = self._open()
@@ -236,13 +277,13 @@ class Reducer:
             transaction.drop()
             raise
         here.note_preempted(transaction.preempted)
-        self._tell_of_lacking(transaction.lacking)
+        self._warn_of_lacking(transaction.lacking)
 
-    def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
+    def _warn_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
         """Warn, once, that gradients count as zeros on some ranks: it may be a mistake."""
-        if not lacking or self._has_told_of_lacking:
+        if not lacking or self._has_warned_of_lacking:
             return
-        self._has_told_of_lacking = True
+        self._has_warned_of_lacking = True
         _log.warning(
             "rank %d: at step %d some gradients are missing on some ranks, and count as zeros "
             "there, as with Horovod: %s; missing_gradients='error' makes that an error (said once)",
@@ -269,7 +310,7 @@ class Reducer:
         """Tell whether the update applied last is in no gradient any more, and no step used it."""
         if (applied := self._applied) is None:
             return self._rolled_back
-        return applied.is_discarded and not applied.may_have_stepped
+        return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
         if self._applied is not None and self.is_discarded:
@@ -292,7 +333,7 @@ class Reducer:
         loss = loss_scale(self.scaler)
         by_adam = self.options.adam is not None
         clip = LocalClip(
-            [p.grad for p in self.trained()] if self.options.clips_before else [],
+            [p.grad for p in self.trained()] if self._clips_before else [],
             self.options.local_clip_norm,
             loss,
             allowed_mean=self.options.global_clip_norm if by_adam else None,
@@ -311,13 +352,13 @@ class Reducer:
             clip=clip,
         )
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
         The others try again without its gradients; its residual is as before the step.
         """
         if self._transaction is not None:
-            self._transaction.break_off()
+            self._transaction.abort()
             self._shadow, self._transaction = self._transaction, None
 
     def shadow_work(self, index: int) -> Work:
@@ -348,7 +389,7 @@ class Reducer:
         begun goes on until `reduce`: the other ranks may be in it. It will be void, as the
         gradients will be others by then.
         """
-        if self._applied is not None and not self._applied.may_have_stepped:
+        if self._applied is not None and not self._applied.has_changed_parameters:
             self._roll_back()
         self.commit()
         self.hooks.forget()
@@ -401,7 +442,7 @@ class Reducer:
         if self._transaction is not None:
             # The engine's thread may be changing the residual.
             self._transaction.wait_for_operations()
-        if self._applied is not None and self._applied.may_have_stepped:
+        if self._applied is not None and self._applied.has_changed_parameters:
             self.commit()
         return self.planned.export_state()
 

@@ -4,8 +4,8 @@
     where some differ, to heal     compare checksums of these with the optimizer's state of them;
                                    the lowest rank of the majority sends its own to the others
 
-The state goes along: if only the parameter was mended, a momentum that differs would make it differ
-again. A rank's residual is its own, and stays.
+The state goes along: if only the parameter was repaired, a momentum that differs would make it
+differ again. A rank's residual is its own, and stays.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ BUFFERS_STAY: Final = (
 )
 
 
-class Parted(NamedTuple):
+class Divergence(NamedTuple):
     """A parameter whose bits differ between ranks; sides: by checksum, the ranks that have it."""
 
     name: str
-    sides: dict[int, list[int]]
+    ranks_by_checksum: dict[int, list[int]]
 
     def describe(self) -> str:
         """Return the parameter and its sides in words, for errors."""
-        sides = "; ".join(f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.sides.items())
+        sides = "; ".join(
+            f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.ranks_by_checksum.items()
+        )
         return f"parameter '{self.name}' has the checksums {sides}"
 
     def majority(self) -> list[int] | None:
         """Return the ranks of the side that has more than half of all ranks; None: none has."""
-        most = max(self.sides.values(), key=len)
-        return most if 2 * len(most) > sum(map(len, self.sides.values())) else None
+        most = max(self.ranks_by_checksum.values(), key=len)
+        return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 
 
 def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
@@ -57,7 +59,7 @@ def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
     return np.array([checksum(_bits_of(parameter)) for parameter in parameters], np.uint64)
 
 
-def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Parted]:
+def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Divergence]:
     """Return the parameters that differ, the same on every rank; all ranks call it together.
 
     own: this rank's `checksums`.
@@ -69,15 +71,15 @@ def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list
         for rank, row in zip(transport.ranks, rows, strict=True):
             sides.setdefault(int(row[place]), []).append(rank)
         if len(sides) > 1:
-            found.append(Parted(name, sides))
+            found.append(Divergence(name, sides))
     return found
 
 
 def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]) -> None:
     """Raise MismatchError, on every rank alike, that names the first parameter that differs."""
-    if parted := compare(transport, own, names):
+    if diverged := compare(transport, own, names):
         raise MismatchError(
-            f"the replicas are no longer the same: {parted[0].describe()}; begin with "
+            f"the replicas are no longer the same: {diverged[0].describe()}; begin with "
             "broadcast_parameters and broadcast_optimizer_state, and change parameters alike on "
             "all ranks"
         )
@@ -89,11 +91,11 @@ def _bits_of(tensor: torch.Tensor) -> np.ndarray:
     return bits
 
 
-class Healing(NamedTuple):
-    """The result of a healing: the ranks that were mended, and bytes for this rank, by name."""
+class Repair(NamedTuple):
+    """The result of a repair: the ranks that were repaired, and bytes for this rank, by name."""
 
     ranks: list[int]
-    mended: dict[str, bytes]
+    repaired: dict[str, bytes]
 
 
 def pack(
@@ -113,7 +115,7 @@ def pack(
     }
 
 
-def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str = "") -> Healing:
+def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str = "") -> Repair:
     """Send the majority's parameters to ranks that have others; all ranks call it together.
 
     own: this rank's, from `pack`; all ranks pack the same names.
@@ -125,17 +127,17 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
     if said := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
         raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {said}")
     sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
-    parted = [(each, each.majority()) for each in compare(transport, sums, list(own))]
-    for each, most in parted:
+    diverged = [(each, each.majority()) for each in compare(transport, sums, list(own))]
+    for each, most in diverged:
         if most is None:
             raise MismatchError(
                 f"the replicas are no longer the same, and cannot be healed: {each.describe()}, "
                 "and no side has more than half of the ranks; go on from a checkpoint"
             )
-    mended: dict[str, bytes] = {}
+    repaired: dict[str, bytes] = {}
     sick: set[int] = set()
     # In one order on all ranks, as `compare` returns it: sends and receives match by it.
-    for each, most in parted:
+    for each, most in diverged:
         healthy = [transport.ranks.index(rank) for rank in most or []]
         others = [place for place in range(transport.size) if place not in healthy]
         sick.update(transport.ranks[place] for place in others)
@@ -144,21 +146,21 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
             for sent in [transport.send(content, place) for place in others]:
                 sent()
         elif transport.rank in others:
-            mended[each.name] = transport.receive(healthy[0]).tobytes()
-    return Healing(sorted(sick), mended)
+            repaired[each.name] = transport.receive(healthy[0]).tobytes()
+    return Repair(sorted(sick), repaired)
 
 
 @torch.no_grad()
 def install_parameters(
     names: Mapping[torch.nn.Parameter, str],
-    mended: Mapping[str, bytes],
+    repaired: Mapping[str, bytes],
     state: Mapping[torch.Tensor, dict[str, Any]],
 ) -> None:
     """Take over parameters, and the optimizer's state of them, from `spread_majority`."""
     for parameter, name in names.items():
-        if name not in mended:
+        if name not in repaired:
             continue
-        bits, items = decode(mended[name])
+        bits, items = decode(repaired[name])
         parameter.copy_(bits)
         own, theirs = state[parameter], dict(items)
         for key in own.keys() - theirs.keys():
@@ -181,7 +183,7 @@ def _are_alike(here: torch.Tensor, value: Any) -> bool:
 
 _log = logging.getLogger("gtopk")
 
-Look = Callable[[Transport], list[Parted]]
+Look = Callable[[Transport], list[Divergence]]
 
 EVERY: Final = 100  # steps, where check_every is None
 _STAY: Final = (
@@ -229,8 +231,8 @@ class ReplicaCheck:
         Raises HorovodInternalError, on every rank alike, where replicas differ and that is an
         error, or they cannot be healed.
         """
-        if (look := self.begin()) is not None:
-            self.end(self._reducer.peers.run_unless_joined("replicas", look), state)
+        if (compare_ranks := self.begin()) is not None:
+            self.end(self._reducer.peers.run_unless_joined("replicas", compare_ranks), state)
 
     def begin(self) -> Look | None:
         """Return the comparison of the parameters as they are, for all ranks to run together.
@@ -243,51 +245,53 @@ class ReplicaCheck:
         parameters, is_error = self._reducer.names, self._on_divergence == "error"
         own, names = checksums(parameters), list(parameters.values())
 
-        def look(transport: Transport) -> list[Parted]:
+        def compare_ranks(transport: Transport) -> list[Divergence]:
             if is_error:
                 require_the_same(transport, own, names)
                 return []
             return compare(transport, own, names)
 
-        return look
+        return compare_ranks
 
     def end(
-        self, parted: Sequence[Parted] | None, state: Mapping[torch.Tensor, dict[str, Any]]
+        self, diverged: Sequence[Divergence] | None, state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
         """Warn of, or heal, the parameters that a comparison has found; None: it was not run."""
         self._is_due = False
-        if not parted:
+        if not diverged:
             return
         self.divergences += 1
         heals = self._on_divergence == "heal"
-        became = self._heal(parted, state) if heals else _STAY
-        more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
+        became = self._repair(diverged, state) if heals else _STAY
+        more = f", and {len(diverged) - 1} more parted" if len(diverged) > 1 else ""
         here = world.current()
         _log.warning(
             "rank %d: the replicas are not the same at step %d: %s%s; %s",
             here.rank,
             here.step,
-            parted[0].describe(),
+            diverged[0].describe(),
             more,
             became,
             extra=EVERYWHERE,
         )
         if (recorder := recorder_of(here)) is not None:
-            recorder.note_parted([each.name for each in parted], heals)
+            recorder.note_divergence([each.name for each in diverged], heals)
 
-    def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
+    def _repair(
+        self, diverged: Sequence[Divergence], state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> str:
         """Replace parameters that differ by the majority's; return in words what was done."""
         parameters = self._reducer.names
         own: dict[str, bytes] = {}
         problem = ""
         try:
-            own = pack(parameters, [each.name for each in parted], state)
+            own = pack(parameters, [each.name for each in diverged], state)
         except TypeError as error:  # on some ranks perhaps: the others would wait
             problem = str(error)
-        ranks, mended = self._reducer.peers.run(
+        ranks, repaired = self._reducer.peers.run(
             "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
-        install_parameters(parameters, mended, state)
+        install_parameters(parameters, repaired, state)
         again, names = checksums(parameters), list(parameters.values())
         self._reducer.peers.run(
             "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)

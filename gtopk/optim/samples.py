@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.kernels import squared_norm, squared_norms
 
-from ..exchange.buckets.arrays import current_stream, home_of, located, view_array
+from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
 VOTE_BITS: Final = 35  # of the flags, below the number of samples
 MOST: Final = 2**27 - 1
@@ -88,7 +88,7 @@ def whole_number(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a whole number, got {value!r}") from error
 
 
-def weighs(flags: int) -> bool:
+def is_weighted(flags: int) -> bool:
     """Tell whether the gradients of a rank with these flags count for anything."""
     return _number(flags) != 0
 
@@ -201,7 +201,7 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
     The kernels add in float64 and in one order, on any processor and any GPU. The order of torch's
     sums depends on the processor's instructions: two ranks' norms may differ in the last bit.
     """
-    home = home_of(tensors)
+    home = device_of(tensors)
     with current_stream(home)():
         flat = []
         for tensor in tensors:

@@ -78,13 +78,13 @@ class StepPolicy:
         """Shorten the gradients, which are an agreed update, to global_clip_norm."""
         self._optimizer._clip(1.0)
 
-    def tell_of_compression(self) -> None:
+    def log_compression(self) -> None:
         """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
-        self._optimizer._tell_of_compression(by_mode=True)
+        self._optimizer._log_compression(by_mode=True)
 
-    def let_mode_step(self, mode: str) -> None:
+    def stop_exchanging(self, mode: str) -> None:
         """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
-        self._optimizer._reducer.let_mode_step(mode)
+        self._optimizer._reducer.stop_exchanging(mode)
 
     def mode(self) -> str:
         """Return the mode that steps in the optimizer's place; "": it steps itself."""

@@ -37,7 +37,7 @@ from ..exchange.exchange import Exchanged
 from ..exchange.residual import ResidualSize
 from ..runtime.coordinator import Engine, Operation
 from ..runtime.coordinator.agreement import describe_missing
-from .samples import VOTE_BITS, LocalClip, Samples, weighs
+from .samples import VOTE_BITS, LocalClip, Samples, is_weighted
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
@@ -79,14 +79,14 @@ class AnyBucketExchange(Protocol):
     def missing(self) -> list[str]: ...
     def all_finite(self) -> bool: ...
     def not_finite(self) -> list[str]: ...
-    def remember(self) -> None: ...
-    def set_aside(self, missing_everywhere: Collection[str]) -> None: ...
+    def snapshot(self) -> None: ...
+    def exclude(self, missing_everywhere: Collection[str]) -> None: ...
     def undo(self) -> None: ...
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
     def commit(self) -> None: ...
     def residual_size(self) -> ResidualSize | None: ...
-    def apply_to_nothing(self) -> None: ...
+    def finish_joined_step(self) -> None: ...
     def poison(self) -> None: ...
     def release_gradients(self) -> None: ...
 
@@ -127,7 +127,7 @@ class StepTransaction:
         clip: LocalClip,
     ) -> None:
         self.bucket_exchanges = bucket_exchanges
-        self.changed = self.unplanned = self.broken_off = False
+        self.changed = self.unplanned = self.aborted = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
         self.preempted: list[int] = []
@@ -160,9 +160,9 @@ class StepTransaction:
     @property
     def void(self) -> bool:
         """Tell whether the transaction counts on no rank."""
-        return self.changed or self.unplanned or self.broken_off
+        return self.changed or self.unplanned or self.aborted
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Submit all buckets that are left as void, and do not wait: this rank is about to join.
 
         The others end the transaction when they, too, have submitted every bucket, or joined.
@@ -245,7 +245,7 @@ class StepTransaction:
         return max([self._ready, *late])
 
     @property
-    def computes_late(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Tell whether gradients were handed over before they were computed, as on a GPU."""
         return any(each.ready_at is not None for each in self.exchanged.values())
 
@@ -270,7 +270,7 @@ class StepTransaction:
             bucket_exchange.commit()
 
     @property
-    def may_have_stepped(self) -> bool:
+    def has_changed_parameters(self) -> bool:
         """Tell whether a parameter has changed since the update was applied, by any optimizer.
 
         Only changes that torch counts: not those by `.data`.
@@ -281,7 +281,7 @@ class StepTransaction:
     def is_discarded(self) -> bool:
         """Tell whether the gradients that hold the update are gone from all parameters."""
         return not any(
-            (gradient := parameter.grad) is not None and gradient is _alive(reference)
+            (gradient := parameter.grad) is not None and gradient is _dereference(reference)
             for parameter, _, reference in self._applied
         )
 
@@ -309,7 +309,7 @@ class StepTransaction:
                 self.undo()
                 return False
             for bucket_exchange in self.bucket_exchanges:
-                bucket_exchange.apply_to_nothing()
+                bucket_exchange.finish_joined_step()
             return True
 
         return work
@@ -340,7 +340,7 @@ class StepTransaction:
         missing = bucket_exchange.missing()
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
         # The names as a checksum: flags have 35 bits for all of this. Where the checksums differ,
-        # the ranks exchange the names (`_look_at_missing`).
+        # the ranks exchange the names (`_check_missing`).
         self.operations[index] = self._engine.submit(
             bucket_exchange.name,
             [self._signature, self.samples.signature, bucket_exchange.signature],
@@ -376,14 +376,14 @@ class StepTransaction:
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # Where all ranks have broken off, the last bucket may be run before others.
-        self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
+        self.aborted |= any(flags & _BROKEN_OFF for flags in all_flags)
         # All from flags and sums that are the same on all ranks: all return, or none. One rank that
         # returned alone would leave the others waiting in the exchange below.
         if self.void or (self._stopped and not last):
             return
         if last and self._done < index:  # the ranks disagree about another bucket
             return
-        self._look_at_missing(index, missing, transport, all_flags)
+        self._check_missing(index, missing, transport, all_flags)
         self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # A rank that has joined has no gradient, even if its last sample count was not 0.
@@ -393,8 +393,8 @@ class StepTransaction:
                     self._factor(self.bucket_exchanges[index], weight, share), share
                 )
             # First, so that `undo` also takes back what the next two lines change in the residual.
-            self.bucket_exchanges[index].remember()
-            self.bucket_exchanges[index].set_aside(self._missing_everywhere[index])
+            self.bucket_exchanges[index].snapshot()
+            self.bucket_exchanges[index].exclude(self._missing_everywhere[index])
             self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
             # Ranks may not have looked at their gradients: the sum, the same on all ranks, tells.
             self._stopped = not self.exchanged[index].finite
@@ -415,7 +415,7 @@ class StepTransaction:
             if names
         )
 
-    def _look_at_missing(
+    def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         everywhere = set(missing)
@@ -425,7 +425,7 @@ class StepTransaction:
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)
-            heard = {transport.ranks[r]: said[r] for r in here if weighs(all_flags[r])}
+            heard = {transport.ranks[r]: said[r] for r in here if is_weighted(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:
                     raise MismatchError(
@@ -438,7 +438,7 @@ class StepTransaction:
         self._missing_everywhere[index] = everywhere
 
 
-def _alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+def _dereference(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor if it still exists, as torch's TensorWeakRef does; that is slow to make."""
     tensor = reference()
     if tensor is not None:

@@ -32,10 +32,10 @@ _log = logging.getLogger("gtopk")
 EVERYWHERE: Final = {"everywhere": True}
 
 
-class _Spoken(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes to stderr, a line in one write, unless the root logger has handlers.
 
-    set_level: whether `speak` has set the logger's level.
+    set_level: whether `install_handler` has set the logger's level.
     """
 
     def __init__(self, rank: int, all_ranks: bool) -> None:
@@ -62,16 +62,16 @@ class _Spoken(logging.Handler):
             self.handleError(record)
 
 
-def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
+def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     """Add this rank's handler to the logger, unless the script has added one.
 
     Raises ValueError for a GTOPK_LOG that is no level.
     """
     asked = settings.LOG.read(environ)
-    fall_silent()
+    remove_handler()
     if any(not isinstance(each, logging.NullHandler) for each in _log.handlers):
         return
-    handler = _Spoken(rank, all_ranks=bool(asked))
+    handler = _StderrHandler(rank, all_ranks=bool(asked))
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         usual = logging.INFO if rank == 0 else logging.WARNING
@@ -79,19 +79,21 @@ def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         handler.set_level = True
 
 
-def say(text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.environ) -> None:
+def print_line(
+    text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.environ
+) -> None:
     """Print a line of the library's, unless GTOPK_LOG asks for less.
 
-    It works before `init` has called `speak`, too.
+    It works before `init` has called `install_handler`, too.
     """
     if level >= _LEVELS.get(settings.LOG.text(environ).lower(), logging.INFO):
-        transport.say(text)
+        transport.print_line(text)
 
 
-def fall_silent() -> None:
-    """Restore the logger as it was before `speak`."""
+def remove_handler() -> None:
+    """Restore the logger as it was before `install_handler`."""
     for handler in _log.handlers[:]:
-        if isinstance(handler, _Spoken):
+        if isinstance(handler, _StderrHandler):
             _log.removeHandler(handler)
             if handler.set_level:
                 _log.setLevel(logging.NOTSET)

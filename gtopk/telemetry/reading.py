@@ -326,7 +326,7 @@ def read_run(folder: Path) -> Run:
     return Reader(folder).read()
 
 
-def by_interest(names: Iterable[str]) -> list[str]:
+def accuracy_and_loss_first(names: Iterable[str]) -> list[str]:
     """Return names of logged values: accuracy and loss first, then the others, each in order."""
     return sorted(
         names, key=lambda name: ("accuracy" not in name.lower(), "loss" not in name.lower(), name)
@@ -342,7 +342,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
     """Return the last run, put together from all ranks' attempts."""
-    files = {attempts[-1][0]["rank"]: _by_meeting(attempts) for attempts in found}
+    files = {attempts[-1][0]["rank"]: _attempts_by_start(attempts) for attempts in found}
     newest = max(files.values(), key=lambda each: _when(_last(each)))
     ranks, met = _last(newest)["ranks"], [*newest][-1]
     # A world has the ranks from 0 on: the lowest one was in all of the run, and what others did
@@ -357,7 +357,7 @@ def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
     return Run([_record(attempts, lead, began) for attempts in current if attempts], began)
 
 
-def _by_meeting(attempts: Sequence[list[Line]]) -> Attempts:
+def _attempts_by_start(attempts: Sequence[list[Line]]) -> Attempts:
     """Return attempts by the time their ranks met; in earlier versions, by index from the end."""
     places = range(-len(attempts), 0)
     return {

@@ -104,7 +104,7 @@ class Recorder:
         """Note how fast this rank computes relative to the fastest, which is 1."""
         self._note("score", score=score)
 
-    def note_parted(self, parameters: Sequence[str], healed: bool) -> None:
+    def note_divergence(self, parameters: Sequence[str], healed: bool) -> None:
         """Note parameters that were not the same on all ranks, and whether they were healed."""
         self._note("parted", parameters=list(parameters), healed=healed)
 
@@ -131,7 +131,7 @@ class Recorder:
                 note = self._noted.popleft()
                 lines.append(note if isinstance(note, dict) else step_line(*note))
             if lines:
-                self._hand_out(lines)
+                self._write_to_sinks(lines)
 
     def close(self) -> list[Sink]:
         """Write the last step and all notes, and stop.
@@ -151,7 +151,7 @@ class Recorder:
                 s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
             ]
             for sink in [s for s in self._sinks if s not in open_still]:
-                with self._dropped_if_it_fails(sink):
+                with self._drop_on_error(sink):
                     sink.close()
             self._sinks.clear()
         return open_still
@@ -172,13 +172,13 @@ class Recorder:
         while not self._closing.wait(_PAUSE_SECONDS):
             self.flush()
 
-    def _hand_out(self, lines: list[Line]) -> None:
+    def _write_to_sinks(self, lines: list[Line]) -> None:
         for sink in list(self._sinks):
-            with self._dropped_if_it_fails(sink):
+            with self._drop_on_error(sink):
                 sink.take(lines)
 
     @contextmanager
-    def _dropped_if_it_fails(self, sink: Sink) -> Iterator[None]:
+    def _drop_on_error(self, sink: Sink) -> Iterator[None]:
         """Drop a sink that raises anything, as not all sinks are gtopk's; the others go on."""
         try:
             yield

@@ -158,7 +158,7 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     asked for is not installed.
     """
     _end(world, "it is recorded elsewhere from now on")
-    _tell_of_earlier_run(world, settings)
+    _log_earlier_run(world, settings)
     with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
         sinks = []
         for opening in _openings(world, settings).values():
@@ -181,7 +181,7 @@ class _WorldRecords:
     def start(self, world: World) -> None:
         """Start the recording that is asked for; if that fails, warn and let the training go on."""
         settings = settings_of(world)
-        _tell_of_earlier_run(world, settings)
+        _log_earlier_run(world, settings)
         records = _records_of(world)
         open_still = [*records.open_still]
         records.open_still.clear()  # the list is that of the world before
@@ -257,7 +257,7 @@ def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]
     return found
 
 
-def _tell_of_earlier_run(world: World, settings: Settings) -> None:
+def _log_earlier_run(world: World, settings: Settings) -> None:
     """Log, on rank 0, that a folder holds a finished run, unless this process wrote it."""
     path = path_of(settings.run, world.rank) if settings.run else None
     if world.rank or world.resumed or path is None or path in _written:

@@ -238,8 +238,8 @@ class Sized(Protocol):
     def elements(self) -> int: ...
 
 
-class Reported(Protocol):
-    """The fields of a transaction from which a report is made; see `StepTransaction`, `Seen`."""
+class ReportSource(Protocol):
+    """The fields of a transaction from which a report is made; as of `RecordedStep`."""
 
     @property
     def operations(self) -> Mapping[int, Operation]: ...
@@ -252,7 +252,7 @@ class Reported(Protocol):
 
 
 @dataclass
-class Seen:
+class RecordedStep:
     """A step that is no StepTransaction, with the fields that a report is made from."""
 
     operations: dict[int, Operation] = field(default_factory=dict)
@@ -262,7 +262,7 @@ class Seen:
 
 
 def report(
-    transaction: Reported,
+    transaction: ReportSource,
     *,
     step: int,
     compute_seconds: float,
@@ -299,7 +299,7 @@ def report(
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
-        hidden_seconds=sum(outside(span, waits) for span in transaction.spans),
+        hidden_seconds=sum(seconds_outside(span, waits) for span in transaction.spans),
         working_seconds=sum(ended - begun for begun, ended in transaction.spans),
         buckets=len(transaction.bucket_exchanges),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
@@ -321,7 +321,7 @@ def report(
     )
 
 
-def outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
+def seconds_outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of a span in which the program did not wait."""
     begun, ended = span
     waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)

@@ -40,7 +40,7 @@ _LEAST_SECONDS: Final = 0.01  # shorter steps are too noisy to compare
 QUIET_SECONDS: Final = 60.0  # after a warning
 
 
-class Told(NamedTuple):
+class StragglerState(NamedTuple):
     """The state of stragglers after an exchange of flags, known to all ranks.
 
     seconds: by place among the ranks; 0 where a rank had none.
@@ -52,7 +52,7 @@ class Told(NamedTuple):
     seconds: list[float]
     slow: list[int]
     hosts: list[str]
-    crowded: set[str]
+    oversubscribed: set[str]
 
     def scores(self) -> list[float | None]:
         fastest = min((each for each in self.seconds if each), default=0.0)
@@ -71,7 +71,7 @@ class Stragglers:
         self._world, self._engine = here, engine
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._telling: Operation | None = None
+        self._log_operation: Operation | None = None
         # The engine's thread's own; equal on all ranks.
         self._slow: list[int] = []
         self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
@@ -90,21 +90,21 @@ class Stragglers:
             return
         if seconds is not None:
             self._recent.append(seconds)
-        if self._telling is not None and self._telling.done:
-            if self._telling.error is None:  # else a rank has joined, or left
-                self._hear(self._telling.result)
-            self._telling = None
+        if self._log_operation is not None and self._log_operation.done:
+            if self._log_operation.error is None:  # else a rank has joined, or left
+                self._receive(self._log_operation.result)
+            self._log_operation = None
         # All ranks submit alike: the last exchange of flags was announced before those of the steps
         # since, which have ended on every rank, and so has it.
-        if steps % _EVERY == 0 and self._telling is None:
+        if steps % _EVERY == 0 and self._log_operation is None:
             median = statistics.median(self._recent) if self._recent else 0.0
-            self._telling = self._engine.submit(
+            self._log_operation = self._engine.submit(
                 self._name, [], self._take, flags=round(1e6 * median)
             )
 
-    def _take(self, transport: Transport, all_flags: Sequence[int]) -> Told:
+    def _take(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
         """Run on the engine's thread, on all ranks alike."""
-        told = Told([flags / 1e6 for flags in all_flags], [], [], set())
+        told = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
@@ -123,21 +123,21 @@ class Stragglers:
             mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
             said = transport.gather_object(mine)
             told.hosts.extend(host for host, *_ in said)
-            told.crowded.update(crowded(said))
+            told.oversubscribed.update(oversubscribed_hosts(said))
         self._slow = told.slow
         return told
 
-    def _hear(self, told: Told) -> None:
+    def _receive(self, told: StragglerState) -> None:
         self.scores = told.scores()
         if told.hosts:
-            self._hosts, self._crowded = told.hosts, told.crowded
+            self._hosts, self._crowded = told.hosts, told.oversubscribed
         score = self.scores[self._engine.transport.rank]
         if (recorder := recorder_of(self._world)) is not None and score is not None:
             recorder.note_score(score)
         if self._engine.transport.rank == 0:
-            self._say(told)
+            self._log_changes(told)
 
-    def _say(self, told: Told) -> None:
+    def _log_changes(self, told: StragglerState) -> None:
         """Warn of ranks that are slow, and report those that are slow no more."""
         ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
         fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
@@ -173,7 +173,7 @@ class Stragglers:
             )
 
 
-def crowded(said: Sequence[Sequence[str]]) -> set[str]:
+def oversubscribed_hosts(said: Sequence[Sequence[str]]) -> set[str]:
     """Return the hosts whose ranks outnumber the cores that they may use.
 
     said: for each rank, its host, how many cores it may use, and their names.

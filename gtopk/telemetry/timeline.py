@@ -83,7 +83,7 @@ class Step(NamedTuple):
     kind: str = "steps"
 
 
-class Whose(NamedTuple):
+class TraceSource(NamedTuple):
     """The rank and run of a trace.
 
     run: when the run began, in seconds of Unix: the same on all its ranks, and on no other run's.
@@ -103,7 +103,7 @@ class Timeline:
         path: str,
         transport: str,
         mark_cycles: bool,
-        whose: Whose | None = None,
+        whose: TraceSource | None = None,
     ) -> None:
         """whose: for a trace that is to be merged with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
@@ -125,7 +125,7 @@ class Timeline:
             }
             self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": told}])
         self._watched: list[tuple[Engine, Observer]] = []
-        self._heard: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
         self._thread.start()
 
@@ -135,32 +135,32 @@ class Timeline:
         Operations that are unfinished when the timeline ends have no end in it.
         """
         observer = partial(self.note, of)
-        engine.observe(observer)
+        engine.add_observer(observer)
         self._watched.append((engine, observer))
 
     def note(self, of: str, event: Event) -> None:
         """Note an event of an engine; quick, as the engine's thread calls it."""
         if not self._is_over:
-            self._heard.put((of, event))
+            self._events.put((of, event))
 
     def note_step(self, step: Step) -> None:
         """Note a step of an optimizer."""
         if not self._is_over:
-            self._heard.put(step)
+            self._events.put(step)
 
     def close(self) -> None:
         """Write all noted events, and stop."""
         for engine, observer in self._watched:
-            engine.ignore(observer)
-        self._heard.put(None)
+            engine.remove_observer(observer)
+        self._events.put(None)
         self._thread.join()
 
     def _write(self) -> None:
         goes_on = True
         while goes_on:
-            heard = [self._heard.get()]
-            while not self._heard.empty():
-                heard.append(self._heard.get())
+            heard = [self._events.get()]
+            while not self._events.empty():
+                heard.append(self._events.get())
             goes_on = None not in heard
             self._append([record for note in heard for record in self._records_of(note)])
         os.close(self._file)
@@ -294,7 +294,7 @@ class WorldTimelines:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 path = str(path_of(folder, world.rank))
-                whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
+                whose = TraceSource(world.rank, world.size, world.began_unix_seconds, world.clock)
                 _start(world, Timeline(path, name, cycles, whose))
             except OSError as error:
                 variable = settings.TIMELINE.name

@@ -22,7 +22,7 @@ from ..runtime.object_codec import decode, encode, holds_pickle, pickle_allowed
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .mpi_ops import allgather, broadcast_, rank, synchronize
 from .mpi_ops.broadcasting import begin_broadcast, begin_refused, check_root
-from .mpi_ops.tensors import check, unfit
+from .mpi_ops.tensors import check, why_unsendable
 
 __all__ = [
     "allgather_object",
@@ -95,7 +95,7 @@ def _begin_in_place(
     A tensor that cannot be sent makes the operation fail on all ranks, with its name: other ranks
     may be able to send theirs, and would wait.
     """
-    if why := unfit(tensor):
+    if why := why_unsendable(tensor):
         return tensor, tensor, begin_refused(why, root_rank, name)
     try:
         target, signature = _unexpanded(tensor.detach())
@@ -130,7 +130,7 @@ def _transferable(dense: torch.Tensor) -> torch.Tensor:
     return dense.view(torch.uint8) if is_float8 else dense
 
 
-class _Parcel(NamedTuple):
+class _EncodedObject(NamedTuple):
     """An encoded object, or the error's text where it could not be encoded."""
 
     content: bytes
@@ -138,7 +138,7 @@ class _Parcel(NamedTuple):
     error: Exception | None = None
 
 
-class _Label(NamedTuple):
+class _ObjectHeader(NamedTuple):
     """The facts about a rank that all ranks learn before any content travels."""
 
     content_bytes: int
@@ -147,25 +147,25 @@ class _Label(NamedTuple):
     takes_pickle: bool
 
 
-def _pack(obj: object) -> _Parcel:
+def _pack(obj: object) -> _EncodedObject:
     try:
         content = encode(obj)
     except Exception as error:  # of any kind: no rank may wait for an object that never comes
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-        return _Parcel(text.encode(errors="replace"), error=error)
-    return _Parcel(content, holds_pickle(content))
+        return _EncodedObject(text.encode(errors="replace"), error=error)
+    return _EncodedObject(content, holds_pickle(content))
 
 
 def _exchange_labels(
-    parcel: _Parcel, name: str, process_set: ProcessSet = global_process_set
-) -> list[_Label]:
+    parcel: _EncodedObject, name: str, process_set: ProcessSet = global_process_set
+) -> list[_ObjectHeader]:
     """Return the labels in rank order; raise TypeError where a pickle would not be taken."""
-    mine = _Label(
+    mine = _ObjectHeader(
         len(parcel.content), parcel.error is not None, parcel.has_pickle, pickle_allowed()
     )
     own = torch.tensor([mine], dtype=torch.int64, device="cpu")
     rows = allgather(own, f"{name}.label", process_set)
-    labels = [_Label(row[0], *map(bool, row[1:])) for row in rows.tolist()]
+    labels = [_ObjectHeader(row[0], *map(bool, row[1:])) for row in rows.tolist()]
     ranks = process_set.members.ranks
     senders = [r for r, label in zip(ranks, labels, strict=True) if label.has_pickle]
     refusing = [r for r, label in zip(ranks, labels, strict=True) if not label.takes_pickle]
@@ -196,7 +196,7 @@ def broadcast_object(
     ranks = check_root(root_rank, process_set)
     name = name or "broadcast_object"
     is_root = rank() == root_rank
-    parcel = _pack(obj) if is_root else _Parcel(b"")
+    parcel = _pack(obj) if is_root else _EncodedObject(b"")
     label = _exchange_labels(parcel, name, process_set)[ranks.index(root_rank)]
     content = _as_tensor(parcel.content if is_root else bytes(label.content_bytes))
     received = broadcast_(content, root_rank, f"{name}.content", process_set).numpy()

@@ -157,7 +157,7 @@ def of(pairs: dict[int, float], length: int) -> SparseVector:
 )
 def test_the_entries_between_two_bounds(first: int, end: int, inside: list[int]) -> None:
     vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
-    part = vector.between(first, end)
+    part = vector.index_range(first, end)
     assert part.indices.tolist() == inside
     assert (part.length, part.values.dtype) == (9, vector.values.dtype)
 
@@ -166,8 +166,8 @@ def test_the_entries_between_two_bounds(first: int, end: int, inside: list[int])
 def test_the_last_entry_lies_before_the_end(length: int) -> None:
     indices = np.array([0, length - 1], index_dtype(length))
     vector = SparseVector(indices, np.ones(2, np.float32), length)
-    assert vector.between(1, length).indices.tolist() == [length - 1]
-    assert vector.between(0, length - 1).indices.tolist() == [0]
+    assert vector.index_range(1, length).indices.tolist() == [length - 1]
+    assert vector.index_range(0, length - 1).indices.tolist() == [0]
 
 
 def test_what_two_vectors_of_the_same_indices_differ_by() -> None:
@@ -179,12 +179,12 @@ def test_what_two_vectors_of_the_same_indices_differ_by() -> None:
 
 @pytest.mark.parametrize("length", [20, 2**31])
 def test_a_part_of_a_longer_vector(length: int) -> None:
-    longer = of({0: 1.0, 4: 2.0}, 5).embedded(10, length)
+    longer = of({0: 1.0, 4: 2.0}, 5).embed(10, length)
     assert longer.indices.tolist() == [10, 14]
     assert check(longer).length == length
 
 
 def test_entries_at_positions() -> None:
     vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
-    assert vector.at(slice(0, None, 2)).indices.tolist() == [1, 8]
-    assert vector.at(slice(0)).entries == 0
+    assert vector.take(slice(0, None, 2)).indices.tolist() == [1, 8]
+    assert vector.take(slice(0)).entries == 0

@@ -18,7 +18,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import load_latest, save_checkpoint
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
-from gtopk.exchange.residual_state import mean_square_ratio
+from gtopk.exchange.bucket_exchange import mean_square_ratio
 from gtopk.exchange.sampling import SWEEP
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.samples import LocalClip

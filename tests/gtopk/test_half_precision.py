@@ -219,7 +219,7 @@ def test_where_all_is_sent_in_16_bits_what_rounding_takes_is_kept(threads, dtype
             parameter.grad = torch.full((64,), 4.0 + step, dtype=dtype)
             given += parameter.grad.double() / transport.size
             bucket.capture_gradients(1 / transport.size)
-            residual.remember()
+            residual.snapshot()
             assert exchange(bucket, transport).finite
             exchange.apply(bucket)
             applied += parameter.grad.double()

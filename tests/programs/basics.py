@@ -13,9 +13,9 @@ import torch
 from checks import raises
 
 import gtopk.torch as hvd
-from gtopk.runtime.launch import carried_by, launched_by
+from gtopk.runtime.launch import launched_by, transport_name
 
-OVER_MPI = carried_by(launched_by()) == "mpi"
+OVER_MPI = transport_name(launched_by()) == "mpi"
 
 
 def test_what_is_built_and_what_is_in_use() -> None:

@@ -21,7 +21,7 @@ import threading
 import numpy as np
 
 from collectives.transports import Transport
-from gtopk.runtime.liveness.heartbeat import Heartbeat, Lost
+from gtopk.runtime.liveness.heartbeat import Heartbeat, LostRank
 
 size, timeout_seconds = int(sys.argv[1]), float(sys.argv[2])
 
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 
 def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) -> None:
-    def on_lost(lost: Lost) -> None:
+    def on_lost(lost: LostRank) -> None:
         say(f"rank {rank} lost {lost.rank}: {lost.why}")
 
     heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2, on_lost)

@@ -22,7 +22,7 @@ import torch
 from collectives.transports import local_world
 from gtopk import load_latest, save_checkpoint
 from gtopk.runtime.world import world
-from gtopk.torch.checkpoint.files import absent_of, list_parts
+from gtopk.torch.checkpoint.files import list_parts, missing_parts
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
@@ -105,7 +105,7 @@ def look() -> tuple[int, bool]:
         for parameter in model.parameters() if step else ():
             assert bool((parameter == step).all()), f"step {step} is not whole"
         there = list_parts(folder)
-        whole = {p.number for p in there if not absent_of(*p[:3], there)}
+        whole = {p.number for p in there if not missing_parts(*p[:3], there)}
         last = max(whole, default=0)
         begun = {int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")}
         return step, max(begun, default=0) > last

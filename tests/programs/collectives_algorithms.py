@@ -88,9 +88,9 @@ def check(
 ) -> None:
     algorithm, format, options = way
     picks = picks_of(length, count, dtype)
-    TRANSPORT.traffic.take()
+    TRANSPORT.traffic.read_and_reset()
     update, returned = reduce(picks[RANK], k, TRANSPORT, algorithm, format=format, **options)
-    counted = TRANSPORT.traffic.take()
+    counted = TRANSPORT.traffic.read_and_reset()
 
     # Agreement.
     digest = hashlib.sha256(update.indices.tobytes() + update.values.tobytes()).digest()

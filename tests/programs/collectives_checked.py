@@ -22,10 +22,10 @@ def rows_of(length: int, ranks: int) -> np.ndarray:
 
 def reduced(transport: Transport, length: int) -> tuple[bytes, Traffic]:
     """Return the bits of a sum, and what this rank has sent for it."""
-    transport.traffic.take()
+    transport.traffic.read_and_reset()
     array = rows_of(length, transport.size)[transport.rank].copy()
     transport.allreduce(array)
-    return array.tobytes(), transport.traffic.take()
+    return array.tobytes(), transport.traffic.read_and_reset()
 
 
 def check_checked_messages(transport: Transport) -> None:

@@ -194,11 +194,11 @@ def test_bfloat16_is_reduced_in_float32_and_travels_in_two_bytes(transport: Tran
         rows = np.random.default_rng(length).choice([-2, -1, 1, 2], (transport.size, length))
         for reduction, expected in REDUCTIONS.items():
             array, halves = words(rows[transport.rank]), rows[transport.rank].astype(np.float16)
-            transport.traffic.take()
+            transport.traffic.read_and_reset()
             transport.allreduce(array, reduction)
-            sent = transport.traffic.take().sent_bytes
+            sent = transport.traffic.read_and_reset().sent_bytes
             reductions.allreduce(transport, halves, reduction)
-            assert sent == transport.traffic.take().sent_bytes
+            assert sent == transport.traffic.read_and_reset().sent_bytes
             assert widen(array).tolist() == expected(rows).tolist(), (reduction, length)
         far = np.random.default_rng(length).standard_normal((transport.size, length)) * 1e30
         array = words(far[transport.rank])
@@ -217,34 +217,34 @@ def test_bfloat16_is_reduced_in_float32_and_travels_in_two_bytes(transport: Tran
 
 
 def test_what_is_sent_is_counted_to_the_byte(transport: Transport) -> None:
-    transport.traffic.take()
+    transport.traffic.read_and_reset()
     waits = [transport.send(message(size), peer) for peer in others(transport) for size in SIZES]
     for peer in others(transport):
         for _ in SIZES:
             transport.receive(peer)
     for wait in waits:
         wait()
-    counted = transport.traffic.take()
+    counted = transport.traffic.read_and_reset()
     assert counted.sent_bytes == sum(SIZES) * (transport.size - 1)
     assert counted.sent_messages == len(SIZES) * (transport.size - 1)
-    assert transport.traffic.take().sent_messages == 0
+    assert transport.traffic.read_and_reset().sent_messages == 0
     assert transport.traffic.sent_bytes == 0
 
 
 def test_a_broadcast_costs_one_message_for_each_other_rank(transport: Transport) -> None:
     for root in range(transport.size):
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         transport.broadcast(message(100), root)
-        counted = transport.traffic.take()
+        counted = transport.traffic.read_and_reset()
         together = np.array([counted.sent_bytes, counted.sent_messages])
         transport.allreduce(together)
         assert together.tolist() == [100 * (transport.size - 1), transport.size - 1]
 
 
 def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
-    transport.traffic.take()
+    transport.traffic.read_and_reset()
     transport.barrier()
-    counted = transport.traffic.take()
+    counted = transport.traffic.read_and_reset()
     rounds = (transport.size - 1).bit_length()
     assert counted.sent_messages == rounds
     assert counted.sent_bytes == 8 * rounds + 8 * (transport.size - 1)
@@ -252,9 +252,9 @@ def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
 
 def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Transport) -> None:
     for dtype, length in zip((*DTYPES, BFLOAT16), 2 * (2049, 4096, 6007), strict=True):
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         transport.allreduce(np.zeros(length, dtype))
-        counted = transport.traffic.take()
+        counted = transport.traffic.read_and_reset()
         # A long message of ours is followed by its checksum, of 8 bytes.
         checksums = counted.sent_messages - 2 * rounds(transport.size)
         assert 0 <= checksums <= 2 * rounds(transport.size)
@@ -271,9 +271,9 @@ def test_a_small_allreduce_takes_half_the_messages_where_they_are_ours(
 ) -> None:
     if not transport.counts_allreduce:
         return
-    transport.traffic.take()
+    transport.traffic.read_and_reset()
     transport.allreduce(np.zeros(3, np.float64))
-    counted = transport.traffic.take()
+    counted = transport.traffic.read_and_reset()
     assert counted.sent_messages == rounds(transport.size)
     assert counted.sent_bytes == 24 * (transport.size - 1)
 
@@ -295,10 +295,10 @@ def test_every_rank_fills_in_the_part_it_owns(transport: Transport) -> None:
         array = np.full_like(whole, 7)
         mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
         array[mine] = whole[mine]
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         transport.allgather_into(array, bounds)
         assert array.tolist() == whole.tolist()
-        assert transport.traffic.take().sent_messages == rounds(transport.size)
+        assert transport.traffic.read_and_reset().sent_messages == rounds(transport.size)
 
 
 def test_every_rank_fills_its_array_with_the_roots(transport: Transport) -> None:
@@ -334,10 +334,10 @@ def test_what_lies_outside_of_the_parts_is_left_alone(transport: Transport) -> N
         expected = array.copy()
         expected[parts] = np.repeat(np.arange(size), 2)
         array[mine] = rank
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         transport.allgather_into(array, bounds)
         assert array.tolist() == expected.tolist()
-        assert transport.traffic.take().sent_bytes == (size - 1) * 2 * array.itemsize
+        assert transport.traffic.read_and_reset().sent_bytes == (size - 1) * 2 * array.itemsize
         transport.reduce_scatter(array, bounds)
         assert array[mine].tolist() == [size * rank] * 2
         array[parts] = expected[parts]
@@ -466,14 +466,14 @@ def test_what_a_view_sends_counts_for_what_it_is_part_of(transport: Transport) -
     channel = transport.channel(5)
     subset = channel.subset(range(transport.size))
     for view in (transport, channel, subset):
-        view.traffic.take()
+        view.traffic.read_and_reset()
     subset.barrier()
-    own = subset.traffic.take()
+    own = subset.traffic.read_and_reset()
     assert own.sent_messages == rounds(transport.size)
     channel.barrier()
-    assert channel.traffic.take().sent_messages == 2 * own.sent_messages
-    assert transport.traffic.take().sent_bytes == 2 * own.sent_bytes
-    assert subset.traffic.take().sent_messages == 0
+    assert channel.traffic.read_and_reset().sent_messages == 2 * own.sent_messages
+    assert transport.traffic.read_and_reset().sent_bytes == 2 * own.sent_bytes
+    assert subset.traffic.read_and_reset().sent_messages == 0
 
 
 def test_messages_beyond_a_mebibyte_arrive(transport: Transport) -> None:
@@ -580,14 +580,14 @@ def check_descriptors(transport: Transport) -> None:
 def check_large_allreduce(transport: Transport, length: int) -> None:
     """Check the sum and the count of an array that the library reduces, after a barrier."""
     transport.barrier()
-    transport.traffic.take()
+    transport.traffic.read_and_reset()
     array = np.full(length, transport.rank + 1, np.float32)
     transport.allreduce(array)
     assert set(array.tolist()) == {sum(range(1, transport.size + 1))}
-    counted = transport.traffic.take()
+    counted = transport.traffic.read_and_reset()
     if transport.size > 1:
         transport.barrier()
-    barrier = transport.traffic.take()
+    barrier = transport.traffic.read_and_reset()
     share = dense_bytes(length, transport.size)
     assert counted.sent_bytes == share + barrier.sent_bytes
     assert counted.sent_messages == 2 * rounds(transport.size) + barrier.sent_messages

@@ -168,7 +168,7 @@ def on_event(event: Event) -> None:
 model[2].weight.register_hook(on_gradient)
 IN_ENGINE = FAULT.get("way") in ("killed", "segfault", "os._exit", "stopped", "memory")
 if IN_ENGINE:
-    world.current().engine.observe(on_event)
+    world.current().engine.add_observer(on_event)
 loaded = gtopk.load_latest(FOLDER, model, optimizer)
 begin = loaded.step if loaded else 0
 print(f"rank {RANK} goes on from {begin}\n", end="", flush=True)

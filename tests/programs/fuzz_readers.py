@@ -48,7 +48,7 @@ from gtopk.runtime.object_codec import ObjectFormatError, decode, encode
 from gtopk.runtime.object_codec.format import HEADER, HEADER_BYTES
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError, Loaded
-from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
+from gtopk.torch.checkpoint.files import decode_with_checksum, encode_with_checksum, read_tensors
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 from models.data import classification
 from models.data.an4 import read_transcript
@@ -123,11 +123,13 @@ def some_object(dice: random.Random, depth: int = 0) -> Any:
 def some_record(dice: random.Random) -> bytes:
     """Return what the JSON file of a checkpoint's part holds."""
     tree = take_apart({"model": some_object(dice), "lr": [0.1, (1, 2)]}).tree
-    return seal({"format": 1, "attempt": "word", "step": 1, "tensors": None, "state": tree})
+    return encode_with_checksum(
+        {"format": 1, "attempt": "word", "step": 1, "tensors": None, "state": tree}
+    )
 
 
 def read_record(content: bytes, file: Path) -> Any:
-    record = unseal(content)
+    record = decode_with_checksum(content)
     tensors = defaultdict(lambda: torch.zeros(2))
     return put_together(record.get("state") if isinstance(record, dict) else record, tensors)
 

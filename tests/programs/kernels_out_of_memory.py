@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives import SparseVector
 from collectives.kernels import host, reference
-from collectives.kernels.host.threads import using
+from collectives.kernels.host.calls import use_threads
 
 LENGTH = 900_000  # elements enough for three threads
 FAILED, FINE = 0, 3  # exit codes of a child: an allocation failed, or there were not so many
@@ -84,7 +84,7 @@ def fails_in_child(call: int, program: Callable[..., None], *arguments: object) 
     return code == FAILED
 
 
-with using(3):
+with use_threads(3):
     for program in (accumulates, sums):
         for addend in INPUTS.values():
             for before in (0, 2000):

@@ -15,15 +15,15 @@ import light_torch  # noqa: F401
 
 from collectives import Transport
 from collectives.transports import nccl, nccl_start
-from collectives.transports.device_choice import Facts
+from collectives.transports.device_choice import GpuFacts
 from gtopk.runtime.world import state
 
 calls: Counter[str] = Counter()
 
 
-def signature(host: Transport, device: int | None) -> Facts:
+def signature(host: Transport, device: int | None) -> GpuFacts:
     """Return those of a rank with a GPU of its own, and torch's NCCL."""
-    return Facts(f"GPU-{host.ranks[host.rank]}", cupy="there is no GPU here", torch_nccl=22703)
+    return GpuFacts(f"GPU-{host.ranks[host.rank]}", cupy="there is no GPU here", torch_nccl=22703)
 
 
 def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:

@@ -11,7 +11,7 @@ import gtopk.torch as hvd
 from gtopk.runtime.coordinator import Engine
 
 looked = threading.Semaphore(0)
-look = Engine._look_for_the_end
+look = Engine._leave_if_program_ended
 
 
 def look_and_tell(engine: Engine) -> None:
@@ -39,7 +39,7 @@ def train() -> None:
         print(error)
 
 
-Engine._look_for_the_end = look_and_tell
+Engine._leave_if_program_ended = look_and_tell
 hvd.init()
 (engine_thread,) = (each for each in threading.enumerate() if each.name == "gtopk-engine")
 begun = threading.Event()

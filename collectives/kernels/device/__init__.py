@@ -8,8 +8,7 @@ all_finite, squared_norms). The others only launch.
     machine.py    the interface of a GPU for the launch sequences
     cuda.py       that interface, through CuPy
     selection.py  select and split: the sequence of launches
-    sums.py       merge and sum_by_index
-    entries.py    single entries, and a vector in one number
+    entries.py    sparse vectors: merged, summed, added; and a vector in one number
     codes.py      the wire's codes: the twin of reference_codes
     packing.py    16-bit offsets and values
     step.py       accumulate and select of one residual, as a CUDA graph
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 
 from ...vector import Array, SparseVector
 from ..gradients import Gradient, Located, Momentum
-from . import codes, cuda, entries, selection, sums
+from . import codes, cuda, entries, selection
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
 
@@ -70,12 +69,12 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Return the k largest entries of a + b, and the other nonzero entries of a + b."""
-    return sums.merge(cuda.scratch(a.values), a, b, k)
+    return entries.merge(cuda.scratch(a.values), a, b, k)
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the nonzero entries of the sum; each index is summed in the order of the list."""
-    return sums.sum_by_index(cuda.scratch(vectors[0].values), vectors)
+    return entries.sum_by_index(cuda.scratch(vectors[0].values), vectors)
 
 
 def contains(indices: Array, wanted: Array) -> Array:

@@ -6,13 +6,15 @@ NumPy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...vector import Array
+from ..gradients import Located
 
 
 class Machine(Protocol):
@@ -101,3 +103,22 @@ class Scratch:
             self._written[name] = content_bytes
             self.machine.write(array, content)
         return array
+
+
+def located(machine: Machine, parts: Sequence[Array] | Located) -> tuple[Located, Sequence[Array]]:
+    """Return where the parts lie, and the arrays that must stay alive for it, copies among them."""
+    if isinstance(parts, Located):
+        return parts, ()
+    parts = [machine.packed(part) for part in parts]
+    addresses = tuple(machine.address(part) for part in parts)
+    return Located(parts[0].dtype, addresses, tuple(part.size for part in parts)), parts
+
+
+def parts_table(scratch: Scratch, name: str, parts: Located) -> Array:
+    """Return where each part begins in the vector, and its address: uint64 [2 * parts].
+
+    In scratch memory of that name; sent to the device only where it is not what it was.
+    """
+    starts = accumulate(parts.sizes, initial=0)
+    table = [number for pair in zip(starts, parts.addresses, strict=False) for number in pair]
+    return scratch.written(name, np.array(table, np.uint64))

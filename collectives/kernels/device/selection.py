@@ -24,9 +24,8 @@ import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Located, Momentum, require_addable, require_selectable
-from .machine import Machine, Scratch, blocks_for, ceil_divide
+from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_table
 from .source import instance
-from .table import located, parts_table
 
 # The sizes of `Search` and `Tally` of search.cuh, in words.
 SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
@@ -45,7 +44,7 @@ LONGEST: Final = 2**32 - 1  # tallies count in 32 bits
 FROM_DEVICE: Final = float("nan")  # stands for the guess that the last search left on the device
 
 
-class Outcome(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search; dense: the guess was bad, so the whole vector must be searched."""
 
     kept: int
@@ -242,10 +241,10 @@ def finish(
     dense: the sum, which is searched whole where the guess was bad.
     """
     search = memory.candidates.search
-    found = outcome(machine, search, dense.dtype)
+    found = read_result(machine, search, dense.dtype)
     if found.dense:
         _launch_dense(machine, memory, dense, chosen)
-        found = outcome(machine, search, dense.dtype)
+        found = read_result(machine, search, dense.dtype)
     picked = SparseVector(chosen.indices[: found.kept], chosen.values[: found.kept], dense.size)
     return picked, found.threshold
 
@@ -368,8 +367,8 @@ def _split(
     )
 
 
-def outcome(machine: Machine, search: Array, real: np.dtype[Any]) -> Outcome:
+def read_result(machine: Machine, search: Array, real: np.dtype[Any]) -> SearchResult:
     """Return the result of a search: copies 32 bytes to the host, the one wait for the device."""
     kept, rest, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
     bits = np.uint32 if real == np.float32 else np.uint64
-    return Outcome(kept, rest, float(np.array(key, bits).view(real)), bool(dense))
+    return SearchResult(kept, rest, float(np.array(key, bits).view(real)), bool(dense))

@@ -17,9 +17,8 @@ import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Located, Momentum, require_addable
-from .machine import Machine, Scratch
+from .machine import Machine, Scratch, located
 from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
-from .table import located
 
 # A residual and its other buffer take turns, so two are in use; a few more while one grows.
 MOST_GRAPHS: Final = 8

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector
 from ..reference_codes import blocks_capacity
-from . import entries, packing, selection, sums
+from . import entries, packing, selection
 from .cuda import CudaMachine, cupy
 from .machine import Scratch
 from .step import Step
@@ -168,7 +168,7 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     ours = SparseVector(picked.indices, picked.values, picked.length + 1)
     room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
     return {
-        "merge, waited for": seconds_until(lambda: sums.merge(scratch, ours, theirs, k)),
+        "merge, waited for": seconds_until(lambda: entries.merge(scratch, ours, theirs, k)),
         "pack blocks, waited for": seconds_until(
             lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
         ),

@@ -13,10 +13,18 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
 
 from ..reference import put_at
 from . import codes
-from .entries import add_at, clear, clear_at, contains, merge, sum_by_index
+from .entries import (
+    add_at,
+    all_finite,
+    clear,
+    clear_at,
+    contains,
+    merge,
+    squared_norm,
+    sum_by_index,
+)
 from .library import instructions
 from .selection import accumulate_and_select, select
-from .sums import all_finite, squared_norm
 
 __all__ = [
     "accumulate_and_select",

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...vector import Array, index_dtype
 from .. import reference_codes
-from .arguments import COUNT, POINTER, SUFFIX, address, function, packed
+from .calls import COUNT, POINTER, SUFFIX, address, function, packed
 from .library import library
 
 _checksum: Final[Any] = getattr(library(), "code_checksum", None)

@@ -1,4 +1,4 @@
-"""Sparse vectors: merged, summed, and added to dense ones."""
+"""Sparse vectors: merged, summed, and added to dense ones; and reductions of dense ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector
 from .. import reference
-from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
+from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
 from .library import library
 
 _merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, COUNT, POINTER)
@@ -119,3 +119,22 @@ def _suffix(vectors: Sequence[SparseVector]) -> str:
         raise ValueError(f"vectors must be of one dtype, got {' and '.join(dtypes)}")
     ((value, index),) = kinds
     return f"{SUFFIX[value]}_{SUFFIX[index]}"
+
+
+_all_finite = function("all_finite", POINTER, COUNT)
+_squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
+
+
+def all_finite(array: Array) -> bool:
+    """Tell whether every element is finite: no exponent is all ones."""
+    array = packed(array)
+    return bool(_all_finite[SUFFIX[array.dtype]](address(array), array.size))
+
+
+def squared_norm(array: Array) -> float:
+    """Return the sum of squares, in the order of additions of the reference."""
+    array = packed(array)
+    norm = ctypes.c_double()
+    count = _squared_norm[SUFFIX[array.dtype]]
+    enough_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
+    return norm.value

@@ -9,8 +9,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Momentum, gradient_parts, require_selectable
-from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
-from .threads import threads
+from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
 
 _select = function(
     "select",

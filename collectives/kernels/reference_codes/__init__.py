@@ -1,8 +1,7 @@
 """The wire's hot loops in NumPy: the reference for their twins, and the fallback without them.
 
     checksum.py   any bytes -> 64 bits
-    order.py      are these indices strictly increasing, and in range?
-    blocks.py     indices <-> 16-bit offsets in blocks of 64Ki
+    blocks.py     indices <-> 16-bit offsets in blocks of 64Ki; are they in order, and in range?
     rice.py       indices <-> Rice codes of their gaps, near the entropy bound
     floats.py     values <-> 16-bit floats
     int8.py       values <-> 8-bit integers, with a power of two for each 64 of them
@@ -13,7 +12,7 @@
 `unpack_...` reads bytes from any sender: a ValueError says what is wrong with them.
 """
 
-from .blocks import blocks_capacity, pack_blocks, unpack_blocks
+from .blocks import blocks_capacity, in_order, pack_blocks, unpack_blocks
 from .checksum import checksum
 from .few_bits import (
     few_bits_bytes,
@@ -26,7 +25,6 @@ from .few_bits import (
 )
 from .floats import pack_bf16, pack_fp16, unpack_bf16, unpack_fp16
 from .int8 import int8_bytes, pack_int8, unpack_int8
-from .order import in_order
 from .rice import pack_rice, rice_capacity, unpack_rice
 from .scale import exponent_range
 

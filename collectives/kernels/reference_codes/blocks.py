@@ -8,6 +8,8 @@ From block 0 on, up to the last that has entries: its count; a stretch of empty 
 the stretch's length. Numbers take 7 bits a byte, the lowest first; bit 7 says that more follow:
 
     entries per block   3    0 0 0    200         bytes   03   00 03   C8 01
+
+Beside it the check of indices that are sent as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from typing import Final
 import numpy as np
 
 from ...vector import Array, index_dtype
-from .order import in_order
 
 BLOCK_BITS: Final = 16
 _BLOCK: Final = 1 << BLOCK_BITS
@@ -120,3 +121,11 @@ def _bytes_to_numbers(data: Array, starts: Array, sizes: Array) -> Array:
         septets = data[starts[longer] + place].astype(np.int64) & 127
         numbers[longer] |= septets << 7 * place
     return numbers
+
+
+def in_order(indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length."""
+    if not indices.size:
+        return True
+    rising = bool((indices[1:] > indices[:-1]).all())
+    return rising and bool(indices[0] >= 0 and indices[-1] < length)

@@ -22,7 +22,7 @@ from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.own_steps import OwnSteps, take_over
+from ..local_training.own_steps import LocalSteps, replace_step
 from ..local_training.replica import RoundExchange
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
@@ -33,7 +33,7 @@ _HUNG: Final = ("grad_scale", "found_inf")
 
 
 @contextmanager
-def taken_down(optimizer: Any) -> Iterator[tuple[float, bool]]:
+def unscaled_gradients(optimizer: Any) -> Iterator[tuple[float, bool]]:
     """Remove a GradScaler's attributes; yield the loss scale, and whether gradients overflowed.
 
     For a fused optimizer GradScaler unscales nothing: it sets `grad_scale` and `found_inf` on it
@@ -88,7 +88,7 @@ class DelayedLoader(LoaderBase):
         trained = policy.trained()
         self._trained = set(trained)
         self.exchange = RoundExchange(trained, policy.options.compression)
-        self._steps = OwnSteps(world, optimizer, "round")
+        self._steps = LocalSteps(world, optimizer, "round")
         self._steps.expect(self.exchange, name)
         self._settings = AgreedSettings(optimizer)
         self._applied = policy.progress  # rounds; the replicas' check goes by it
@@ -119,7 +119,7 @@ class DelayedLoader(LoaderBase):
         self._length, self._order_said = 0, ""  # of the epoch's order
         self._has_batch = False
         self.left_out = 0
-        self._wrapped_step = take_over(optimizer, "abs", self._step)
+        self._wrapped_step = replace_step(optimizer, "abs", self._step)
         # Scripts call it before they clip or unscale: here that concerns the micro-batch's
         # gradients, which `step` adds to the round.
         optimizer.synchronize = lambda: None
@@ -151,9 +151,9 @@ class DelayedLoader(LoaderBase):
 
     def _report(self, skipped: bool) -> None:
         """Report the round whose outcome has just arrived."""
-        self._steps.arrived(self.exchange)
-        if self._wire.parted is not None:
-            self._optimizer.step_policy.replicas.end(self._wire.parted, self._optimizer.state)
+        self._steps.note_exchange(self.exchange)
+        if self._wire.divergences is not None:
+            self._optimizer.step_policy.replicas.end(self._wire.divergences, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,7 +170,7 @@ class DelayedLoader(LoaderBase):
                 f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
                 "of its loader, before loader.drain() and the next batch; there is none in hand"
             )
-        with taken_down(self._optimizer) as (loss_scale, overflow):
+        with unscaled_gradients(self._optimizer) as (loss_scale, overflow):
             if overflow:
                 self._leave_out()
                 return loss
@@ -227,18 +227,18 @@ class DelayedLoader(LoaderBase):
 
     def _pass(self, order: Sequence[int]) -> Iterator[Any]:
         """Yield the micro-batches dealt to this rank, until one rank has none left or drains."""
-        mine = self._passes.deal(self._world.rank)
+        mine = self._passes.begin_pass(self._world.rank)
         self._mine[:] = [[order[place] for place in places] for places in mine]
         self._numbers.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
         self._in_pass = True
         for batch, places in zip(self._loader if mine else (), mine, strict=True):
-            yield from self._hand_over(batch, len(places))
+            yield from self._yield_batch(batch, len(places))
             if self.rounds.ended:
                 break
         self._close_pass()
 
-    def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
+    def _yield_batch(self, batch: Any, samples: int) -> Iterator[Any]:
         self.num_samples = samples
         self._has_batch = True
         yield batch
@@ -262,7 +262,7 @@ class DelayedLoader(LoaderBase):
         self._require_its_world()
         self._abandoned.abandon()
         self._abandoned.finish()
-        self.exchange.take_ran()  # this exchange belongs to no reported step
+        self.exchange.pop_reduction()  # this exchange belongs to no reported step
         self.exchange.load_state_dict(self._loaded)
         self._abandoned, self._loaded = None, {}
 
@@ -271,7 +271,7 @@ class DelayedLoader(LoaderBase):
         while not self._agree(drains=False):
             self._mine[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
-                yield from self._hand_over(batch, 0)
+                yield from self._yield_batch(batch, 0)
 
     def _agree(self, drains: bool) -> bool:
         """Return whether all ranks drain or all go on; else ask those that go on to drain.

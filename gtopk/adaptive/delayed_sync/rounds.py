@@ -43,10 +43,10 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...optim.replica_check import Parted, ReplicaCheck
+from ...optim.replica_check import Divergence, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
-from ..local_training.own_steps import OwnSteps, Waited
+from ..local_training.own_steps import LocalSteps, TimedOperation
 from ..local_training.replica import RoundExchange
 
 
@@ -61,7 +61,7 @@ class AgreedSettings:
         self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
         self.seen = 0
 
-    def said(self) -> list[str]:
+    def encode(self) -> list[str]:
         """Return the newest round that this rank has seen, and its settings, as texts."""
         return [str(self.seen), *map(json.dumps, self._own())]
 
@@ -148,14 +148,14 @@ class Pending(Protocol):
         """Return the result."""
 
 
-class Ready(NamedTuple):
+class RoundReadiness(NamedTuple):
     """The outcome that all ranks learn once each of them was ready."""
 
     samples: int
     is_last: bool  # a rank has nothing left to compute
 
 
-class Reduced(NamedTuple):
+class RoundReduction(NamedTuple):
     """A round's outcome, the same on every rank.
 
     update: for each parameter, None for one that has a gradient on no rank; None for all where a
@@ -306,7 +306,7 @@ class Rounds:
             return
         if waits:
             return
-        ready: Ready = self._ready.wait()
+        ready: RoundReadiness = self._ready.wait()
         self._ready = None
         if ready.samples >= self._least_samples or ready.is_last:
             self._end_round()
@@ -326,7 +326,7 @@ class Rounds:
     def _finish_reduction(self) -> None:
         if self._reducing is None:
             return
-        reduced: Reduced = self._reducing.wait()
+        reduced: RoundReduction = self._reducing.wait()
         self._reducing = None
         if self._is_abandoned:
             return
@@ -352,7 +352,7 @@ class Rounds:
 
 _FINITE: Final = 1  # this rank's sums are finite
 _MISSES: Final = 2  # some of its parameters have no gradient
-_LOOKS: Final = 4  # it checks its replica: not where it has loaded a state in this round
+_COMPARES: Final = 4  # it checks its replica: not where it has loaded a state in this round
 _FLAGS: Final = 3  # bits
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
@@ -376,7 +376,7 @@ class RoundWire:
         settings: AgreedSettings,
         replicas: ReplicaCheck,
         local_clip_norm: float | None,
-        steps: OwnSteps,
+        steps: LocalSteps,
     ) -> None:
         self.exchange = exchange
         self._name = name
@@ -387,25 +387,25 @@ class RoundWire:
         self._local_clip_norm = local_clip_norm
         self._steps = steps
         self.samples = 0  # of this rank, in the round that is reduced
-        self.parted: list[Parted] | None = None  # found when it began; None: not checked
+        self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
-    def ready(self, samples: int, is_last: bool) -> Waited:
+    def ready(self, samples: int, is_last: bool) -> TimedOperation:
         """Announce that this rank may end the round."""
 
-        def work(transport: Transport, all_flags: list[int]) -> Ready:
-            return Ready(
+        def work(transport: Transport, all_flags: list[int]) -> RoundReadiness:
+            return RoundReadiness(
                 sum(flags >> 1 for flags in all_flags), any(flags & 1 for flags in all_flags)
             )
 
         return self._submit("ready", [], work, samples << 1 | is_last)
 
-    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> TimedOperation:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.capture_sums(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
-        said, look, self.parted = self._settings.said(), self._replicas.begin(), None
+        said, compare, self.divergences = self._settings.encode(), self._replicas.begin(), None
 
-        def work(transport: Transport, all_flags: list[int]) -> Reduced:
+        def work(transport: Transport, all_flags: list[int]) -> RoundReduction:
             counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
             done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
             culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
@@ -413,8 +413,8 @@ class RoundWire:
             # This and the conditions below follow from all ranks' flags: all ranks check, agree and
             # gather together.
             if any(counts) and not culprits:
-                if look is not None and all(flags & _LOOKS for flags in all_flags):
-                    self.parted = look(transport)
+                if compare is not None and all(flags & _COMPARES for flags in all_flags):
+                    self.divergences = compare(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
                 if all(flags & _MISSES for flags in all_flags):
@@ -426,7 +426,7 @@ class RoundWire:
                         None if str(place) in nowhere and not bool(each.any()) else each
                         for place, each in enumerate(update)
                     ]
-            return Reduced(update, counts, done, culprits)
+            return RoundReduction(update, counts, done, culprits)
 
         self._steps.computed()
         self.samples = samples
@@ -436,7 +436,7 @@ class RoundWire:
             work,
             (_FINITE if finite else 0)
             | (_MISSES if missing else 0)
-            | (_LOOKS if look is not None else 0)
+            | (_COMPARES if compare is not None else 0)
             | samples << _FLAGS
             | batches << _FLAGS + _COUNT_BITS,
         )
@@ -450,7 +450,9 @@ class RoundWire:
         all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
         return all_flags
 
-    def _submit(self, what: str, signature: Sequence[str], work: Work, flags: int) -> Waited:
+    def _submit(
+        self, what: str, signature: Sequence[str], work: Work, flags: int
+    ) -> TimedOperation:
         operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
-        self._steps.submitted(operation)
-        return Waited(operation, self._steps.spent)
+        self._steps.note_submit(operation)
+        return TimedOperation(operation, self._steps.spent)

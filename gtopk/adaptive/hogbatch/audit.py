@@ -31,7 +31,7 @@ class Audit:
         self._distance = 0.0
 
     @torch.no_grad()
-    def in_place(self, apply: Callable[[], None]) -> None:
+    def apply_step(self, apply: Callable[[], None]) -> None:
         """Compute a step on a copy of the parameters, record it, and add it to them at once."""
         shared = [parameter.data for parameter in self._parameters]
         before = [tensor.clone() for tensor in shared]
@@ -46,7 +46,7 @@ class Audit:
             total.add_(step)
             self._distance += float(step.double().abs().sum())
 
-    def lost(self, world: World) -> float:
+    def lost_share(self, world: World) -> float:
         """Return the lost share of all steps, in L1; all ranks call it together."""
         steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
         sums = np.append(steps, self._distance)

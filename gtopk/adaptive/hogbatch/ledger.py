@@ -142,7 +142,7 @@ ROW: Final = np.dtype(
 )
 
 
-class Board:
+class WorkerTable:
     """The workers' rows, and the head that they share.
 
     rows: ROW [workers]; head: HEAD [1]; me: this worker's place.
@@ -227,7 +227,7 @@ class Ledger:
     def __init__(
         self,
         memory: NodeMemory,
-        board: Board,
+        board: WorkerTable,
         notes: np.ndarray[Any, Any],
         counter: Counter | None = None,
         stretch: int = 0,
@@ -238,7 +238,7 @@ class Ledger:
         why_gone: Callable[[int], str] = lambda place: "",
         on_death: Callable[[int], None] = lambda place: None,
     ) -> None:
-        self._memory, self._board, self._all_notes = memory, board, notes
+        self._memory, self._workers, self._all_notes = memory, board, notes
         self._counter, self._stretch = counter, stretch
         self._ranks_may_leave = ranks_may_leave
         self._ranks = ranks
@@ -271,13 +271,13 @@ class Ledger:
                 self._head["next"][0] = self._head["turn"][0] = 0
                 self._head["end"][0] = 0 if self._between_nodes else length
                 # In the rows of the dead, too: an evaluation adds up all rows.
-                self._board.rows["losses"][:, self.round % 2] = 0
-                self._board.rows["evaluated"][:, self.round % 2] = 0
+                self._workers.rows["losses"][:, self.round % 2] = 0
+                self._workers.rows["evaluated"][:, self.round % 2] = 0
                 self._head["what"][0] = words
                 self._head["prepared"][0] = self.round
             elif (other := self._head["what"][0]) != words:
-                self._note_amiss(_UNLIKE, f"{other.decode()} and {what}")
-        self.require_sound()
+                self._note_failure(_UNLIKE, f"{other.decode()} and {what}")
+        self.require_healthy()
 
     def before_next_round(self, act: Callable[[], None]) -> None:
         """Call `act` unless a worker of this node has begun the next round already."""
@@ -288,26 +288,26 @@ class Ledger:
     def fail(self, why: str) -> None:
         """Stop all workers of this node: each raises PeerError with this reason."""
         with self._memory.lock():
-            self._note_amiss(_FAILED, why)
+            self._note_failure(_FAILED, why)
 
-    def _note_amiss(self, kind: int, words: str) -> None:
+    def _note_failure(self, kind: int, words: str) -> None:
         """Note why all must stop, unless an earlier reason is noted; call it under the lock."""
-        if self.is_sound:
+        if self.is_healthy:
             self._head["amiss"][0] = words.encode("ascii", "replace")[:AMISS_BYTES]
             self._head["is_amiss"][0] = kind
 
     @property
-    def is_sound(self) -> bool:
+    def is_healthy(self) -> bool:
         """Tell whether the workers of this node can go on."""
         return not self._head["is_amiss"][0]
 
-    def require_sound(self) -> None:
+    def require_healthy(self) -> None:
         """Raise MismatchError where unlike rounds have begun, PeerError where a worker failed."""
-        if self.is_sound:
+        if self.is_healthy:
             return
         with self._memory.lock():
             kind, words = self._head["is_amiss"][0], self._head["amiss"][0].decode()
-        here = f"rank {self._ranks[self._board.me]}"
+        here = f"rank {self._ranks[self._workers.me]}"
         if kind == _FAILED:
             raise PeerError(f"{here} cannot go on: {words}")
         raise MismatchError(
@@ -318,7 +318,7 @@ class Ledger:
 
     def claim(self, count: int) -> range:
         """Claim and return the next places, at most `count`; empty when all are claimed."""
-        self.require_sound()
+        self.require_healthy()
         with self._memory.lock():
             first = int(self._head["next"][0])
             if first == int(self._head["end"][0]) and self._between_nodes:
@@ -346,16 +346,16 @@ class Ledger:
 
         Waits while others still compute. Empty when everything claimed is done.
         """
-        board = self._board
-        self._say("idle")
+        board = self._workers
+        self._mark_round("idle")
         found: list[int] = []
 
-        def look() -> bool:
+        def is_over() -> bool:
             others = board.others()
             with self._memory.lock():
                 idle = all(board.rows["idle"][place] >= self.round for place in others)
                 if lost := self._lost({*others, board.me}):
-                    self._look_for_the_dead()
+                    self._report_dead_workers()
                     found.extend(lost[:count])
                     self._notes[found] = self._number
                     # Under the same lock: the others then wait for these places, and take them over
@@ -363,7 +363,7 @@ class Ledger:
                     board["idle"] = self.round - 1
             return bool(found) or idle
 
-        self._await(look, "finish their batches")
+        self._await(is_over, "finish their batches")
         if found:
             board.add("taken_over", len(found))
         return found
@@ -374,15 +374,15 @@ class Ledger:
         of: returns the places of these workers.
         """
 
-        def look(claimed: int) -> bool:
+        def has_advanced(claimed: int) -> bool:
             return not of() or bool(self._head["next"][0] > claimed)
 
         while self.has_more() and of():
-            self._await(partial(look, int(self._head["next"][0])), "evaluate", of)
+            self._await(partial(has_advanced, int(self._head["next"][0])), "evaluate", of)
 
     def await_others(self) -> None:
         """Wait until no worker of this node has samples left; takes none of them over."""
-        self._say("idle")
+        self._mark_round("idle")
         self._await(lambda: self._all_have("idle", self.round), "finish their batches")
 
     def _lost(self, living: set[int]) -> list[int]:
@@ -404,19 +404,19 @@ class Ledger:
 
     def end(self) -> None:
         """Announce that this worker has ended the round."""
-        self._say("idle", "over")
+        self._mark_round("idle", "over")
 
-    def _say(self, *words: str) -> None:
+    def _mark_round(self, *words: str) -> None:
         """Set words of this worker's row to the number of the round, under the lock."""
         with self._memory.lock():
             for word in words:
-                self._board[word] = self.round
+                self._workers[word] = self.round
 
     def take_turn(self) -> None:
         """Wait for this worker's turn, in lock-step: workers compute one after the other."""
 
-        def look() -> bool:
-            head, board = self._head, self._board
+        def is_own_turn() -> bool:
+            head, board = self._head, self._workers
             with self._memory.lock():
                 others = set(board.others())
                 while (turn := int(head["turn"][0])) != board.me:
@@ -425,62 +425,61 @@ class Ledger:
                     head["turn"][0] = (turn + 1) % self._memory.places
             return True
 
-        self._await(look, "take their turns")
+        self._await(is_own_turn, "take their turns")
 
     def pass_turn(self) -> None:
         """Pass the turn to the next worker, if it is this worker's turn."""
-        if self._head["turn"][0] == self._board.me:
-            self._head["turn"][0] = (self._board.me + 1) % self._memory.places
+        if self._head["turn"][0] == self._workers.me:
+            self._head["turn"][0] = (self._workers.me + 1) % self._memory.places
 
     def _all_have(self, word: str, round: int) -> bool:
-        others, rows = self._board.others(), self._board.rows[word]
+        others, rows = self._workers.others(), self._workers.rows[word]
         with self._memory.lock():
             return all(rows[place] >= round for place in others)
 
     def _await(
         self,
-        look: Callable[[], bool],
+        condition: Callable[[], bool],
         what: str,
         of: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Poll `look` until it returns true.
+        """Poll `condition` until it returns true.
 
         of: returns the places of the workers waited for; None: those that still compute.
         Raises PeerError where a worker has left that may not, PeerTimeoutError after the timeout.
         """
         begun = time.monotonic()
         while True:
-            self.require_sound()
-            # First: the dead are missing among those that `look` waits for. Where ranks may not
-            # leave, the next line raises, and a round that is over for lack of a worker does not
-            # count as one.
-            is_over = look()
-            self._look_for_the_dead()
+            self.require_healthy()
+            # First: `condition` does not wait for dead workers. Where ranks may not leave, the next
+            # line raises, and a round that is over for lack of a worker does not count as one.
+            is_over = condition()
+            self._report_dead_workers()
             if is_over:
                 return
             waited_seconds = time.monotonic() - begun
             if waited_seconds > self._timeout_seconds:
                 late = [self._ranks[place] for place in (of or self._at_work)()]
                 raise PeerTimeoutError(
-                    f"rank {self._ranks[self._board.me]} has waited {self._timeout_seconds:g} s "
+                    f"rank {self._ranks[self._workers.me]} has waited {self._timeout_seconds:g} s "
                     f"for ranks {late} to {what}"
                 )
             time.sleep(pause_seconds(waited_seconds))
 
     def _at_work(self) -> list[int]:
         """Return the places of the other workers that may have samples left."""
-        idle = self._board.rows["idle"]
-        return [place for place in self._board.others() if idle[place] < self.round]
+        idle = self._workers.rows["idle"]
+        return [place for place in self._workers.others() if idle[place] < self.round]
 
-    def _look_for_the_dead(self) -> None:
+    def _report_dead_workers(self) -> None:
         """Report workers that have died since the last call; raise PeerError where none may."""
         for place in range(self._memory.places):
-            if place in self._dead or place == self._board.me:
+            if place in self._dead or place == self._workers.me:
                 continue
             is_present = self._memory.is_present(place)
             why = self._why_gone(place)
             # Read last: a worker that has ended its round may leave at any time, and is not dead.
-            if self._board.rows["over"][place] >= self.round:
+            if self._workers.rows["over"][place] >= self.round:
                 continue
             if not self._ranks_may_leave and (why or not is_present):
                 raise PeerError(

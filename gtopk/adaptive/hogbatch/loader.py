@@ -21,16 +21,16 @@ import torch
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.state import World
 from ..loader_base import LoaderBase, is_over
-from ..local_training.own_steps import OwnSteps
+from ..local_training.own_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
-from .ledger import NAMES, Board, class_of, now_nanoseconds
+from .ledger import NAMES, WorkerTable, class_of, now_nanoseconds
 from .node import join_node
 from .options import HogbatchOptions, check
-from .report import BATCH, Report, before, mean_loss, report_of
+from .report import BATCH, Report, faster_workers, mean_loss, report_of
 from .shared_model import SharedModel, Writer, layout_of, require_shareable, states_of
 from .sizes import ClassSizes, Sizer, default_thresholds
-from .workers_batch import BatchInHand, ClaimedBatches
+from .workers_batch import ClaimedBatches, WorkersBatch
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 class Periods:
     """Reports a worker's work since its last report: at least one update, except at the end."""
 
-    def __init__(self, steps: OwnSteps, board: Board, world: World) -> None:
+    def __init__(self, steps: LocalSteps, board: WorkerTable, world: World) -> None:
         self._steps, self._board, self._world = steps, board, world
         self._reported, self._since = Counts(), 0
 
@@ -95,7 +95,7 @@ class HogbatchLoader(LoaderBase):
         self._class = class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
         layout = layout_of(trained, states)
-        self._steps = OwnSteps(world, optimizer, "period")
+        self._steps = LocalSteps(world, optimizer, "period")
         self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger
         self._periods = Periods(self._steps, self._board, world)
@@ -120,7 +120,7 @@ class HogbatchLoader(LoaderBase):
         world.engine.ranks_may_leave |= options.ranks_may_leave
         self._claims = ClaimedBatches(self._node, self._sizer, options, self._steps.spent)
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
-        self._batch = BatchInHand(job, self._mode, self._node, trained, self._writer, self._sizer)
+        self._batch = WorkersBatch(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
         # Round 1, the time before all epochs: this worker is ready.
         self._ledger.end()
@@ -140,9 +140,9 @@ class HogbatchLoader(LoaderBase):
         self._in_epoch = True
         self._batch.begin()
         try:
-            yield from self._hand_out()
+            yield from self._yield_batches()
             while self._claims.reclaim():
-                yield from self._hand_out()
+                yield from self._yield_batches()
             with self._steps.spent.waiting():
                 self._node.merging.end()
         except GeneratorExit:  # the script has broken it off
@@ -184,7 +184,7 @@ class HogbatchLoader(LoaderBase):
             self._node.merging.begin(what)
         self._periods.begin()
 
-    def _hand_out(self) -> Iterator[Any]:
+    def _yield_batches(self) -> Iterator[Any]:
         """Yield the claimed batches, each of them for one step."""
         for batch in self._loader:
             self._periods.poll()
@@ -227,7 +227,7 @@ class HogbatchLoader(LoaderBase):
         self._publish()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
-        idles = bool(before(self._node, self._ledger.round + 1))
+        idles = bool(faster_workers(self._node, self._ledger.round + 1))
         with self._steps.spent.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 

@@ -42,10 +42,10 @@ from ...runtime.coordinator import Engine, Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world.state import World
 from ...units import count_text
-from ..local_training.own_steps import OwnSteps
+from ..local_training.own_steps import LocalSteps
 from ..local_training.replica import Replica
 from ..options import Job
-from .ledger import CLASSES, NAMES, Board, DeviceClass, Ledger
+from .ledger import CLASSES, NAMES, DeviceClass, Ledger, WorkerTable
 from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel
 
@@ -62,14 +62,14 @@ class Workers(Protocol):
     @property
     def memory(self) -> NodeMemory: ...
     @property
-    def board(self) -> Board: ...
+    def board(self) -> WorkerTable: ...
     @property
     def ledger(self) -> Ledger: ...
     @property
     def ranks(self) -> Sequence[int]: ...
 
 
-class Merging:
+class NodeMerges:
     """One worker's part in the merges, which only the first worker of each node carries out.
 
     merges: number of merges so far, on the first worker of a node.
@@ -94,7 +94,7 @@ class Merging:
         self._engine: Engine | None = None
         self.merges = 0
 
-    def open(self, world: World, compression: Any, steps: OwnSteps, advises: bool) -> None:
+    def open(self, world: World, compression: Any, steps: LocalSteps, advises: bool) -> None:
         """Set up the merges, while all nodes' models are alike; all ranks call it together.
 
         steps: counts the finished merges of this worker.
@@ -129,7 +129,7 @@ class Merging:
                 f"{self._name}.epoch", [what], lambda transport, all_flags: None
             )
             self._wait(met)
-            self._steps.submitted(met)
+            self._steps.note_submit(met)
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
@@ -149,7 +149,7 @@ class Merging:
 
         broken_off: the ledger, if this worker's script left the epoch while others may compute.
         """
-        if broken_off is not None and not broken_off.is_sound:
+        if broken_off is not None and not broken_off.is_healthy:
             return  # nobody goes on; an error raised while a generator closes would be lost
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
@@ -200,8 +200,8 @@ class Merging:
         """Wait for the merge under way, and add its change to the node's model."""
         assert self._pending is not None
         weight, update, count = self._wait(self._pending)
-        self._steps.submitted(self._pending)
-        self._steps.arrived(self._replica.reduction)
+        self._steps.note_submit(self._pending)
+        self._steps.note_exchange(self._replica.reduction)
         self._pending = None
         self._replica.merge(update, weight)
         if update is None:  # on all nodes: each keeps its model, and the next merge has its changes
@@ -233,12 +233,12 @@ class Merging:
             is_present = node.memory.is_present(0)
             if node.board.head["merged"][0] >= node.ledger.round:
                 return
-            node.ledger.require_sound()
+            node.ledger.require_healthy()
             if not is_present:
                 until = time.monotonic() + _WORD_SECONDS
-                while node.ledger.is_sound and time.monotonic() < until:
+                while node.ledger.is_healthy and time.monotonic() < until:
                     time.sleep(_PAUSE_SECONDS)
-                node.ledger.require_sound()
+                node.ledger.require_healthy()
                 raise PeerError(f"rank {first}, which merges its node's model with others, is gone")
             if time.monotonic() > begun + seconds:
                 raise PeerTimeoutError(
@@ -296,13 +296,13 @@ class Node:
         self.nodes = nodes
         self.ranks = ranks
         self.longest = length
-        self.board = Board(memory)
+        self.board = WorkerTable(memory)
         regions = Regions.laid_out(len(ranks), length, layout)
         notes = memory.bytes[regions.notes : regions.notes + 2 * length * _NOTE.itemsize]
         self.notes = notes.view(_NOTE).reshape(2, length)
         self.model_bytes = memory.bytes[regions.model : regions.model + layout.size_bytes]
         self.ledger: Ledger
-        self.merging: Merging
+        self.merging: NodeMerges
 
     def weighted_updates(self, beta: float | str) -> list[float]:
         """Return every worker's updates; a slow worker's are multiplied by the surviving share."""
@@ -328,7 +328,7 @@ class Regions(NamedTuple):
     @classmethod
     def laid_out(cls, workers: int, length: int, layout: Layout) -> Regions:
         """Return the regions after a board of these workers, for rounds of `length` places."""
-        notes = _up(Board.size_bytes(workers))
+        notes = _up(WorkerTable.size_bytes(workers))
         model = notes + _up(2 * length * _NOTE.itemsize)
         return cls(notes, model, model + _up(layout.size_bytes))
 
@@ -344,7 +344,7 @@ def join_node(
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
-    steps: OwnSteps,
+    steps: LocalSteps,
 ) -> Node:
     """Share memory with the workers of this node, and start from rank 0's model.
 
@@ -391,10 +391,10 @@ def join_node(
             ranks_may_leave=options.ranks_may_leave,
             ranks=ranks,
             timeout_seconds=transport.timeout_seconds,
-            why_gone=lambda place: why_gone(transport, ranks[place]),
+            why_gone=lambda place: departure_reason(transport, ranks[place]),
             on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
-        node.merging = Merging(node, nodes, shared, length, options.merge_every, counter)
+        node.merging = NodeMerges(node, nodes, shared, length, options.merge_every, counter)
         stream.barrier()  # the model is in place
         return node
 
@@ -414,7 +414,7 @@ def join_node(
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:
-        job.optimizer.step_policy.tell_of_compression()
+        job.optimizer.step_policy.log_compression()
     compression = job.optimizer.step_policy.options.compression
     node.merging.open(world, compression, steps, advises)
     if advises and len(hosts) == 1 < world.size:
@@ -443,7 +443,7 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
         content[:] = transport.subset(leaders).broadcast(content, 0)
 
 
-def why_gone(transport: Transport, rank: int) -> str:
+def departure_reason(transport: Transport, rank: int) -> str:
     """Return the known reason of a rank's end; "" while none is known."""
     notice = transport.departures().get(rank)
     return notice.reason if notice else ""

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .ledger import CLASSES, NAMES, Board
+from .ledger import CLASSES, NAMES, WorkerTable
 from .node import Node
 
 BATCH: Final = 4096  # samples
@@ -44,7 +44,7 @@ def mean_loss(
             for chunk in chunks:
                 part = range(chunk * batch, min((chunk + 1) * batch, samples))
                 try:
-                    loss = float(loss_of(collate(fetch(dataset, part))))
+                    loss = float(loss_of(collate(fetch_samples(dataset, part))))
                 except BaseException:
                     # Else the others would wait for these places, or leave them out of the mean.
                     ledger.give_back(chunks)
@@ -66,14 +66,14 @@ def next_chunks(node: Node) -> Sequence[int]:
     ledger = node.ledger
 
     def of() -> list[int]:
-        return before(node, ledger.round)
+        return faster_workers(node, ledger.round)
 
     ledger.await_claims(of)
     chunks = () if of() else ledger.claim(1)
     return chunks or ledger.reclaim(1)
 
 
-def before(node: Node, round: int) -> list[int]:
+def faster_workers(node: Node, round: int) -> list[int]:
     """Return the places of the fast workers for which a slow one waits; empty for a fast one."""
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
@@ -85,7 +85,7 @@ def before(node: Node, round: int) -> list[int]:
     return [place for place in node.board.others() if over[place] < round and is_fast(place)]
 
 
-def fetch(dataset: Any, samples: Sequence[int]) -> Any:
+def fetch_samples(dataset: Any, samples: Sequence[int]) -> Any:
     """Return samples as a DataLoader does, before it collates them."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(list(samples))
@@ -163,7 +163,7 @@ class Report(NamedTuple):
         return lines
 
 
-def report_of(board: Board, ranks: Sequence[int]) -> Report:
+def report_of(board: WorkerTable, ranks: Sequence[int]) -> Report:
     """Return the report that a node's board holds."""
     present = {board.me, *board.others()}
     workers = []

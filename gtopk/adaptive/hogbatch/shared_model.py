@@ -37,7 +37,7 @@ from ...exchange.buckets.arrays import await_copies
 from ...exchange.buckets.buckets import is_expanded
 from ...runtime.world.state import World
 from .audit import Audit
-from .ledger import Board
+from .ledger import WorkerTable
 
 _ALIGNMENT: Final = 64
 # Values in an optimizer's state before its first step; a step with zero gradients changes them.
@@ -352,7 +352,7 @@ class DeviceCopy:
         await_copies(self._own)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def on_shared_memory(self) -> Iterator[None]:
         """Replace the parameters by the shared ones, with gradients on the host, for a step."""
         gradients = [parameter.grad for parameter in self._parameters]
         on_host = list(map(_begin_copy, gradients, self._shared))
@@ -400,7 +400,7 @@ class Writer:
     def __init__(
         self,
         shared: SharedModel,
-        board: Board,
+        board: WorkerTable,
         trained: Sequence[torch.nn.Parameter],
         states: Sequence[dict[str, Any]],
         optimizer: torch.optim.Optimizer,
@@ -429,7 +429,7 @@ class Writer:
         if self._copy is not None:
             self._copy.publish()
 
-    def hand_over(self) -> None:
+    def copy_for_next_batch(self) -> None:
         """Copy the current model into a fast worker's parameters, for the next batch."""
         self.refresh()
         self._seen = self._board.total("updates")
@@ -445,9 +445,12 @@ class Writer:
         """Update the model by a step, which `apply` takes on the shared parameters."""
         board = self._board
         # Copied first: only the step itself counts as a write that another may overlap.
-        with self._copy.lent() if self._copy is not None else nullcontext(), board.writing():
+        with (
+            self._copy.on_shared_memory() if self._copy is not None else nullcontext(),
+            board.writing(),
+        ):
             if self._audit is not None:
-                self._audit.in_place(apply)
+                self._audit.apply_step(apply)
             else:
                 apply()
         self.last_staleness = board.total("updates") - self._seen
@@ -462,4 +465,4 @@ class Writer:
         """
         if self._audit is None:
             raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
-        return self._audit.lost(world)
+        return self._audit.lost_share(world)

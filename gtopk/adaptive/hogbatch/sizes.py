@@ -37,22 +37,24 @@ import torch
 
 from collectives.transports.node_memory import NodeMemory
 
-from .ledger import CLASSES, Board, DeviceClass, class_named
+from .ledger import CLASSES, DeviceClass, WorkerTable, class_named
 
 
 class ClassSizes:
     """One worker's view of the smallest batch that each device class has agreed on."""
 
-    def __init__(self, memory: NodeMemory, board: Board, device_class: DeviceClass) -> None:
+    def __init__(self, memory: NodeMemory, board: WorkerTable, device_class: DeviceClass) -> None:
         self._memory = memory
-        self._said: np.ndarray[Any, Any] = board.head["smallest"][0]  # by class; 0: not found yet
+        self._announced: np.ndarray[Any, Any] = board.head["smallest"][
+            0
+        ]  # by class; 0: not found yet
         self._class = device_class
         self._mine = [*CLASSES].index(device_class.name)
 
     @property
     def found(self) -> int | None:
         """Return the smallest batch of this worker's class; None until a worker has found it."""
-        return int(self._said[self._mine]) or None
+        return int(self._announced[self._mine]) or None
 
     def agree(self, size: int) -> int:
         """Set the class's smallest batch to `size`, unless another worker was first; return it.
@@ -62,12 +64,12 @@ class ClassSizes:
         with self._memory.lock():
             # Another worker may have agreed on a size since this one looked.
             if not self.found:
-                self._said[self._mine] = self._beside_others(size)
-            return int(self._said[self._mine])
+                self._announced[self._mine] = self._limited_by_others(size)
+            return int(self._announced[self._mine])
 
-    def _beside_others(self, size: int) -> int:
+    def _limited_by_others(self, size: int) -> int:
         is_fast = self._class.is_fast
-        said = zip(CLASSES.values(), self._said, strict=True)
+        said = zip(CLASSES.values(), self._announced, strict=True)
         others = [int(smallest) for c, smallest in said if smallest and c.is_fast != is_fast]
         return max([size, *others]) if is_fast else min([size, *others])
 

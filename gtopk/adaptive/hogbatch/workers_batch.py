@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
 from ..current_batch import LearningRate
-from ..local_training.own_steps import Spent, take_over
+from ..local_training.own_steps import WallClock, replace_step
 from ..memory import Memory
 from ..options import Job
 from .ledger import now_nanoseconds
@@ -41,7 +41,9 @@ from .sizes import Sizer, memory_of
 class ClaimedBatches(Sampler[list[int]]):
     """The indices of one worker's batches; a DataLoader may draw some ahead of the script."""
 
-    def __init__(self, node: Node, sizer: Sizer, options: HogbatchOptions, spent: Spent) -> None:
+    def __init__(
+        self, node: Node, sizer: Sizer, options: HogbatchOptions, spent: WallClock
+    ) -> None:
         self._node, self._board, self._ledger = node, node.board, node.ledger
         self._sizer, self._options, self._spent = sizer, options, spent
         self._order: Sequence[int] = ()
@@ -149,7 +151,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return not on_gpu or bool(torch.stack(on_gpu).all())
 
 
-class BatchInHand:
+class WorkersBatch:
     """One worker's current batch; it takes over `optimizer.step`, which steps with this batch.
 
     places: the batch's places in the epoch's order; empty without a current batch.
@@ -178,7 +180,7 @@ class BatchInHand:
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
         self._began = self._counted = 0
         self.places: Sequence[int] = ()
-        self._wrapped_step = take_over(job.optimizer, mode, self._step)
+        self._wrapped_step = replace_step(job.optimizer, mode, self._step)
 
     def begin(self) -> None:
         """Start counting the time of a round."""
@@ -192,7 +194,7 @@ class BatchInHand:
     def make_current(self, places: Sequence[int]) -> None:
         """Make a batch the current one, and copy the shared model for a fast worker."""
         self.places = places
-        self._writer.hand_over()
+        self._writer.copy_for_next_batch()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._began = now_nanoseconds()
@@ -201,7 +203,7 @@ class BatchInHand:
         """Finish the batch; count it as unused where the script took no step for it."""
         if self.places:
             self._board.add("unused", 1)
-            self._let_go()
+            self._finish_batch()
 
     def give_back(self) -> None:
         self._ledger.give_back(self.places)
@@ -238,7 +240,7 @@ class BatchInHand:
         else:
             self._board.add("skipped", 1)
             self._skipped.note(self._rank, self._trained, self._names)
-        self._let_go()
+        self._finish_batch()
         self._node.merging.poll()
         return loss
 
@@ -246,7 +248,7 @@ class BatchInHand:
         with self._optimizer.skip_synchronize():
             self._wrapped_step()
 
-    def _let_go(self) -> None:
+    def _finish_batch(self) -> None:
         spent = now_nanoseconds() - self._began
         self.count_time()
         self._board.add("busy", spent)

@@ -8,7 +8,7 @@ Every second of the wall clock is in one step, as computed or waited, and so is 
 mode's operations. The `Counter` by which ranks take samples counts its own bytes, which are not
 included here.
 
-`take_over` puts a mode's own step in the place of the distributed optimizer's.
+`replace_step` puts a mode's own step in the place of the distributed optimizer's.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ...runtime.coordinator import Operation
 from ...runtime.world.state import World
 from ...telemetry.recorder import is_sampling_due, sample_residual
 from ...telemetry.run_record import balance_of, recorder_of
-from ...telemetry.step_report import Seen, StepReport, report
+from ...telemetry.step_report import RecordedStep, StepReport, report
 from ...telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # begin and end, by time.perf_counter
 
 
-class Spent:
+class WallClock:
     """Splits the wall clock into waiting for others, and all else, which counts as computing.
 
-    Law: all times taken add up to the time from `begin` to the last `take_computed`, or wait.
+    Law: all times taken add up to the time from `begin` to the last `pop_computed`, or wait.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Spent:
                 self._since = time.perf_counter()
                 self._waits.append((began, self._since))
 
-    def take_computed(self) -> list[Bounds]:
+    def pop_computed(self) -> list[Bounds]:
         """Return the spans without waiting since the last call."""
         self._pass()
         computed, self._computed = self._computed, []
         return computed
 
-    def take_waits(self) -> list[Bounds]:
+    def pop_waits(self) -> list[Bounds]:
         """Return the spans of waiting since the last call."""
         waits, self._waits = self._waits, []
         return waits
@@ -79,10 +79,10 @@ class Spent:
         return now
 
 
-class Waited:
+class TimedOperation:
     """An operation; the time spent in `wait` is counted as waiting."""
 
-    def __init__(self, operation: Operation, spent: Spent) -> None:
+    def __init__(self, operation: Operation, spent: WallClock) -> None:
         self._operation, self._spent = operation, spent
 
     @property
@@ -96,7 +96,7 @@ class Waited:
             return self._operation.wait()
 
 
-class OwnSteps:
+class LocalSteps:
     """Reports each step as the optimizer's `last_step`, and to the run's record.
 
     covers: the kind of step; see `StepReport`.
@@ -105,11 +105,11 @@ class OwnSteps:
 
     def __init__(self, world: World, optimizer: Any, covers: str) -> None:
         self._world, self._optimizer, self._covers = world, optimizer, covers
-        self._seen = Seen()
+        self._seen = RecordedStep()
         self._computed: list[Bounds] = []
         self._exchanged = 0  # exchanges that had an update
         self._expected: ExpectedStep | None = None
-        self.spent = Spent()
+        self.spent = WallClock()
 
     def expect(self, exchange: RoundExchange, name: str) -> None:
         """Predict the time of this exchange between all ranks, which call it together.
@@ -117,24 +117,24 @@ class OwnSteps:
         name: prefix of the operations for it, equal on all ranks.
         """
         policy = self._optimizer.step_policy
-        policy.tell_of_compression()
+        policy.log_compression()
         here, compression = self._world, policy.options.compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)
         with self.spent.waiting():
             self._expected.measure([exchange], peers)
 
-    def submitted(self, operation: Operation) -> None:
+    def note_submit(self, operation: Operation) -> None:
         """Attribute an operation's messages to the current step."""
         self._seen.operations[len(self._seen.operations)] = operation
 
     def computed(self) -> None:
         """Attribute computing time up to now to the current step, and later time to the next."""
-        self._computed += self.spent.take_computed()
+        self._computed += self.spent.pop_computed()
 
-    def arrived(self, exchange: RoundExchange) -> None:
+    def note_exchange(self, exchange: RoundExchange) -> None:
         """Record an exchange whose operation is over, and the residual after it."""
-        seen, ran = self._seen, exchange.take_ran()
+        seen, ran = self._seen, exchange.pop_reduction()
         seen.bucket_exchanges.append(exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
@@ -146,9 +146,9 @@ class OwnSteps:
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, with the time computed until `computed`, and begin another."""
-        seen, self._seen = self._seen, Seen()
+        seen, self._seen = self._seen, RecordedStep()
         computed, self._computed = self._computed, []
-        waits = self.spent.take_waits()
+        waits = self.spent.pop_waits()
         self._optimizer.last_step = done = report(
             seen,
             step=step,
@@ -167,9 +167,9 @@ class OwnSteps:
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(done)
         if (timeline := timeline_of(self._world)) is not None:
-            timeline.note_step(self._drawn(done, computed, waits))
+            timeline.note_step(self._timeline_step(done, computed, waits))
 
-    def _drawn(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
+    def _timeline_step(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
         """Return the step for the timeline: its whole span, and those computed and waited."""
         said = {"step": done.step, "local steps": done.local_steps, "samples": done.samples}
         spans = [Span(self._covers.upper(), computed[0][0], computed[-1][1], said)]
@@ -180,7 +180,7 @@ class OwnSteps:
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)
 
 
-def take_over(
+def replace_step(
     optimizer: Any, mode: str, step: Callable[[Callable[[], Any] | None], Any]
 ) -> Callable[..., Any]:
     """Replace `optimizer.step` by a mode's, which gets the gradients; return the one before."""
@@ -193,7 +193,7 @@ def take_over(
 
     # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
     optimizer.step = MethodType(own_step, optimizer)
-    optimizer.step_policy.let_mode_step(mode)
+    optimizer.step_policy.stop_exchanging(mode)
     return before
 
 

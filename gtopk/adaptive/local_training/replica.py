@@ -41,15 +41,15 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ...compression import ErrorFeedback, Shards
+from ...exchange.bucket_exchange import open_exchange
 from ...exchange.buckets.arrays import from_array, to_array, view_tensor
 from ...exchange.buckets.buckets import Bucket
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
-from ...exchange.exchanges import open_exchange
 from ...exchange.residual import ResidualSize
 from ...optim.samples import LocalClip, norm_of
 
 
-class Ran(NamedTuple):
+class TimedReduction(NamedTuple):
     """A reduction's result, apply included, and when it began and ended, by time.perf_counter."""
 
     exchanged: Exchanged
@@ -81,7 +81,7 @@ class RoundExchange:
         self._clip = LocalClip([], None)
         self.progress = Progress()
         self.exchange = open_exchange(self.bucket, compression, self.progress)
-        self._ran: Ran | None = None
+        self._last_reduction: TimedReduction | None = None
 
     @property
     def elements(self) -> int:
@@ -140,14 +140,14 @@ class RoundExchange:
         return exchange.regions if isinstance(exchange, SparseExchange) else None
 
     @property
-    def unsent(self) -> list[torch.Tensor] | None:
+    def residual_views(self) -> list[torch.Tensor] | None:
         """Return the residual by parameter, as views of its memory; None where it is empty."""
         residual = self.exchange.residual
         if residual is None or residual.is_empty:
             return None
         return self.bucket.split(view_tensor(residual.values))
 
-    def forget(self) -> None:
+    def clear_residual(self) -> None:
         """Clear the residual, which its caller has taken over."""
         if self.exchange.residual is not None:
             self.exchange.residual.clear()
@@ -175,7 +175,7 @@ class RoundExchange:
         began = time.perf_counter()
         with bucket.on_stream():
             if residual is not None:
-                residual.remember()
+                residual.snapshot()
             exchanged = self.exchange(bucket, transport)
             reduced = time.perf_counter()
             if exchanged.finite:
@@ -184,18 +184,20 @@ class RoundExchange:
             elif residual is not None:
                 residual.restore()
         if residual is not None:
-            residual.forget()
+            residual.drop_snapshot()
         ended = time.perf_counter()
         select_seconds = exchanged.select_seconds + ended - reduced
-        self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)
+        self._last_reduction = TimedReduction(
+            replace(exchanged, select_seconds=select_seconds), began, ended
+        )
         if not exchanged.finite:
             return None
         self.progress.steps += 1
         return bucket.gradients
 
-    def take_ran(self) -> Ran | None:
+    def pop_reduction(self) -> TimedReduction | None:
         """Return the last reduction's result, once; None if there was none since the last call."""
-        ran, self._ran = self._ran, None
+        ran, self._last_reduction = self._last_reduction, None
         return ran
 
     def residual_size(self) -> ResidualSize | None:
@@ -278,11 +280,11 @@ class Replica:
         if update is not None:
             self._move_center(update)
         self.reset()
-        unsent = self.reduction.unsent
+        unsent = self.reduction.residual_views
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
             torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
-        self.reduction.forget()
+        self.reduction.clear_residual()
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
@@ -293,12 +295,12 @@ class Replica:
         """
         self.was_center = update is None or not force
         if update is None:
-            self.reduction.forget()
+            self.reduction.clear_residual()
             self.reset()
             return
         # Before the center moves: what was reduced are offsets from where it is now.
         moved = torch._foreach_mul(self.offsets(), force)
-        unsent = self.reduction.unsent
+        unsent = self.reduction.residual_views
         if unsent is not None:
             torch._foreach_sub_(moved, _like(unsent, self.center))
         torch._foreach_sub_(list(self._own), moved)
@@ -307,7 +309,7 @@ class Replica:
             self._show_center()
         else:
             self.reset()
-        self.reduction.forget()
+        self.reduction.clear_residual()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:
         if not self._momentum:

@@ -26,7 +26,12 @@ from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.own_steps import OwnSteps, Waited, require_no_common_step, take_over
+from ..local_training.own_steps import (
+    LocalSteps,
+    TimedOperation,
+    replace_step,
+    require_no_common_step,
+)
 from ..local_training.replica import Replica
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
@@ -66,7 +71,7 @@ class MergingLoader(LoaderBase):
         check(job)
         length = self._indexed(job)
         self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
-        most, counter = self._meet(length)
+        most, counter = self._gather_sizes(length)
         self._stretches = MegaBatches(job.options, most)
         rank, replay = self._world.rank, job.options.replay
         self._cursor = (
@@ -74,7 +79,7 @@ class MergingLoader(LoaderBase):
             if self._stretches.strategy.is_dynamic
             else ReplayedCursor(rank, in_step)
         )
-        self._steps = OwnSteps(self._world, self._optimizer, "mega-batch")
+        self._steps = LocalSteps(self._world, self._optimizer, "mega-batch")
         self._taken = TakenBatches(self._cursor, self._steps.spent)
         self._loader = rebuilt(job.loader, batch_sampler=self._taken)
         self._rate = LearningRate(
@@ -93,9 +98,9 @@ class MergingLoader(LoaderBase):
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
         self.lost_replicas = 0
-        self._wrapped_step = take_over(self._optimizer, "adaptive-sgd", self._step)
+        self._wrapped_step = replace_step(self._optimizer, "adaptive-sgd", self._step)
 
-    def _meet(self, length: int) -> tuple[list[int], Counter | None]:
+    def _gather_sizes(self, length: int) -> tuple[list[int], Counter | None]:
         """Return every rank's largest size, and the counter by which ranks take batches, if any."""
         options = self._options
         first_size = max(1, options.global_batch // self._world.size)
@@ -159,8 +164,8 @@ class MergingLoader(LoaderBase):
 
     def _await(self, operation: Operation) -> Any:
         """Wait for an operation; the time counts as waited in the current mega-batch."""
-        self._steps.submitted(operation)
-        return Waited(operation, self._steps.spent).wait()
+        self._steps.note_submit(operation)
+        return TimedOperation(operation, self._steps.spent).wait()
 
     def _resumed(self) -> Replica | None:
         """Return this rank's replica, or make it from a loaded state; None without either."""
@@ -196,12 +201,12 @@ class MergingLoader(LoaderBase):
         self._finished, self._updates = [], 0
         for batch in self._loader:
             take = self._taken.taken.popleft()
-            yield from self._hand_over(batch, take)
+            yield from self._yield_batch(batch, take)
             if self._finished is None:
                 break  # drained
             self._finish(take)
 
-    def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
+    def _yield_batch(self, batch: Any, take: range) -> Iterator[Any]:
         self._current_batch, self.num_samples = take, len(take)
         try:
             yield batch
@@ -221,13 +226,13 @@ class MergingLoader(LoaderBase):
         self._taken.is_weightless = True
         try:
             for batch in self._loader:
-                yield from self._hand_over(batch, range(0))
+                yield from self._yield_batch(batch, range(0))
         finally:
             self._taken.is_weightless = False
         if self.drain_wanted:
-            self._tell(drains=False)  # raises an error on all ranks
+            self._announce_drain(drains=False)  # raises an error on all ranks
 
-    def _tell(self, drains: bool) -> None:
+    def _announce_drain(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
         operation = self._world.engine.submit(
             f"{self._name}.drains", [], lambda transport, all_flags: list(all_flags), flags=drains
@@ -322,7 +327,7 @@ class MergingLoader(LoaderBase):
         assert self._finished is not None
         steps, samples = self._steps, sum(map(len, self._finished))
         steps.computed()
-        steps.arrived(self._replica.reduction)
+        steps.note_exchange(self._replica.reduction)
         steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:
@@ -382,7 +387,7 @@ class MergingLoader(LoaderBase):
         if self._finished is not None:
             self._merge(drains=True)
         while self.drain_wanted:
-            self._tell(drains=True)
+            self._announce_drain(drains=True)
         replica = self._resumed()
         if replica is None:
             return

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from ..local_training.own_steps import Spent
-from ..partitioning.cursor import Cursor, Stretch
+from ..local_training.own_steps import WallClock
+from ..partitioning.cursor import Cursor, SampleRange
 from ..partitioning.cuts import Limits
-from .options import BATCHES, RULES, STRATEGIES, MergingOptions, within
-from .weights import WEIGHTS, Report, equally, perturbed
+from .options import BATCHES, RULES, STRATEGIES, MergingOptions, clip_to_limits
+from .weights import WEIGHTS, Report, equal_weights, perturb_weights
 
 
 class TakenBatches(Sampler[list[int]]):
@@ -28,10 +28,10 @@ class TakenBatches(Sampler[list[int]]):
     is_weightless: yield one batch without weight instead.
     """
 
-    def __init__(self, cursor: Cursor, spent: Spent) -> None:
+    def __init__(self, cursor: Cursor, spent: WallClock) -> None:
         self.cursor, self._spent = cursor, spent
         self.order: Sequence[int] = ()
-        self.stretch = Stretch([])
+        self.stretch = SampleRange([])
         self.size = 0
         self.taken: deque[range] = deque()
         self.is_weightless = False
@@ -72,10 +72,10 @@ class MegaBatches:
                     f"multiple of the grain {options.grain}: there is no such size; change "
                     "min_batch, max_batch or grain"
                 )
-        self.sizes = within([self.first_size] * len(most), self._limits)
+        self.sizes = clip_to_limits([self.first_size] * len(most), self._limits)
         self.number = 0
-        self._left = Stretch([])
-        self._open = Stretch([])
+        self._left = SampleRange([])
+        self._open = SampleRange([])
 
     @property
     def ranks(self) -> int:
@@ -89,13 +89,13 @@ class MegaBatches:
 
     def begin(self, places: Sequence[range]) -> None:
         """Begin an epoch, or what is left of one."""
-        self._left = Stretch(places)
+        self._left = SampleRange(places)
 
-    def open(self) -> Stretch | None:
+    def open(self) -> SampleRange | None:
         """Return the stretch to hand out until the next merge; None at the epoch's end."""
         if not len(self._left):
             return None
-        self._open = Stretch(self._left.places(range(self._quota())))
+        self._open = SampleRange(self._left.places(range(self._quota())))
         return self._open
 
     def _quota(self) -> int:
@@ -114,16 +114,16 @@ class MegaBatches:
         finite = [report for report in reports if report.finite]
         if not finite:
             return [0.0] * len(reports)
-        rule = WEIGHTS[options.merge_weights] if strategy.is_dynamic else equally
-        weights = iter(perturbed(rule(finite), finite, options.perturbation))
+        rule = WEIGHTS[options.merge_weights] if strategy.is_dynamic else equal_weights
+        weights = iter(perturb_weights(rule(finite), finite, options.perturbation))
         return [next(weights) if report.finite else 0.0 for report in reports]
 
     def close(self, reports: Sequence[Report]) -> None:
         """Finish a merge: remove the samples that ranks have finished, and compute new sizes."""
         finished = [take for report in reports for take in report.takes]
         behind = self._left.places(range(len(self._open), len(self._left)))
-        self._left = Stretch([*self._open.without(finished), *behind])
-        self._open = Stretch([])
+        self._left = SampleRange([*self._open.remaining(finished), *behind])
+        self._open = SampleRange([])
         self.number += 1
         if self.strategy.is_dynamic and all(report.finite for report in reports):
             updates = [report.updates for report in reports]
@@ -150,7 +150,7 @@ class MegaBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; with another number of ranks or global_batch, sizes are the first ones."""
         self.number = state["number"]
-        self._left = Stretch([range(start, stop) for start, stop in state["left"]])
+        self._left = SampleRange([range(start, stop) for start, stop in state["left"]])
         given = self.options.global_batch
         if (len(state["sizes"]), state.get("global_batch", given)) == (self.ranks, given):
-            self.sizes = within(state["sizes"], self._limits)
+            self.sizes = clip_to_limits(state["sizes"], self._limits)

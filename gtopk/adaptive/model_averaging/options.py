@@ -70,10 +70,10 @@ def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
     scale = min(
         most / size for size, most in zip(wanted, limits.highest(), strict=True) if size > 0
     )
-    return within([scale * size for size in wanted], limits)
+    return clip_to_limits([scale * size for size in wanted], limits)
 
 
-def published(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
+def published_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
     """Return b + beta (u - mean u) where that is within the bounds, and b elsewhere.
 
     beta is half the lower bound. Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 1, as
@@ -84,33 +84,33 @@ def published(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> l
     for size, count, low, high in zip(
         sizes, updates, limits.lowest(), limits.highest(), strict=True
     ):
-        wanted = grained(size + low / 2 * (count - mean), limits.grain)
+        wanted = round_to_grain(size + low / 2 * (count - mean), limits.grain)
         following.append(wanted if low <= wanted <= high else size)
     return following
 
 
-def unchanged(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
+def no_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
     """Return the sizes as they are."""
     return list(sizes)
 
 
-def grained(size: float, grain: int) -> int:
+def round_to_grain(size: float, grain: int) -> int:
     """Return the multiple of the grain that is nearest to a size."""
     return round(size / grain) * grain
 
 
-def within(sizes: Sequence[float], limits: Limits) -> list[int]:
+def clip_to_limits(sizes: Sequence[float], limits: Limits) -> list[int]:
     """Return whole grains within the bounds."""
     return [
-        min(max(grained(size, limits.grain), low), high)
+        min(max(round_to_grain(size, limits.grain), low), high)
         for size, low, high in zip(sizes, limits.lowest(), limits.highest(), strict=True)
     ]
 
 
 RULES: Final[Mapping[str, Rule]] = {
     "multiplicative": multiplicative,
-    "published": published,
-    "none": unchanged,
+    "published": published_rule,
+    "none": no_rule,
 }
 
 

@@ -36,32 +36,32 @@ class Report(NamedTuple):
     takes: Sequence[range] = ()
 
 
-def by_updates(reports: Sequence[Report]) -> list[float]:
+def update_weights(reports: Sequence[Report]) -> list[float]:
     """Return the shares of the updates; a rank that made none counts as if it had made one."""
     return shares([max(report.updates, 1) for report in reports])
 
 
-def by_samples(reports: Sequence[Report]) -> list[float]:
+def sample_weights(reports: Sequence[Report]) -> list[float]:
     """Return the shares of the samples; a rank that had none counts as if it had one batch."""
     return shares([report.samples or report.size for report in reports])
 
 
-def published(reports: Sequence[Report]) -> list[float]:
+def published_weights(reports: Sequence[Report]) -> list[float]:
     """Return the shares of the updates; shares of the sizes, if all made equally many updates.
 
     Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 2, as far as it is known here.
     """
     if len({report.updates for report in reports}) == 1:
         return shares([report.size for report in reports])
-    return by_updates(reports)
+    return update_weights(reports)
 
 
-def equally(reports: Sequence[Report]) -> list[float]:
+def equal_weights(reports: Sequence[Report]) -> list[float]:
     """Return the same weight for all."""
     return [1.0 / len(reports)] * len(reports)
 
 
-def perturbed(
+def perturb_weights(
     weights: Sequence[float], reports: Sequence[Report], perturbation: float
 ) -> list[float]:
     """Return weights raised for the rank with the most updates and lowered for that with fewest.
@@ -87,10 +87,10 @@ def shares(counts: Sequence[float]) -> list[float]:
 
 
 WEIGHTS: Final[Mapping[str, Callable[[Sequence[Report]], list[float]]]] = {
-    "updates": by_updates,
-    "samples": by_samples,
-    "published": published,
-    "equal": equally,
+    "updates": update_weights,
+    "samples": sample_weights,
+    "published": published_weights,
+    "equal": equal_weights,
 }
 
 

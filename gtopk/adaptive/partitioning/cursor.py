@@ -24,7 +24,7 @@ from .cuts import divide
 Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
 
 
-class Stretch:
+class SampleRange:
     """Places that are handed out together, as consecutive ranges.
 
     A take is a range of positions in it; `places` maps it to the places of samples.
@@ -47,7 +47,7 @@ class Stretch:
                 found.append(part)
         return found
 
-    def without(self, finished: Iterable[range]) -> list[range]:
+    def remaining(self, finished: Iterable[range]) -> list[range]:
         """Return the places at all positions but those of some takes, in order."""
         left, position = [], 0
         for take in sorted(finished, key=lambda take: take.start):

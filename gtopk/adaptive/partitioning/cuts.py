@@ -90,7 +90,7 @@ def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
     return [size + missing * r / space for size, r in zip(sizes, room, strict=True)]
 
 
-def whole(wanted: Sequence[float], limits: Limits) -> list[int]:
+def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
     """Return whole sizes near `wanted`: the largest remainder first, ties to the lower rank.
 
     Each lies within a grain of what `clamp` makes of `wanted`. Raises ValueError where no sizes
@@ -118,7 +118,7 @@ def divide(count: int, sizes: Sequence[int]) -> list[int]:
     """
     total = sum(sizes)
     limits = Limits(count, [0] * len(sizes), sizes)
-    return whole([count * size / total if total else 0.0 for size in sizes], limits)
+    return round_sizes([count * size / total if total else 0.0 for size in sizes], limits)
 
 
 class Cut(NamedTuple):
@@ -208,10 +208,10 @@ def shuffled(length: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def deal(count: int, speeds: Sequence[int]) -> list[range]:
+def split_batches(count: int, speeds: Sequence[int]) -> list[range]:
     """Return which of `count` batches each rank gets, side by side, in proportion to its speed."""
     total = sum(speeds)
-    shares = whole(
+    shares = round_sizes(
         [count * speed / total for speed in speeds],
         Limits(count, [0] * len(speeds), [count] * len(speeds)),
     )
@@ -255,9 +255,9 @@ class Passes:
             for first in range(0, len(part), self._size)
         ]
 
-    def deal(self, rank: int) -> list[range]:
+    def begin_pass(self, rank: int) -> list[range]:
         """Begin a pass; return this rank's micro-batches in it."""
-        self._dealt = deal(len(self.left), self.speeds)
+        self._dealt = split_batches(len(self.left), self.speeds)
         return [self.left[place] for place in self._dealt[rank]]
 
     def close(self, done: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..partitioning.cuts import Limits, whole
+from ..partitioning.cuts import Limits, round_sizes
 from .policies import Cost, Measured, Policy, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
@@ -133,12 +133,12 @@ class Controller:
             sizes = self._damped(now, wanted, limits)
         if self._gain(now, sizes, measured.costs) < LEAST_GAIN:
             self._hold()
-            return whole([float(size) for size in now], limits)
+            return round_sizes([float(size) for size in now], limits)
         return sizes
 
     def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
         """Return the sizes by all windows of this HOLD together, if the gain is large enough."""
-        if (bounded := whole([float(size) for size in now], limits)) != now:
+        if (bounded := round_sizes([float(size) for size in now], limits)) != now:
             self._held.clear()  # memory has run out: they were measured with too large sizes
             return bounded
         self._held.append(list(seconds))
@@ -218,7 +218,7 @@ class Controller:
         left = [max(sign * (end - each), 0.0) for end, each in zip(wanted, targets, strict=True)]
         if far := math.fsum(left):
             targets = [each + missing * own / far for each, own in zip(targets, left, strict=True)]
-        return whole(targets, limits)
+        return round_sizes(targets, limits)
 
     def costs(self) -> list[Cost]:
         """Return every rank's cost; a rank without samples so far counts as the slowest known."""

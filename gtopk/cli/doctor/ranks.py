@@ -16,14 +16,19 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from ... import settings
+from collectives.cost import Link
+from collectives.cost_model import Budget, Calibration, Prediction, calibrate, choose
+from collectives.cost_model.schedules import FORMATS
+from collectives.transports import Transport
+
+from ... import __version__, settings
 from ...runtime.launch import (
     Launched,
     LaunchError,
     LaunchTimeoutError,
-    carried_by,
     find_mpirun,
     run,
+    transport_name,
 )
 from ...runtime.runner.ranks import launcher_at_hand
 from .basics import INSTALL_MPI, Finding, State, gist, installed
@@ -42,7 +47,7 @@ _MEGABYTE: Final = 1 << 20
 _BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
 
 
-def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
+def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     """Start two ranks and have them add."""
     launcher = launcher_at_hand()
     if launcher == "torchrun" and not installed("torch"):
@@ -79,7 +84,7 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     return finding._replace(detail=f"{finding.detail}{gpus}; {took:.1f} s with their start")
 
 
-def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
     """Join the ranks of the running job; every one of its processes must call this.
 
     Finds out whether they add up, and where they are several, whether compression would pay.
@@ -96,7 +101,7 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[F
     return findings
 
 
-def look_at_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
     """Try the link of each pair of the running job's ranks; every one of them must call this."""
     links = _report_of(swap.__name__, job, seconds)
     if isinstance(links, Finding):
@@ -133,16 +138,16 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _look_closer(job))
+            return Finding(NAME, State.FAIL, detail, _diagnose(job))
         report = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or report is None:
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _look_closer(job))
+            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _diagnose(job))
     return report
 
 
-def _look_closer(job: Launched) -> str:
+def _diagnose(job: Launched) -> str:
     """Return the advice for ranks of a job that do not work together."""
-    if carried_by(job) != "mpi":
+    if transport_name(job) != "mpi":
         return f"see all they say: start `{_INIT}` in their place"
     return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
@@ -190,7 +195,7 @@ def add_up(measure_network: bool = True) -> None:
     from collectives.cores import allowed_cores, core_quota
 
     from ...runtime.world.joining import join
-    from ...runtime.world.state import choose_gpu_carrying, emulate_on
+    from ...runtime.world.state import choose_gpu_route, emulate_on
 
     world = join()
     emulate_on(world)
@@ -214,11 +219,9 @@ def add_up(measure_network: bool = True) -> None:
         "hosts": [host for host, _, _, _ in places],
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
-        "gpus": choose_gpu_carrying(world),
+        "gpus": choose_gpu_route(world),
     }
     if measure_network and world.size > 1:
-        from .network import describe_network
-
         sums["network"] = describe_network(world)
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
@@ -245,3 +248,42 @@ def _find_report(lines: list[str]) -> dict[str, Any] | None:
             found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return found
     return None
+
+
+# What compression would bring is told for a model of a well-known size.
+MODEL, LENGTH, DENSITY = "ResNet-50", 25_557_032, 0.001
+_EXACT: Final = [format for format in FORMATS if format.values == "exact"]
+
+
+def describe_network(transport: Transport) -> str:
+    """Return a sentence on the links, and one on what pays; every rank must call it."""
+    calibration = calibrate(transport, FORMATS, {"gtopk": __version__})
+    return describe(calibration)
+
+
+def describe(calibration: Calibration) -> str:
+    """Return the meaning of a calibration for a model of a well-known size."""
+    network = calibration.network
+    links = []
+    if network.ranks > network.ranks_per_node:
+        links.append(f"between hosts {_link(network.between)}")
+    if network.within is not None:
+        links.append(f"inside a host {_link(network.within)}")
+    choices = choose(LENGTH, calibration, Budget(density=DENSITY), _EXACT)
+    seconds = {each.candidate.algorithm: each for each in reversed(choices)}
+    dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)
+    pays = choices[0].candidate.algorithm != "dense"
+    step = (
+        f"a step of {MODEL}'s size at density {DENSITY:g} would take "
+        f"{_milliseconds(dense)} dense, {_milliseconds(best)} by {best.candidate.algorithm}: "
+        f"compression {'pays' if pays else 'would not pay'} here ({calibration.origin})"
+    )
+    return f"{', '.join(links)}; {step}" if links else step
+
+
+def _link(link: Link) -> str:
+    return f"{link.bits_per_second / 1e9:.3g} Gbit/s and {1e6 * link.latency_seconds:.3g} us"
+
+
+def _milliseconds(found: Prediction) -> str:
+    return f"{1e3 * found.seconds:.3g} ms"

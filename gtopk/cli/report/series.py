@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from collectives.cost import dense_bytes
 
-from ...telemetry.reading import Note, RankRecord, Run, Step, by_interest
+from ...telemetry.reading import Note, RankRecord, Run, Step, accuracy_and_loss_first
 from ...telemetry.step_report import PARTS, Balance, StepReport, parts
 from ...units import (
     bytes_text,
@@ -115,7 +115,7 @@ def place(run: Run, of: Step | Note) -> float:
 
 def value_names(run: Run) -> list[str]:
     """Return the names of the values that the script logged, in the order of display."""
-    return by_interest(
+    return accuracy_and_loss_first(
         {name for rank in run.ranks for note in rank.values for name in note.content}
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...adaptive.delayed_sync.rounds import Pending, Ready, Reduced, Rounds
+from ...adaptive.delayed_sync.rounds import Pending, RoundReadiness, RoundReduction, Rounds
 from ...adaptive.local_training.replica import RoundExchange
 from ...adaptive.partitioning.cuts import Passes, shuffled
 from .setting import Record, Setting
@@ -131,12 +131,12 @@ class Ends:
             meeting.results = parts
             return
         if kind == "ready":
-            ready = Ready(sum(n for n, _ in parts), any(is_last for _, is_last in parts))
+            ready = RoundReadiness(sum(n for n, _ in parts), any(is_last for _, is_last in parts))
             meeting.results = [ready] * len(parts)
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
         if not any(counts):
-            meeting.results = [Reduced(None, counts, batches)] * len(parts)
+            meeting.results = [RoundReduction(None, counts, batches)] * len(parts)
             return
         for rank, exchange in self._exchanges.items():
             exchange.capture_sums(parts[rank][0])
@@ -148,7 +148,7 @@ class Ends:
         # All ranks get the same update, or none; those elsewhere have no parameters here.
         elsewhere: list[torch.Tensor] | None = None if None in updates.values() else []
         meeting.results = [
-            Reduced(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
+            RoundReduction(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
         ]
         meeting.over_at = self.time.now + self._reduce_seconds
         self._record.exchange += self._reduce_seconds
@@ -193,7 +193,7 @@ class SimulatedRank:
 
     def _pass(self, order: Sequence[int]) -> Iterator[float | Pending]:
         rounds = self._rounds
-        mine = self._passes.deal(self._rank)
+        mine = self._passes.begin_pass(self._rank)
         rounds.begin()
         for places in mine:
             yield from self._compute([order[place] for place in places])

@@ -27,7 +27,7 @@ from collectives.transports import Transport
 
 from ...adaptive.adapt import adapt
 from ...adaptive.local_training.replica import RoundExchange
-from ...adaptive.partitioning.cuts import Limits, shuffled, whole
+from ...adaptive.partitioning.cuts import Limits, round_sizes, shuffled
 from ...compression import Compression
 from ...optim.distributed import DistributedOptimizer
 from ...runtime.world import world
@@ -83,13 +83,13 @@ class ModelledTimer:
         self._clock, self._rank, self._random = clock, rank, random
         self.seconds = 0.0
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         """Model the batch that begins now."""
         self.seconds = self._clock.cluster.compute_seconds(
             self._rank, samples, self._clock.record.seconds, self._random
         )
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         return self.seconds
 
     def exchanged(self, step: StepReport) -> float:
@@ -204,7 +204,7 @@ def join(setting: Setting) -> Record:
     reduce_seconds = cluster.reduce_seconds(Candidate("dense"), task.length)
     length = task.samples
     wanted = [length * speed / sum(cluster.speeds) for speed in cluster.speeds]
-    shares = whole(wanted, Limits(length, [0] * cluster.ranks, [length] * cluster.ranks))
+    shares = round_sizes(wanted, Limits(length, [0] * cluster.ranks, [length] * cluster.ranks))
     for epoch in range(setting.epochs):
         order = torch.tensor(shuffled(length, 1000 * setting.seed, epoch))
         inputs = [shard.split(batch) for shard in order.split(shares)]

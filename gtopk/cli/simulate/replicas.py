@@ -12,14 +12,20 @@ import numpy as np
 import torch
 
 from collectives.transports import Transport
-from collectives.transports.counter import LocalCounter
+from collectives.transports.counters import LocalCounter
 
 from ...adaptive.current_batch import FACTORS
 from ...adaptive.local_training.replica import Replica
 from ...adaptive.model_averaging.mega_batches import MegaBatches
 from ...adaptive.model_averaging.options import MergingOptions
 from ...adaptive.model_averaging.weights import Report
-from ...adaptive.partitioning.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
+from ...adaptive.partitioning.cursor import (
+    Cursor,
+    ReplayedCursor,
+    SampleRange,
+    SharedCursor,
+    in_step,
+)
 from ...adaptive.partitioning.cuts import shuffled
 from .setting import Record, Setting
 
@@ -113,7 +119,7 @@ class _Run:
         setting.ranks.broadcast(accuracy, first.number)  # rank 0 may be dead, and reports
         self.record.accuracy.append((self.record.seconds, float(accuracy)))
 
-    def _mega_batch(self, stretch: Stretch, order: Sequence[int]) -> None:
+    def _mega_batch(self, stretch: SampleRange, order: Sequence[int]) -> None:
         batches, began = self.batches, self.record.seconds
         count = max(cursor.count for cursor in self.cursors)
         del self.cursors[len(self.workers) :]

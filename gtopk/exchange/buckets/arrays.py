@@ -1,9 +1,13 @@
-"""Tensors as flat arrays and back: host copies that MPI can reduce, or the same memory."""
+"""Tensors as flat arrays and back: host copies that MPI can reduce, or the same memory.
+
+And what belongs to their device: its streams, and points in its time.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -76,7 +80,7 @@ def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     return to_device(view_tensor(array), like.device).to(like.dtype).reshape(like.shape)
 
 
-def lies_as_array(tensor: torch.Tensor) -> bool:
+def is_host_array(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
     as_numbers = tensor.dtype != torch.bool and not tensor.is_neg()
     return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
@@ -154,7 +158,7 @@ def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tens
     return tensor
 
 
-def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
     """Return the kernels' device for these: their GPU, where all are on one; else the host."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():
@@ -218,3 +222,24 @@ def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
             entered.enter_context(torch.cuda.device(stream.device))
             entered.enter_context(torch.cuda.stream(stream))
         yield
+
+
+class Timestamp:
+    """A point in a device's work; on a GPU, the time when its current stream gets there.
+
+    A host clock would tell when the GPU's work was launched, not when it is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._at = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: Timestamp) -> float:
+        """Return the seconds from this time to a later one; waits until a GPU has reached it."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3

@@ -21,20 +21,21 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import Gradient, Located, all_finite, clear, put_at
+from collectives.transports import Transport
 from collectives.vector import SparseVector
 
 from .arrays import (
+    Timestamp,
     current_stream,
     current_streams,
-    home_of,
+    device_of,
     located,
     view_array,
     view_tensor,
     zeros,
 )
 from .parameters import refuse_complex
-from .placeholders import are_lacking, lacks_gradient
-from .timestamp import Timestamp
+from .placeholders import lack_gradients, lacks_gradient
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -49,8 +50,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 class Bucket:
     """The vector of all gradients, in the order of the parameters and of their elements in memory.
 
-    In a step: `capture_gradients`, read by `addend` or `gather`, write by `put` or `scatter`, then
-    `keep`.
+    In a step: `capture_gradients`, read by `addend` or `gather`, write by `scatter_sparse` or
+    `scatter`, then `keep_gradients`.
 
     sizes:     of the parameters; or of the several parameters that a single one stands for.
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
@@ -81,7 +82,7 @@ class Bucket:
             )
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
-        self.device = home_of(self.parameters)
+        self.device = device_of(self.parameters)
         self.strides = strides_of(self.parameters)
         self._dtypes = {p.dtype for p in self.parameters if p.numel()}
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
@@ -92,7 +93,7 @@ class Bucket:
         self.captured_at = 0.0
         self.ready = Timestamp(self.device)
         # The gradients' memory, looked up once a step; (None,) where they are to be copied.
-        self._looked_up: tuple[list[NDArray[Any]] | Located | None] | None = None
+        self._gradient_cache: tuple[list[NDArray[Any]] | Located | None] | None = None
         # For a bucket on the host: the GPUs of its gradients, which torch copies.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
@@ -107,12 +108,12 @@ class Bucket:
         """Capture this step's gradients, to be multiplied with `weight` later: no copy is made.
 
         gradients: in place of the parameters' own, of any dtype.
-        Sparse gradients become dense; `keep` makes them sparse again.
+        Sparse gradients become dense; `keep_gradients` makes them sparse again.
         """
         self.weight, self.scale, self.captured_at = weight, scale, time.perf_counter()
         self.share = weight * scale  # gradients are means of samples, times the scale
         own = [parameter.grad for parameter in self.parameters]
-        self.lacking = are_lacking(own)
+        self.lacking = lack_gradients(own)
         if gradients is None:
             others = [
                 (place, gradient)
@@ -136,10 +137,10 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
-        self._looked_up = None
+        self._gradient_cache = None
 
     def capture_zeros(self, scale: float) -> None:
-        """Use zeros as gradients, in memory of their own: `put` changes no parameter's gradient.
+        """Use zeros as gradients, in memory of their own: parameters' gradients stay unchanged.
 
         scale: the other ranks': all ranks compute by it what the gradients' dtype cannot hold.
         """
@@ -148,13 +149,13 @@ class Bucket:
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
-        self._looked_up = None
+        self._gradient_cache = None
 
     @property
     def _parts(self) -> list[NDArray[Any]] | Located | None:
-        if self._looked_up is None:
-            self._looked_up = (self._where_they_lie(),)
-        return self._looked_up[0]
+        if self._gradient_cache is None:
+            self._gradient_cache = (self._gradient_memory(),)
+        return self._gradient_cache[0]
 
     @property
     def largest(self) -> float:
@@ -186,7 +187,7 @@ class Bucket:
         torch._foreach_copy_(self.views, self.gradients)
         return self.flat
 
-    def _where_they_lie(self) -> list[NDArray[Any]] | Located | None:
+    def _gradient_memory(self) -> list[NDArray[Any]] | Located | None:
         """Return the gradients' own memory, on a GPU as addresses; None where it must be copied.
 
         Work on the stream that they were captured on comes after pending writes to that memory.
@@ -204,7 +205,7 @@ class Bucket:
             return located(filled)
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
-    def put(self, update: SparseVector) -> None:
+    def scatter_sparse(self, update: SparseVector) -> None:
         """Replace the gradients by the update's entries, times `scale`, and zeros elsewhere."""
         if self.scale != 1.0:
             scaled = update.values * update.values.dtype.type(self.scale)
@@ -224,7 +225,7 @@ class Bucket:
         put_at([self.flat], update)
         torch._foreach_copy_(self.gradients, self.views)
 
-    def holds_sum(self) -> bool:
+    def fits_sum(self) -> bool:
         """Tell whether the sum in `flat` is finite, also in the gradients' dtypes."""
         if self.largest == np.finfo(self.dtype).max:
             return bool(all_finite(self.flat))
@@ -241,8 +242,8 @@ class Bucket:
         values = view_tensor(update.values)  # torch's operators: CuPy's lose subnormal float32
         fitted = values.clamp(-self.largest, self.largest)
         if self._dtypes != {values.dtype}:
-            # As `put` will write them, times the scale: the rest is what the gradients will really
-            # lack.
+            # As `scatter_sparse` will write them, times the scale: the rest is what the gradients
+            # will really lack.
             fitted = self._rounded(fitted * self.scale, update.indices) / self.scale
         left = values - fitted
         some = left != 0
@@ -276,7 +277,7 @@ class Bucket:
             self._flat.mul_(self.weight)
         return self.flat
 
-    def rounded_away(self) -> torch.Tensor | None:
+    def rounding_error(self) -> torch.Tensor | None:
         """Return the part of `flat` that gradients in 16 bits cannot hold, [length]; None: none.
 
         Call it before `scatter`.
@@ -288,7 +289,7 @@ class Bucket:
             part.sub_((part * self.scale).to(gradient.dtype).to(part.dtype) / self.scale)
         return rest if bool(rest.any()) else None
 
-    def mark(self, whole: bool) -> torch.Tensor | None:
+    def checksum(self, whole: bool) -> torch.Tensor | None:
         """Return a checksum that tells this step's gradients from changed ones, int64.
 
         whole: read all values; else some values of the largest gradient, which show a factor that
@@ -301,7 +302,7 @@ class Bucket:
             largest = max(self.gradients, key=torch.Tensor.numel)
             return _some_of(largest.reshape(-1))
         ordered = zip(self.gradients, self.strides, strict=True)
-        marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
+        marks = [_checksum(gradient, stride) for gradient, stride in ordered if gradient.numel()]
         return torch.stack([mark.to(self.device) for mark in marks])
 
     def scatter(self) -> None:
@@ -340,7 +341,7 @@ class Bucket:
     def _pinned(self) -> torch.Tensor:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
-    def keep(self, may_stay_none: Collection[int]) -> None:
+    def keep_gradients(self, may_stay_none: Collection[int]) -> None:
         """Give parameters that lacked a gradient the update's, and drop this step's references.
 
         may_stay_none: places of parameters without a gradient on any rank: where the update is
@@ -370,7 +371,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Drop references to this step's gradients, so that `zero_grad` frees their memory."""
         self.gradients = []
-        self._looked_up = None
+        self._gradient_cache = None
 
 
 def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
@@ -406,7 +407,7 @@ def is_finite(gradient: torch.Tensor) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return two sums of a tensor, int64 [2]; stride: the order of its elements in memory.
 
     One of its bits, in words of 64, shows changes of a few elements. One of values from all over it
@@ -444,3 +445,35 @@ def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
         for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)
         if size != 1
     )
+
+
+class GradientSum:
+    """The ranks' sum of one step's gradients, on a GPU that only torch reaches, without CuPy.
+
+    The bucket would work on the host; its own vector is not made, and no gradient goes to the host.
+    """
+
+    def __init__(self, bucket: Bucket, transport: Transport) -> None:
+        """Sum weight * gradient over the ranks; a collective."""
+        dtype: torch.dtype = getattr(torch, bucket.dtype.name)
+        parts = [gradient.reshape(-1).to(dtype) for gradient in bucket.gradients]
+        self._flat = torch.cat(parts)
+        self._flat.mul_(bucket.weight)
+        transport.allreduce(self._flat)  # type: ignore[arg-type]
+
+    def fits(self, bucket: Bucket) -> bool:
+        """Tell whether the sum is finite, also in the gradients' dtypes."""
+        least, most = self._flat.aminmax()
+        return bool((-bucket.largest <= least) & (most <= bucket.largest))  # False for NaN
+
+    def apply(self, bucket: Bucket) -> None:
+        """Copy the sum, times `scale`, out into the gradients."""
+        self._flat.mul_(bucket.scale)
+        parts = self._flat.split([gradient.numel() for gradient in bucket.gradients])
+        for gradient, part in zip(bucket.gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def only_torch_reaches(bucket: Bucket, transport: Transport) -> bool:
+    """Tell whether a bucket works on the host, and the transport can sum its gradients in place."""
+    return bucket.device.type == "cpu" and all(map(transport.carries, bucket.gradients))

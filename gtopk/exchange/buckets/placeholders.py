@@ -22,7 +22,7 @@ _MARK: Final = "_gtopk_placeholder"
 _placed: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
 
-def place(parameters: Iterable[torch.nn.Parameter]) -> None:
+def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Give zeros as gradients to the parameters that require one, in place of any they have.
 
     A gradient on a GPU is zeroed in its memory: a CUDA graph may go on to write there. Other ones
@@ -36,7 +36,7 @@ def place(parameters: Iterable[torch.nn.Parameter]) -> None:
             else:
                 parameter.grad = torch.zeros_like(parameter)
             _mark(parameter.grad)
-            _make_way_for_sparse(parameter)
+            _drop_for_sparse(parameter)
 
 
 def _may_be_of_a_graph(gradient: torch.Tensor) -> bool:
@@ -50,7 +50,7 @@ def lacks_gradient(parameter: torch.Tensor) -> bool:
     return gradient is None or _is_untouched(gradient)
 
 
-def are_lacking(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
+def lack_gradients(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
     """Tell of each gradient whether it is None or an untouched placeholder, as `lacks_gradient`.
 
     Faster than one by one: a step asks this of every parameter.
@@ -74,7 +74,7 @@ def remove_placeholders(parameters: Iterable[torch.Tensor]) -> None:
     if not _placed:
         return
     asked = list(parameters)
-    for parameter in itertools.compress(asked, are_lacking([each.grad for each in asked])):
+    for parameter in itertools.compress(asked, lack_gradients([each.grad for each in asked])):
         parameter.grad = None
 
 
@@ -83,7 +83,7 @@ def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not _placed:
         return []
     found = [parameter.grad for parameter in parameters]
-    lacking = itertools.compress(found, are_lacking(found))
+    lacking = itertools.compress(found, lack_gradients(found))
     return [placeholder for placeholder in lacking if placeholder is not None]
 
 
@@ -98,7 +98,7 @@ def _mark(placeholder: torch.Tensor) -> None:
     _placed[id(placeholder)] = placeholder
 
 
-def _make_way_for_sparse(parameter: torch.nn.Parameter) -> None:
+def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
     """Drop the placeholder when a sparse gradient comes: added to zeros, it would become dense.
 
     Autograd calls the hook before it accumulates the gradient.

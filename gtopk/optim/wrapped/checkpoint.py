@@ -31,8 +31,14 @@ import torch
 from collectives.transports import Transport
 
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
-from ...exchange.residual_names import translate, under_known_names
-from ...exchange.residual_state import ResidualState, norm_of, state_before, unsent
+from ...exchange.residual_state import (
+    ResidualState,
+    nonzero_names,
+    norm_of,
+    state_before,
+    translate,
+    under_known_names,
+)
 from ...runtime.object_codec import decode, encode
 from ..reducer import Reducer
 
@@ -43,13 +49,13 @@ GRADIENTS, CHANGES = "gradients", "changes"
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
-class Holder(Protocol):
+class ResidualOwner(Protocol):
     """An object that has a residual; see `Reducer` and `OuterExchange`.
 
     holds: what the residual is of: GRADIENTS, or CHANGES of the model.
     """
 
-    holds: ClassVar[str]
+    residual_of: ClassVar[str]
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -77,7 +83,7 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     whole["state"] = {**ordered, **state}
 
 
-def save(holder: Holder) -> dict[str, Any]:
+def save(holder: ResidualOwner) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     residuals, bucket_exchanges = holder.export_state()
     return {
@@ -86,7 +92,7 @@ def save(holder: Holder) -> dict[str, Any]:
         "steps": holder.steps,
         "lanes": bucket_exchanges,
         "held": {holder.rank: residuals},
-        "holds": holder.holds,
+        "holds": holder.residual_of,
     }
 
 
@@ -119,21 +125,21 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
     own["held"] = dict(sorted(own["held"].items()))
 
 
-def load(holder: Holder, part: Mapping[str, Any]) -> None:
+def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     """Take over this rank's residual, and log whose it was.
 
     A residual of another kind, gradients or changes of the model, is not loaded, and a warning says
     so. Raises ValueError for a part in another format.
     """
-    if (of := part.get("holds", GRADIENTS)) != holder.holds:
-        if any(map(unsent, part["held"].values())):
+    if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
+        if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
                 "exchanges %s; it is lost (its norm: %.3g)",
                 holder.rank,
                 len(holder.ranks),
                 of,
-                holder.holds,
+                holder.residual_of,
                 _norm_of(part["held"]),
             )
         return
@@ -191,7 +197,7 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
     residuals: dict[str, ResidualState]
     if "of" in part:
         sources, saved = part["of"]
-        (residuals,), what = part["held"].values(), _said(sources, saved, rank, ranks)
+        (residuals,), what = part["held"].values(), _takeover_message(sources, saved, rank, ranks)
         # Here, not in `summed`: only the optimizer knows how many ranks share it now; a process
         # set's are fewer than the job's.
         residuals = _rescaled(residuals, len(sources), saved, ranks)
@@ -256,7 +262,8 @@ def _share(
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
         residuals = _sum([parts[source] for source in mine])
-        return _rescaled(residuals, len(mine), saved, ranks), _said(mine, saved, rank, ranks)
+        residuals = _rescaled(residuals, len(mine), saved, ranks)
+        return residuals, _takeover_message(mine, saved, rank, ranks)
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -268,7 +275,7 @@ def _share(
     )
 
 
-def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
+def _takeover_message(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
     """Return a message on whose residuals a rank has now; "" where it has just its own."""
     if saved == ranks and [*sources] == [rank]:
         return ""

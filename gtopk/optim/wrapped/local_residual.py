@@ -32,7 +32,7 @@ from ..peers import Peers
 _log = logging.getLogger("gtopk")
 
 # By parameter, whose unsent steps it holds now; of several optimizers the one made last wins.
-_holders: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
+_sources: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -41,8 +41,8 @@ def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
     None: the parameter is the centre. Raises RuntimeError where it was changed while it was c - a.
     """
-    holder = _holders.get(parameter)
-    return None if holder is None else holder._take_centre(parameter)
+    holder = _sources.get(parameter)
+    return None if holder is None else holder._load_centre(parameter)
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, on_this_rank(tensor)._version
 
 
-class Holder(Protocol):
+class ResidualSource(Protocol):
     """An object that has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
 
     names: of the residual's parameters; "" where only the model knows a name.
@@ -83,22 +83,22 @@ class LocalResidual:
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ResidualSource,
         owner: str = "optimizer",
         swapped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._holder, self._owner, self._swapped = holder, owner, swapped
+        self._source, self._owner, self._swapped = holder, owner, swapped
         self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
         # Versions of the parameters that are c - a now.
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
-        self._looked_at = weakref.WeakSet[torch.nn.Module]()
+        self._searched = weakref.WeakSet[torch.nn.Module]()
         self._finding: Any = None  # the hook of all modules, while models are looked for
         self._number = next(_numbers)
         self._is_at_rest = False  # by `eval`, until `train`
         self._has_given_up = False
 
-    def look_for_models(self) -> None:
+    def find_models(self) -> None:
         """Find the models in the next forward pass; does nothing where some are known.
 
         A module of torch.compile then warns, once, of a hook of all modules. The hook is removed
@@ -118,15 +118,15 @@ class LocalResidual:
 
     def _find(self, module: torch.nn.Module) -> None:
         """Note a model that has one of the parameters, unless it is inside one noted before."""
-        if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
+        if module in self._searched or isinstance(module, torch.jit.ScriptModule):
             return  # a scripted one takes no hooks
         if isinstance(module, DistributedDataParallel):
             return  # the module inside comes next: scripts may also call it by itself
-        self._looked_at.add(module)
-        names = self._holder.names
+        self._searched.add(module)
+        names = self._source.names
         if any(parameter in names for parameter in module.parameters()):
             self._roots.add(module)
-            self._looked_at.update(module.modules())
+            self._searched.update(module.modules())
             hook = _Hook(self)
             # Before FSDP's hook, which gathers the parameters of all ranks.
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
@@ -153,11 +153,11 @@ class LocalResidual:
         """Make the parameters c - a, unless they are that already, or `eval` was called."""
         if self.is_applied or self._is_at_rest:
             return
-        ranks = self._holder.peers.size
-        for parameter, residual in self._holder.residuals():
+        ranks = self._source.peers.size
+        for parameter, residual in self._source.residuals():
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values, and its residual waits
-            if (other := _holders.get(parameter)) is not None:
+            if (other := _sources.get(parameter)) is not None:
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
@@ -173,7 +173,7 @@ class LocalResidual:
             # A residual carries the rank's weight in the sum, 1/ranks: alone, it counts in full.
             here.sub_(residual.to(here.device), alpha=ranks)
             self._versions[parameter] = versions_of(parameter)
-            _holders[parameter] = self
+            _sources[parameter] = self
         if self._versions:
             self._swapped()
 
@@ -188,17 +188,17 @@ class LocalResidual:
 
     @torch.no_grad()
     def _restore(self, parameter: torch.nn.Parameter) -> None:
-        if (centre := self._take_centre(parameter)) is not None:
+        if (centre := self._load_centre(parameter)) is not None:
             on_this_rank(parameter).copy_(centre)
 
-    def _take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def _load_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         version = self._versions.pop(parameter, None)
         if version is None:
             return None
-        _holders.pop(parameter, None)
+        _sources.pop(parameter, None)
         if version != versions_of(parameter) and not self._is_as_applied(parameter):
             raise RuntimeError(
-                f"rank {self._holder.peers.world.rank}: parameter '{self._name_of(parameter)}' "
+                f"rank {self._source.peers.world.rank}: parameter '{self._name_of(parameter)}' "
                 "was changed between a forward pass and step(), where it holds steps that this "
                 "rank has not sent yet: the replicas would part. Change it after step(), or within "
                 f"`with {self._owner}.evaluating():`, or give local_residual=False"
@@ -208,12 +208,12 @@ class LocalResidual:
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         named = (pair for root in self._roots for pair in root.named_parameters())
         in_model = next((name for name, other in named if other is parameter), "?")
-        return self._holder.names.get(parameter) or in_model
+        return self._source.names.get(parameter) or in_model
 
     def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
         """Tell whether a parameter has the values that `apply` gave it, as after SAM's detour."""
-        ranks, centre = self._holder.peers.size, self._centre[parameter]
-        for other, residual in self._holder.residuals():
+        ranks, centre = self._source.peers.size, self._centre[parameter]
+        for other, residual in self._source.residuals():
             if other is parameter:
                 applied = centre.sub(residual.to(centre.device), alpha=ranks)
                 return torch.equal(applied, on_this_rank(parameter))
@@ -221,19 +221,19 @@ class LocalResidual:
 
     def end_step(self) -> None:
         """End a step; where no model was found in it, make the parameters c - a at once."""
-        if self._holder.peers.size == 1:
+        if self._source.peers.size == 1:
             return  # there is no residual
         if self._roots:
             self._stop_finding()
         elif self._finding is None and not self._has_given_up:
-            self.look_for_models()
+            self.find_models()
         else:
-            if not self._has_given_up and self._holder.peers.rank == 0:
+            if not self._has_given_up and self._source.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "
                     "between steps they hold steps that rank %d has not sent yet. Evaluate and "
                     "save within `with %s.evaluating():`, or give local_residual=False",
-                    self._holder.peers.world.rank,
+                    self._source.peers.world.rank,
                     self._owner,
                 )
             self._has_given_up = True

@@ -22,13 +22,14 @@ def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
         places = zip(*specs.values(), strict=True)
         parted = next(place for place in places if len(set(place)) > 1)
         apart = dict(zip(specs, parted, strict=True))
-    options = _options_apart(apart)
+    options = _differing_options(apart)
     if options is None:
-        return f"the ranks disagree about {name}: {_sides(apart)}"
-    return f"the ranks disagree about {name}: {_sides(options)}; all ranks must be given the same"
+        return f"the ranks disagree about {name}: {_ranks_by_text(apart)}"
+    sides = _ranks_by_text(options)
+    return f"the ranks disagree about {name}: {sides}; all ranks must be given the same"
 
 
-def _options_apart(signature: Mapping[int, str]) -> dict[int, str] | None:
+def _differing_options(signature: Mapping[int, str]) -> dict[int, str] | None:
     """Return each rank's options (`name=value`) that differ; None where other parts differ, too."""
     words = {rank: fact.split() for rank, fact in signature.items()}
     if not all("=" in word for those in words.values() for word in those[1:]):
@@ -40,12 +41,12 @@ def _options_apart(signature: Mapping[int, str]) -> dict[int, str] | None:
     return {rank: " ".join(those) for rank, those in options.items()}
 
 
-def describe_tangle(waiting: Mapping[int, str]) -> str:
+def describe_deadlock(waiting: Mapping[int, str]) -> str:
     """Return the text about ranks that wait for different operations; waiting: by rank."""
-    return f"the ranks disagree about their next operation: {_sides(waiting)}"
+    return f"the ranks disagree about their next operation: {_ranks_by_text(waiting)}"
 
 
-def _sides(texts: Mapping[int, str]) -> str:
+def _ranks_by_text(texts: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)

@@ -29,7 +29,7 @@ from typing import Final
 
 from collectives.errors import CollectiveError, PeerError
 from collectives.transports import Transport
-from collectives.transports.transport import say
+from collectives.transports.transport import print_line
 
 from ...errors import HorovodInternalError
 from .agreement import name_ranks
@@ -81,7 +81,7 @@ class Engine:
         self.ranks_may_leave = False
         self.finishes_later: Callable[[], bool] = lambda: False
         self.cycles = 0
-        self.settings = (settings or settings_from()).within(transport.timeout_seconds)
+        self.settings = (settings or settings_from()).limit_idle(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
         self._observers: tuple[Observer, ...] = ()
         # Shared with submitting threads, under the lock.
@@ -90,7 +90,7 @@ class Engine:
         self._pending: dict[str, Operation] = {}
         self._requests: dict[str, Request] = {}
         self._joining: Operation | None = None
-        self._hurried = False
+        self._urgent = False
         self._submitters: set[int] = set()  # threads
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
@@ -124,11 +124,11 @@ class Engine:
         """The error that stopped the engine, as a rank is gone; None while it runs."""
         return self._over
 
-    def observe(self, observer: Observer) -> None:
+    def add_observer(self, observer: Observer) -> None:
         """Call an observer with every event from now on."""
         self._set_observers((*self._observers, observer))
 
-    def ignore(self, observer: Observer) -> None:
+    def remove_observer(self, observer: Observer) -> None:
         """Stop calling an observer."""
         self._set_observers(tuple(each for each in self._observers if each != observer))
 
@@ -155,7 +155,7 @@ class Engine:
         """
         spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
         request = Request(name, spec, flags)
-        operation = Operation(request, self.transport.size, work, fusion, self._hurry, self._at)
+        operation = Operation(request, self.transport.size, work, fusion, self._wake_for, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -171,7 +171,7 @@ class Engine:
                 operation.finish(error=self._over)
                 return operation
             self._submitters.add(threading.get_ident())
-            operation.request = self._recognize(request)
+            operation.request = self._intern(request)
             self._pending[name] = operation
             self._submitted.append(operation)
             # The first of a burst wakes the engine, which then looks itself when the burst is over.
@@ -186,7 +186,7 @@ class Engine:
         `submit` raises ValueError.
         """
         request = Request("join", OperationSpec((), None, ()), 0)
-        operation = Operation(request, self.transport.size, _nothing, (), self._hurry, self._at)
+        operation = Operation(request, self.transport.size, _nothing, (), self._wake_for, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -214,7 +214,7 @@ class Engine:
         self._thread.join()
         return self._staying
 
-    def _recognize(self, request: Request) -> Request:
+    def _intern(self, request: Request) -> Request:
         """Return the earlier object that equals this one, so that comparisons are by identity."""
         before = self._requests.get(request.name)
         if before == request:
@@ -236,7 +236,7 @@ class Engine:
                 "the optimizer anew"
             )
 
-    def _hurry(self, operation: Operation) -> threading.Event | None:
+    def _wake_for(self, operation: Operation) -> threading.Event | None:
         """Begin the next cycle at once; return the event set at the operation's end; None: done."""
         with self._changed:
             if operation.done:
@@ -244,8 +244,8 @@ class Engine:
             # Under the lock, as `finish` looks for it once: an event made later would never be set.
             operation.finished = operation.finished or threading.Event()
             self._waits[threading.get_ident()] = operation.name
-            if not self._hurried:
-                self._hurried = True
+            if not self._urgent:
+                self._urgent = True
                 self._changed.notify()
             return operation.finished
 
@@ -254,18 +254,18 @@ class Engine:
         return self.where()
 
     def _run(self) -> None:
-        while self._await_turn():
+        while self._wait_for_cycle():
             self._cycle()
         self._fail_all(self._over or PeerError("gtopk has been shut down"))
         with self._changed:
             while self._closing is None:
                 self._changed.wait(_LOOK_SECONDS)
-                self._look_for_the_end()
+                self._leave_if_program_ended()
             reason = self._closing
         if self.transport.path == ():  # of all ranks: of the process
             self._leave(reason)
 
-    def _await_turn(self) -> bool:
+    def _wait_for_cycle(self) -> bool:
         """Wait until a cycle is due and return True; return False when there will be none."""
         with self._changed:
             while self._over is None and not self._ended:
@@ -273,14 +273,14 @@ class Engine:
                 if wait_seconds <= 0:
                     return True
                 self._changed.wait(min(wait_seconds, _LOOK_SECONDS))
-                self._look_for_the_end()
+                self._leave_if_program_ended()
             return False
 
     def _due(self) -> float:
         """Return when the next cycle is due, as the table at the top says."""
         settings, rank = self.settings, self.transport.rank
         if self._submitted:
-            if self._hurried or self._closing is not None or self.transport.size == 1:
+            if self._urgent or self._closing is not None or self.transport.size == 1:
                 return 0.0
             burst_seconds = _LONGEST_BURST_CYCLES * settings.cycle_seconds
             return min(
@@ -297,7 +297,7 @@ class Engine:
             return 0.0
         return self._cycle_ended + self._pause_seconds
 
-    def _look_for_the_end(self) -> None:
+    def _leave_if_program_ended(self) -> None:
         """Leave when the program has ended while one of its threads keeps the process alive.
 
         A thread that has submitted operations may submit more, so the rank stays for it; any other
@@ -316,7 +316,7 @@ class Engine:
     def _cycle(self) -> None:
         with self._changed:
             submitted, self._submitted = self._submitted, []
-            self._hurried = False
+            self._urgent = False
             joins = self._joining is not None and not self._announced_joining
             leaves = self._closing if not self._announced_leaving else None
         begun = time.perf_counter()
@@ -332,7 +332,7 @@ class Engine:
                 announcements = exchange(self.transport, announcement, self._table.slots)
             self._enter(announcements)
         except BaseException as error:
-            self._give_up(error)
+            self._abandon(error)
         self.cycles += 1
         self._cycle_ended = time.perf_counter()
         self._waiting_in = ""
@@ -428,7 +428,7 @@ class Engine:
             if not self._announced_leaving:
                 self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
 
-    def _give_up(self, error: BaseException) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Stop: the peers are inside an operation that this rank did not complete.
 
         Messages of this rank's next operation would be taken for messages of that one.
@@ -467,31 +467,31 @@ class Engine:
 
     def _end_the_job(self, why: str) -> None:
         if self.transport.name != "local":
-            say(f"rank {self.transport.rank} ends the job; {why}")
+            print_line(f"rank {self.transport.rank} ends the job; {why}")
             self.transport.abort(1, f"ended it: {why}")
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
         self._observers = observers
-        self._execution.notice = self._tell if observers else None
+        self._execution.notice = self._notify if observers else None
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         for observer in self._observers:
             observer(event)
 
     def _tell_who_is_ready(self, announcements: Sequence[Announcement], now: float) -> None:
-        self._tell(Event("mark", "cycle", "", now))
+        self._notify(Event("mark", "cycle", "", now))
         for rank, announcement in zip(self.transport.ranks, announcements, strict=True):
             for name in self._table.names_in(announcement):
                 if name not in self._negotiating:
                     self._negotiating.add(name)
-                    self._tell(Event("begin", "negotiate", name, now))
-                self._tell(Event("mark", "ready", name, now, rank))
+                    self._notify(Event("begin", "negotiate", name, now))
+                self._notify(Event("mark", "ready", name, now, rank))
 
     def _tell_what_follows(self, outcome: CycleOutcome, now: float) -> None:
         for name, *_ in (*outcome.ready, *outcome.refused):
             if name in self._negotiating:
                 self._negotiating.remove(name)
-                self._tell(Event("end", "negotiate", name, now))
+                self._notify(Event("end", "negotiate", name, now))
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:

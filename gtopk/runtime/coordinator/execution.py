@@ -20,11 +20,11 @@ import numpy as np
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from collectives.transports.transport import say
+from collectives.transports.transport import print_line
 
 from ... import settings
 from .agreement import name_ranks
-from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, bundle, neutral
+from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
 from .operation import Event, Operation, Phase, ShadowWork, What, Work
 from .readiness_table import ReadinessTable, ReadyOperation
 
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
     stall_shutdown_seconds: float = math.inf
     idle_seconds: float = 10.0
 
-    def within(self, timeout_seconds: float) -> Settings:
+    def limit_idle(self, timeout_seconds: float) -> Settings:
         """Return the settings with an idle time of at most a quarter of every limit on waits."""
         limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
         # Ranks learn in cycles what the others wait for: several must fit into the shortest limit.
@@ -115,7 +115,9 @@ class Stalls:
             names = "".join(f", {name}" for name in more) + (
                 f" and {others} more" if others else ""
             )
-            say(f"{self._waits(operations[0], table, now)}{names}; ready: {name_ranks(ready)}")
+            print_line(
+                f"{self._waits(operations[0], table, now)}{names}; ready: {name_ranks(ready)}"
+            )
 
     def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]
@@ -166,7 +168,9 @@ def part_of(
         work = shadow_work(name, spec.join_descriptor)
     # Where one rank has its tensors on the host, all reduce there, and so must this one's part.
     place = place if all_on_gpu(all_flags) else ""
-    return Part(name, all_flags, [neutral(layout, place) for layout in spec.dense], work, None)
+    return Part(
+        name, all_flags, [neutral_array(layout, place) for layout in spec.dense], work, None
+    )
 
 
 def _nothing(transport: Transport, all_flags: list[int]) -> None:
@@ -193,7 +197,7 @@ def fusion_groups(
     )
     groups = [
         FusionGroup(list(dict.fromkeys(array.of for array in members)), members)
-        for members in bundle(arrays, threshold_bytes, alone_bytes)
+        for members in fuse_arrays(arrays, threshold_bytes, alone_bytes)
     ]
     groups += [
         FusionGroup([number], []) for number, each in enumerate(ready) if not each.spec.dense
@@ -303,7 +307,7 @@ class Execution:
         return [] if part.operation is None else [(part.operation, result, error)]
 
     def _count(self, part: Part) -> None:
-        taken = self.transport.traffic.take()
+        taken = self.transport.traffic.read_and_reset()
         if part.operation is not None:
             part.operation.traffic.count(taken.sent_bytes, taken.sent_messages)
             part.operation.traffic.count_wait(taken.wait_seconds)

@@ -17,8 +17,8 @@ the operation's own signature.
     c  float32 sum   2 KB                       d     alone: no other has its key
     d  float64 sum   1 KB
 
-Tensors on a GPU (`OnGpu`) are reduced there if every rank has its tensor on a GPU, as the flags
-say; else through the host. The engine's thread works on a CUDA stream of its own:
+Tensors on a GPU (`DeferredGpuArray`) are reduced there if every rank has its tensor on a GPU, as
+the flags say; else through the host. The engine's thread works on a CUDA stream of its own:
 
     submitter's stream   ... make the tensor | event                           | wait | use it
                                              v                                 ^
@@ -54,7 +54,7 @@ Event = Any  # torch.cuda.Event, or None on the host
 
 
 @dataclass(frozen=True)
-class OnGpu:
+class DeferredGpuArray:
     """A flat, contiguous tensor that is worked on where it lies.
 
     made: the event after which it has its values, recorded by the thread that submits it.
@@ -64,7 +64,7 @@ class OnGpu:
     made: Event
 
     @classmethod
-    def now(cls, tensor: torch.Tensor) -> OnGpu:
+    def now(cls, tensor: torch.Tensor) -> DeferredGpuArray:
         """Wrap a tensor whose values the work given to the current stream so far produces."""
         return cls(tensor, record_event(tensor.device))
 
@@ -158,7 +158,10 @@ def scale_tensor(tensor: torch.Tensor, factor: float) -> None:
 
 
 def reduce_as_one(
-    members: Sequence[tuple[OnGpu, float]], postscale: float, reduction: str, transport: Transport
+    members: Sequence[tuple[DeferredGpuArray, float]],
+    postscale: float,
+    reduction: str,
+    transport: Transport,
 ) -> None:
     """Reduce tensors of one dtype over the ranks, each in its own memory.
 
@@ -181,12 +184,12 @@ def reduce_as_one(
             torch._foreach_copy_(tensors, list(parts))
 
 
-def on_place(array: NDArray[np.generic], place: str, dtype: str) -> OnGpu:
+def on_place(array: NDArray[np.generic], place: str, dtype: str) -> DeferredGpuArray:
     """Return a host array's elements as a tensor on a device; dtype: torch's name of it."""
     like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
     with on_own_stream(like.device):
         tensor = tensor_of(array, like)
-        return OnGpu(tensor, record_event(like.device))
+        return DeferredGpuArray(tensor, record_event(like.device))
 
 
 # Called when a part of a reduction begins and ends.
@@ -198,14 +201,14 @@ _BFLOAT16: Final = "bfloat16"
 class Dense(NamedTuple):
     """An array that is reduced over the ranks in place.
 
-    array:     on the host, or `OnGpu`; one-dimensional, contiguous, writable; nothing else may read
-               or write it until the operation is done.
+    array:     on the host, or `DeferredGpuArray`; one-dimensional, contiguous, writable; nothing
+               else may read or write it until the operation is done.
     reduction: "sum", "product", "min" or "max".
     prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
                truncated, 16-bit floats in float32.
     """
 
-    array: NDArray[Any] | OnGpu
+    array: NDArray[Any] | DeferredGpuArray
     reduction: str = "sum"
     prescale: float = 1.0
     postscale: float = 1.0
@@ -236,7 +239,7 @@ class Layout(NamedTuple):
 def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
     array = dense.array
-    if isinstance(array, OnGpu):
+    if isinstance(array, DeferredGpuArray):
         name = str(array.tensor.dtype).removeprefix("torch.")
         factors = float(dense.prescale), float(dense.postscale)
         return Layout(name, array.tensor.numel(), dense.reduction, *factors)
@@ -259,7 +262,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == _BFLOAT16 else np.dtype(name)
 
 
-def neutral(layout: Layout, place: str = "") -> Dense:
+def neutral_array(layout: Layout, place: str = "") -> Dense:
     """Return an array of the reduction's neutral element.
 
     place: the device of the tensor that it is made as; "": it is an array on the host.
@@ -291,7 +294,7 @@ class ArrayIndex(NamedTuple):
     on_gpu: bool = False
 
 
-def bundle(
+def fuse_arrays(
     arrays: Iterable[ArrayIndex], threshold_bytes: int, alone_bytes: int
 ) -> list[list[ArrayIndex]]:
     """Group the arrays that are reduced as one; groups are in the order of their first arrays.
@@ -347,23 +350,25 @@ class Fuser:
         """Reduce arrays with one key over the ranks; each changes in its own memory.
 
         layout: that of any of them.
-        on_gpu: whether they are reduced on the GPU; all of them are `OnGpu` then.
+        on_gpu: whether they are reduced on the GPU; all of them are `DeferredGpuArray` then.
         """
         if on_gpu:
-            tensors = [(d.array, d.prescale) for d in members if isinstance(d.array, OnGpu)]
+            tensors = [
+                (d.array, d.prescale) for d in members if isinstance(d.array, DeferredGpuArray)
+            ]
             notice("begin", "reduce")
             reduce_as_one(tensors, layout.postscale, layout.reduction, transport)
             notice("end", "reduce")
             return
         arrays = [
-            dense.array.on_host() if isinstance(dense.array, OnGpu) else dense.array
+            dense.array.on_host() if isinstance(dense.array, DeferredGpuArray) else dense.array
             for dense in members
         ]
         for dense, array in zip(members, arrays, strict=True):
             scale(array, dense.prescale)
         self._reduce_on_host(arrays, layout, transport, notice)
         for dense, array in zip(members, arrays, strict=True):
-            if isinstance(dense.array, OnGpu):
+            if isinstance(dense.array, DeferredGpuArray):
                 dense.array.write(array)
 
     def _reduce_on_host(

@@ -2,8 +2,8 @@
 
 The events of an operation, which the engine passes to observers (for a timeline, say):
 
-    engine.observe(observer)      observer(event) is called in the engine's thread: be quick
-    engine.ignore(observer)
+    engine.add_observer(observer)  observer(event) is called in the engine's thread: be quick
+    engine.remove_observer(observer)
 
     begin negotiate  name         a first rank is ready, this one or another
     mark  ready      name, rank   that rank is ready; once for each rank

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
-from .agreement import describe_mismatch, describe_tangle, name_ranks
+from .agreement import describe_deadlock, describe_mismatch, name_ranks
 from .operation import Announcement, OperationSpec, Request
 
 
@@ -147,7 +147,7 @@ class ReadinessTable:
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that a name waits for, by their numbers in the world."""
-        there = self._there(name)
+        there = self._ready_ranks(name)
         lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
         return [self._ranks[rank] for rank in lacking]
 
@@ -188,14 +188,16 @@ class ReadinessTable:
         ready, refused = self._complete()
         # An operation that became ready in this very cycle has not expired.
         expired = next(
-            (t for a in announcements for n, t in a.expired.items() if self._there(n)), None
+            (t for a in announcements for n, t in a.expired.items() if self._ready_ranks(n)), None
         )
         refused += self._without_those_who_leave()
         news = any(announcement.is_news for announcement in announcements)
         # A rank that says it is stuck may be freed by another's news in the same cycle.
         if not news:
-            refused += self._untangle(announcements)
-        return CycleOutcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
+            refused += self._break_deadlock(announcements)
+        return CycleOutcome(
+            ready, refused, self._all_joined(joining), self._departed(), expired, news
+        )
 
     def _run_slots(self, bits: int) -> list[ReadyOperation]:
         """Return the operations of these slots, and mark the slots as used most recently."""
@@ -229,7 +231,7 @@ class ReadinessTable:
                 continue
             del self._open[name]
             spec = entry.specs[min(entry.specs)]
-            error = self._disagreement(name, entry) or self._why_not(name, spec, entry.specs)
+            error = self._disagreement(name, entry) or self._join_error(name, spec, entry.specs)
             if error is not None:
                 refused.append((name, error))
                 continue
@@ -244,14 +246,14 @@ class ReadinessTable:
     ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: those to run, and those a joined rank prevents."""
         # Read before the bits are cleared.
-        there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
+        there = [self._ready_ranks(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
             return [*self._run_slots(bits)], []
         ready: list[ReadyOperation] = []
         refused: list[tuple[str, CollectiveError]] = []
         for run, present in zip(self._run_slots(bits), there, strict=True):
-            error = self._why_not(run.name, run.spec, present)
+            error = self._join_error(run.name, run.spec, present)
             if error is None:
                 # A slot keeps a joined rank's last flags, which count no more.
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
@@ -275,7 +277,7 @@ class ReadinessTable:
         }
         return MismatchError(describe_mismatch(announced))
 
-    def _why_not(
+    def _join_error(
         self, name: str, spec: OperationSpec, there: Iterable[int]
     ) -> MismatchError | None:
         """Return the error of an operation in which ranks that joined cannot take part, or None."""
@@ -303,17 +305,19 @@ class ReadinessTable:
                 refused.append((name, PeerError(why)))
         return refused
 
-    def _untangle(self, announcements: Sequence[Announcement]) -> list[tuple[str, CollectiveError]]:
+    def _break_deadlock(
+        self, announcements: Sequence[Announcement]
+    ) -> list[tuple[str, CollectiveError]]:
         """Refuse the ranks' operations where all ranks are stuck: a deadlock."""
         waited = {
             rank: announcement.stuck
             for rank, announcement in enumerate(announcements)
             if rank not in self.joined and rank not in self._leaving
         }
-        names = {name for name in waited.values() if name is not None and self._there(name)}
+        names = {name for name in waited.values() if name is not None and self._ready_ranks(name)}
         if not all(name in names for name in waited.values()):
             return []
-        text = describe_tangle({self._ranks[rank]: name or "" for rank, name in waited.items()})
+        text = describe_deadlock({self._ranks[rank]: name or "" for rank, name in waited.items()})
         for name in names:
             self._uncache(name)
             self._open.pop(name, None)
@@ -326,7 +330,7 @@ class ReadinessTable:
         # Of several in one cycle the highest, so that all ranks name the same one.
         return self._ranks[max(joining)]
 
-    def _gone(self) -> tuple[int, str] | None:
+    def _departed(self) -> tuple[int, str] | None:
         """Return a rank that leaves and is ready for nothing any more, and why it leaves."""
         for rank, reason in self._leaving.items():
             is_open = any(rank in entry.specs for entry in self._open.values())
@@ -334,7 +338,7 @@ class ReadinessTable:
                 return self._ranks[rank], reason
         return None
 
-    def _there(self, name: str) -> set[int]:
+    def _ready_ranks(self, name: str) -> set[int]:
         if name in self._open:
             return set(self._open[name].specs)
         slot = self._named.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import LaunchError, LaunchTimeoutError
-from .job import Launched, carried_by, launched_by, launchers, require_sound_ranks
+from .job import Launched, launched_by, launchers, require_sound_ranks, transport_name
 from .mpirun import (
     Mpi,
     by_reason,
@@ -22,7 +22,6 @@ __all__ = [
     "Launched",
     "Mpi",
     "by_reason",
-    "carried_by",
     "explain",
     "find_mpirun",
     "identify",
@@ -33,4 +32,5 @@ __all__ = [
     "rank_environment",
     "require_sound_ranks",
     "run",
+    "transport_name",
 ]

@@ -3,8 +3,8 @@
 `job` starts a launcher, and ends all its processes when the block ends.
 `torchrun_command` is a launcher's command for one machine where there is no MPI.
 `launched_by` tells which launcher started this process, as which rank of how many.
-The launcher is the parent of this process: `is_gone` tells whether it has ended, `ranks_here` how
-many ranks it has started here.
+The launcher is the parent of this process: `launcher_has_ended` tells whether it has ended,
+`ranks_here` how many ranks it has started here.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
             )
 
 
-def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport that the environment and the launcher ask for."""
     if wanted := settings.TRANSPORT.read(environ):
         return wanted
@@ -141,15 +141,15 @@ _ASK_SECONDS: Final = 1.0
 _parent = os.getppid()  # read at import: later it may be the process that adopts orphans
 
 
-def _look() -> None:
+def _read_parent() -> None:
     global _parent
     _parent = os.getppid()
 
 
-os.register_at_fork(after_in_child=_look)
+os.register_at_fork(after_in_child=_read_parent)
 
 
-def agent(environ: Mapping[str, str] = os.environ) -> int:
+def torchrun_agent(environ: Mapping[str, str] = os.environ) -> int:
     """Return the pid of torchrun's agent if it started this process, even if it is gone; else 0."""
     return _parent if environ.get("TORCHELASTIC_RUN_ID") else 0
 
@@ -159,7 +159,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> int:
 
     0 for RANK set by hand: the shell that started the rank may end before it.
     """
-    return agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
+    return torchrun_agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
 
 
 def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
@@ -175,15 +175,15 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     return int(said) if said.isdecimal() and int(said) > 1 else 0
 
 
-def is_gone(environ: Mapping[str, str] = os.environ) -> bool:
+def launcher_has_ended(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the launcher that started this process has ended."""
     started = launcher(environ)
     if not started:
         return False
-    return os.getppid() != started or (not agent(environ) and _hears_nobody(environ))
+    return os.getppid() != started or (not torchrun_agent(environ) and _daemon_is_gone(environ))
 
 
-def _hears_nobody(environ: Mapping[str, str]) -> bool:
+def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     """Tell whether Open MPI's daemon on this host no longer listens at the address of its ranks.
 
     This finds a daemon that ended before this module was imported.

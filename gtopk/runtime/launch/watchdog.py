@@ -3,7 +3,7 @@
 It is a separate program, as the watched process may hold Python's lock throughout, and uses the
 standard library alone. `world.joining` starts it; it ends when its stdin does.
 
-Argument: a `Lookout` as a list in JSON.
+Argument: a `WatchdogSettings` as a list in JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start
 _ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
 
 
-class Roll(NamedTuple):
+class Siblings(NamedTuple):
     """The ranks that the watched process's parent has started, itself among them.
 
     missed:   the message when some of them have ended; {} stands for which.
@@ -41,7 +41,7 @@ class Roll(NamedTuple):
     is_all: bool
 
 
-class Lookout(NamedTuple):
+class WatchdogSettings(NamedTuple):
     """The watchdog's argument: the conditions to look for, and the message for each.
 
     late:     the message when `seconds` are over.
@@ -56,15 +56,15 @@ class Lookout(NamedTuple):
     late: str
     launcher: int = 0
     orphaned: str = ""
-    roll: Roll | None = None
+    siblings: Siblings | None = None
     file: str = ""
     record: Mapping[str, Any] = {}
 
 
-class Caller:
+class SiblingWatch:
     """Checks repeatedly whether all ranks of a roll are alive."""
 
-    def __init__(self, roll: Roll, own: int) -> None:
+    def __init__(self, roll: Siblings, own: int) -> None:
         self.roll = roll
         self._own, self._parent = own, parent_of(own)
         self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
@@ -173,25 +173,25 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def watch(lookout: Lookout) -> None:
-    """Watch the parent until stdin closes; end it when a condition of the lookout comes true."""
+def watch(settings: WatchdogSettings) -> None:
+    """Watch the parent until stdin closes; end it when one of its conditions comes true."""
     watched, begun = os.getppid(), time.monotonic()
-    caller = Caller(lookout.roll, watched) if lookout.roll is not None else None
+    caller = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
     while True:
-        left = max(0.0, begun + lookout.seconds - time.monotonic())
+        left = max(0.0, begun + settings.seconds - time.monotonic())
         if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
             return
-        why = lookout.late if time.monotonic() - begun >= lookout.seconds else ""
+        why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if caller is not None and (ended := caller.missing()):
             why = caller.roll.missed.format(ended)
-        if lookout.launcher and parent_of(watched) not in (0, lookout.launcher):
-            why = lookout.orphaned
+        if settings.launcher and parent_of(watched) not in (0, settings.launcher):
+            why = settings.orphaned
         if why:
             with contextlib.suppress(OSError):  # the reader may be gone, too
                 os.write(2, f"{why}\n".encode(errors="replace"))
-            if lookout.file:
+            if settings.file:
                 text = why.removeprefix("gtopk: ")
-                write_record(lookout.file, {**lookout.record, "time": now(), "text": text})
+                write_record(settings.file, {**settings.record, "time": now(), "text": text})
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched, signal.SIGKILL)
             return
@@ -199,5 +199,6 @@ def watch(lookout: Lookout) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
-    lookout = Lookout(*json.loads(sys.argv[1]))
-    watch(lookout._replace(roll=Roll(*lookout.roll) if lookout.roll else None))
+    own_settings = WatchdogSettings(*json.loads(sys.argv[1]))
+    siblings = Siblings(*own_settings.siblings) if own_settings.siblings else None
+    watch(own_settings._replace(siblings=siblings))

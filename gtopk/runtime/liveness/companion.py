@@ -88,7 +88,7 @@ class Process(NamedTuple):
     parent: int
 
 
-def look_at(pid: int) -> Process:
+def read_process(pid: int) -> Process:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             # After the last parenthesis: the program's name before it may hold any character.
@@ -141,12 +141,12 @@ class Companion:
         os.set_blocking(orders, False)
         self._ordered = b""
         self._sequence = 0
-        self._told = 0  # number of losses that the rank was told of
+        self._reported_losses = 0  # number of losses that the rank was told of
         self._lost_since = 0.0  # time of the first loss
         self._unheard_since: float | None = None  # time since when the rank has not answered
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
-        self._because = WITHOUT_A_WORD
+        self._end_reason = WITHOUT_A_WORD
         self._beats = 0
         self._segments: set[str] = set()
         self._leaving = self._ending = False
@@ -165,26 +165,26 @@ class Companion:
             next_beat = 0.0
             while not self._leaving:
                 now = time.monotonic()
-                process = look_at(self._setting.parent)
+                process = read_process(self._setting.parent)
                 if os.getppid() != self._setting.parent or not process.state:
-                    while self._obey():  # its last words
+                    while self._follow_orders():  # its last words
                         pass
-                    self._say_last(State.ENDED, self._everybody, self._because, now)
-                    self._speak_for_it(now)
+                    self._send_last_beat(State.ENDED, self._everybody, self._end_reason, now)
+                    self._print_loss_for_rank(now)
                     self._remove_segments()
                     return
                 if now >= next_beat:
                     next_beat = now + self._pause_seconds
                     self._beat(process, now)
                 self._report(now)
-                self._end_who_takes_no_notice(now)
+                self._kill_unresponsive_rank(now)
                 for key, _ in waking.select(max(0.0, next_beat - time.monotonic())):
                     if key.fileobj is self._socket:
-                        self._hear()
+                        self._receive_beats()
                     # A pipe at its end is always readable: `select` would return at once for ever.
-                    elif key.fileobj == self._orders and not self._obey():
+                    elif key.fileobj == self._orders and not self._follow_orders():
                         waking.unregister(self._orders)
-        self._say_last(State.LEFT, self._watch.tells, "", time.monotonic())
+        self._send_last_beat(State.LEFT, self._watch.targets, "", time.monotonic())
 
     def _remove_segments(self) -> None:
         """Remove the names of the shared memory; processes that have it mapped keep it."""
@@ -201,31 +201,31 @@ class Companion:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        self._watch.look(now, is_stopped)
+        self._watch.check_timeouts(now, is_stopped)
         seconds = now - (self._stopped_since or now)
         state = State.STOPPED if is_stopped else State.ALIVE
-        self._tell(self._watch.tells, self._setting.rank, state, seconds=seconds)
+        self._send_beat(self._watch.targets, self._setting.rank, state, seconds=seconds)
         for rank, why in self._watch.lost.items():
-            self._pass_on(self._watch.tells, rank, why)
-        self._look_for_the_launcher(process, now)
+            self._forward_loss(self._watch.targets, rank, why)
+        self._check_launcher(process, now)
 
     def _report(self, now: float) -> None:
         """Print the watch's news, and tell the rank and the other ranks of new losses."""
         while self._watch.news:
-            self._say(self._watch.news.pop(0))
+            self._print(self._watch.news.pop(0))
         lost = list(self._watch.lost.items())
-        for rank, why in lost[self._told :]:
-            self._told += 1
+        for rank, why in lost[self._reported_losses :]:
+            self._reported_losses += 1
             self._lost_since = self._lost_since or now
             self._unheard_since = self._unheard_since or now
-            self._pass_on(self._everybody, rank, why)
+            self._forward_loss(self._everybody, rank, why)
             report = json.dumps({"lost": rank, "why": why}).encode() + b"\n"
             with contextlib.suppress(OSError):  # it has just ended
                 os.write(self._reports, report)
 
-    def _end_who_takes_no_notice(self, now: float) -> None:
+    def _kill_unresponsive_rank(self, now: float) -> None:
         """Kill the rank where the job is ending, and the rank is stopped or does not answer."""
-        if not self._told:
+        if not self._reported_losses:
             return
         stopped, unheard = self._stopped_since, self._unheard_since
         rank, why = next(iter(self._watch.lost.items()))
@@ -235,7 +235,7 @@ class Companion:
         elif unheard and now - unheard > self._setting.timeout_seconds:
             self._end(signal.SIGKILL, f"{because} takes no notice")
 
-    def _look_for_the_launcher(self, process: Process, now: float) -> None:
+    def _check_launcher(self, process: Process, now: float) -> None:
         if self._setting.launcher in (0, process.parent):
             return
         if self._launcher_gone_since is None:
@@ -247,16 +247,16 @@ class Companion:
     def _end(self, how: signal.Signals, why: str) -> None:
         if not self._ending:
             self._ending = True
-            self._because = f"ended by its companion: {why}"
-            self._say(f"{self._own} is ended: {why}")
+            self._end_reason = f"ended by its companion: {why}"
+            self._print(f"{self._own} is ended: {why}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._setting.parent, how)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"gtopk: {text}\n".encode(errors="replace"))
 
-    def _tell(
+    def _send_beat(
         self, ranks: list[int], about: int, state: State, text: str = "", seconds: float = 0.0
     ) -> None:
         # By the clock, so that a companion that replaces this one has higher numbers.
@@ -269,32 +269,32 @@ class Companion:
                 with contextlib.suppress(OSError):  # the network is down: the others will notice
                     self._socket.sendto(datagram, (peer.address, peer.port))
 
-    def _pass_on(self, ranks: list[int], lost: int, why: str) -> None:
+    def _forward_loss(self, ranks: list[int], lost: int, why: str) -> None:
         if lost != self._setting.rank:
             past = time.monotonic() - self._watch.lost_at[lost]
-            self._tell(ranks, lost, State.LOST, why, past)
+            self._send_beat(ranks, lost, State.LOST, why, past)
 
-    def _say_last(self, state: State, ranks: list[int], text: str, since: float) -> None:
+    def _send_last_beat(self, state: State, ranks: list[int], text: str, since: float) -> None:
         for _ in range(_TIMES):
-            self._tell(ranks, self._setting.rank, state, text, time.monotonic() - since)
+            self._send_beat(ranks, self._setting.rank, state, text, time.monotonic() - since)
             time.sleep(_AGAIN_SECONDS[state])
 
-    def _speak_for_it(self, ended: float) -> None:
+    def _print_loss_for_rank(self, ended: float) -> None:
         """Print which rank was lost before this one ended, if this one could not print it."""
-        self._hear()
+        self._receive_beats()
         lost = self._watch.lost_before(ended - _SURELY_SECONDS)
-        if self._because != WITHOUT_A_WORD or lost is None:
+        if self._end_reason != WITHOUT_A_WORD or lost is None:
             return
         own, other = self._own, self._setting.peers[lost]
         step, advice = read_note(self._setting.note)
-        self._say(
+        self._print(
             f"rank {own.rank} of {len(self._everybody)} (host {own.host}, pid {own.pid}) "
             f"{WITHOUT_A_WORD} at step {step}, after rank {lost} is lost "
             f"({self._watch.lost[lost]}; host {other.host}, pid {other.pid})"
             + (f"; {advice}" if advice else "")
         )
 
-    def _hear(self) -> None:
+    def _receive_beats(self) -> None:
         for _ in range(_DATAGRAMS):
             try:
                 # A byte more than a beat has, so that a longer datagram is not cut to a beat.
@@ -302,9 +302,9 @@ class Companion:
             except OSError:  # no datagram is left, or one that was sent found no receiver
                 return
             if beat := Beat.decode(datagram, self._secret):
-                self._watch.hear(beat, time.monotonic())
+                self._watch.receive(beat, time.monotonic())
 
-    def _obey(self) -> bool:
+    def _follow_orders(self) -> bool:
         """Read and follow the rank's lines; return whether there were any."""
         try:
             said = os.read(self._orders, 1 << 16)
@@ -316,13 +316,13 @@ class Companion:
             if order == "heard":
                 self._unheard_since = None
             elif order == "because":
-                self._because = text
+                self._end_reason = text
             elif order == "leave":
                 self._leaving = True
         return bool(said)
 
 
-def _go_on_when_the_rank_ends() -> None:
+def _continue_when_parent_ends() -> None:
     """Ask the kernel to continue this process, should it be stopped, when its parent ends.
 
     A stopped companion would keep the launcher's pipes open, and mpirun would never return.
@@ -333,7 +333,7 @@ def _go_on_when_the_rank_ends() -> None:
 
 def main() -> None:
     """Run the companion of the process that started this one."""
-    _go_on_when_the_rank_ends()
+    _continue_when_parent_ends()
     # A launcher may signal the whole session: the companion must tell the others before it ends.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from collectives.transports import Transport
-from collectives.transports.transport import say
+from collectives.transports.transport import print_line
 
-from ..launch.job import agent
+from ..launch.job import torchrun_agent
 from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
@@ -35,7 +35,7 @@ _BEGIN: Final = (
 )
 
 
-class Lost(NamedTuple):
+class LostRank(NamedTuple):
     """A rank that is lost, and the reason as errors give it."""
 
     rank: int
@@ -52,7 +52,7 @@ class Heartbeat:
         self,
         timeout_seconds: float,
         warning_seconds: float,
-        on_lost: Callable[[Lost], None],
+        on_lost: Callable[[LostRank], None],
     ) -> None:
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = warning_seconds
@@ -64,7 +64,7 @@ class Heartbeat:
         # Reentrant, for a handler of SIGTERM explains, and may run within another order.
         self._sending = threading.RLock()
         self._closing = False
-        self._lost: list[Lost] = []
+        self._lost: list[LostRank] = []
 
     def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
         """Exchange the addresses of the companions and the secret; all ranks call it together."""
@@ -85,7 +85,7 @@ class Heartbeat:
         self._setting = Setting(
             rank=transport.rank,
             parent=os.getpid(),
-            launcher=agent(),  # 0 under Open MPI, which ends its ranks itself
+            launcher=torchrun_agent(),  # 0 under Open MPI, which ends its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
             note=self._step_file,
@@ -98,9 +98,9 @@ class Heartbeat:
         """Start the companion; call `meet` first."""
         self._begin()
         # A daemon thread does not keep the program alive when it ends.
-        threading.Thread(target=self._hear, name="gtopk-heartbeat", daemon=True).start()
+        threading.Thread(target=self._receive_losses, name="gtopk-heartbeat", daemon=True).start()
 
-    def lost(self, wait_seconds: float = 0.0) -> Lost | None:
+    def lost(self, wait_seconds: float = 0.0) -> LostRank | None:
         """Return the first rank that was lost, after waiting for news of one for so long."""
         # No lock, and so no event: a handler of SIGTERM calls this, perhaps within another call.
         until = time.monotonic() + wait_seconds
@@ -120,7 +120,8 @@ class Heartbeat:
 
     def close(self) -> None:
         """Tell the others to stop watching this rank, as it leaves in good order."""
-        # Before the order, so that `_hear` does not replace the companion that follows it.
+        # Before the order, so that `_receive_losses` does not replace the companion that follows
+        # it.
         self._closing = True
         self._order("leave")
         if self._companion is not None:
@@ -139,7 +140,7 @@ class Heartbeat:
             assert companion.stdin is not None
             companion.stdin.close()
 
-    def forget(self) -> None:
+    def release_after_fork(self) -> None:
         """Release the companion in a process that was forked from the rank."""
         if self._companion is not None:
             self._companion.returncode = 0  # else Popen would wait for it in this process
@@ -170,7 +171,7 @@ class Heartbeat:
             while rest:
                 rest = rest[os.write(companion.stdin.fileno(), rest) :]
 
-    def _hear(self) -> None:
+    def _receive_losses(self) -> None:
         """Receive losses until the companion ends; replace a companion that was killed."""
         for left in reversed(range(_STARTS)):
             companion = self._companion
@@ -185,7 +186,9 @@ class Heartbeat:
                 return
             companion.wait()
             next_one = "another begins" if left else "the other ranks will give it up"
-            say(f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}")
+            print_line(
+                f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}"
+            )
             if left:
                 self._begin()
 
@@ -196,6 +199,6 @@ class Heartbeat:
     def _note(self, report: Mapping[str, Any]) -> None:
         assert self._setting is not None
         peer = self._setting.peers[report["lost"]]
-        lost = Lost(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
+        lost = LostRank(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
         self._lost.append(lost)
         self._on_lost(lost)

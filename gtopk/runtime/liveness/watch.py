@@ -112,7 +112,7 @@ def distances(size: int) -> Iterator[int]:
         distance *= 2
 
 
-class _Seen:
+class _PeerState:
     """The last beat of a rank's companion; times are on the caller's clock."""
 
     def __init__(self) -> None:
@@ -143,28 +143,28 @@ class Watch:
         self.peers = peers
         self._own = peers[rank]
         size = len(peers)
-        self.tells = [(rank + distance) % size for distance in distances(size)]
+        self.targets = [(rank + distance) % size for distance in distances(size)]
         self.watches = [(rank - distance) % size for distance in distances(size)]
         self.news: list[str] = []
         self.lost: dict[int, str] = {}
         self.lost_at: dict[int, float] = {}
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
-        self._seen = [_Seen() for _ in peers]
-        self._begun = self._looked = now
-        self._told_of_unheard = False
+        self._states = [_PeerState() for _ in peers]
+        self._begun = self._checked_at = now
+        self._warned_of_unwatched = False
 
-    def hear(self, beat: Beat, now: float) -> None:
+    def receive(self, beat: Beat, now: float) -> None:
         """Take in a beat of another companion."""
         if not (beat.sender < len(self.peers) and beat.about < len(self.peers)):
             return
-        seen = self._seen[beat.sender]
+        seen = self._states[beat.sender]
         if beat.sender == self.rank or beat.sequence <= seen.sequence:
             return
         seen.sequence = beat.sequence
         if beat.state is State.LOST:
             by = f"given up by {self.peers[beat.sender]}: " if beat.about == self.rank else ""
-            self._lose(beat.about, by + beat.text, self._said_at(beat, now) - beat.seconds)
+            self._mark_lost(beat.about, by + beat.text, self._said_at(beat, now) - beat.seconds)
             return
         seen.heard = now
         if beat.state is State.STOPPED:
@@ -172,41 +172,41 @@ class Watch:
         elif beat.state is State.LEFT:
             seen.left = True
         elif beat.state is State.ENDED:
-            self._lose(beat.sender, beat.text, self._said_at(beat, now) - beat.seconds)
+            self._mark_lost(beat.sender, beat.text, self._said_at(beat, now) - beat.seconds)
         else:
             if seen.warned:
                 self.news.append(f"{self.peers[beat.sender]} goes on")
             seen.stopped, seen.warned = None, False
 
-    def look(self, now: float, own_is_stopped: bool) -> None:
+    def check_timeouts(self, now: float, own_is_stopped: bool) -> None:
         """Find ranks whose beats are overdue."""
-        gap, self._looked = now - self._looked, now
+        gap, self._checked_at = now - self._checked_at, now
         if own_is_stopped or gap > _GAP * self._timeout_seconds:
-            for seen in self._seen:
+            for seen in self._states:
                 seen.heard = None if seen.heard is None else now
                 seen.stopped = None if seen.stopped is None else now
             return
         for rank in self.watches:
-            seen = self._seen[rank]
+            seen = self._states[rank]
             if seen.heard is None or seen.left or rank in self.lost:
                 continue
             since = seen.heard if seen.stopped is None else seen.stopped
             if now - since > self._timeout_seconds:
-                self._lose(rank, self._what_befell(rank, now, since), now)
+                self._mark_lost(rank, self._describe_loss(rank, now, since), now)
             elif now - since > self._warning_seconds and not seen.warned:
                 seen.warned = True
                 self.news.append(
-                    f"{self.peers[rank]}: {self._what_befell(rank, now, since)}; the job ends when "
-                    f"that has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
+                    f"{self.peers[rank]}: {self._describe_loss(rank, now, since)}; the job ends "
+                    f"when that has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
                 )
-        if not self._told_of_unheard and now - self._begun > self._warning_seconds:
-            self._told_of_unheard = True
-            self._tell_of_unheard()
+        if not self._warned_of_unwatched and now - self._begun > self._warning_seconds:
+            self._warned_of_unwatched = True
+            self._warn_of_unwatched()
 
-    def _what_befell(self, rank: int, now: float, since: float) -> str:
-        if self._seen[rank].stopped is not None:
+    def _describe_loss(self, rank: int, now: float, since: float) -> str:
+        if self._states[rank].stopped is not None:
             return f"stopped for {now - since:.1f} s (SIGSTOP?)"
-        heard = [self._seen[other].heard or self._begun for other in self.watches]
+        heard = [self._states[other].heard or self._begun for other in self.watches]
         whose = "its host or its network"
         if len(heard) > 1 and max(heard) < now - self._warning_seconds:
             whose += f", or that of {self._own}, which hears no other rank,"
@@ -226,15 +226,17 @@ class Watch:
         others = {rank: at for rank, at in self.lost_at.items() if rank != self.rank and at < when}
         return min(others, key=others.__getitem__, default=None)
 
-    def _lose(self, rank: int, why: str, when: float) -> None:
+    def _mark_lost(self, rank: int, why: str, when: float) -> None:
         # What another rank says of it may come after its own departure, and is of no matter then.
-        if not self._seen[rank].left:
+        if not self._states[rank].left:
             self.lost.setdefault(rank, why)
             self.lost_at.setdefault(rank, when)
 
-    def _tell_of_unheard(self) -> None:
+    def _warn_of_unwatched(self) -> None:
         """Add a message about ranks that are not watched, as no beat came from them."""
-        unheard = [str(self.peers[rank]) for rank in self.watches if self._seen[rank].heard is None]
+        unheard = [
+            str(self.peers[rank]) for rank in self.watches if self._states[rank].heard is None
+        ]
         if unheard:
             self.news.append(
                 f"{self._own} receives no heartbeats from {', '.join(unheard)} and cannot "

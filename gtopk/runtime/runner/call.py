@@ -108,7 +108,7 @@ def resolve(where: str) -> Any:
     return attrgetter(name)(importlib.import_module(module))
 
 
-def surround(surroundings: dict[str, Any]) -> None:
+def apply_surroundings(surroundings: dict[str, Any]) -> None:
     """Make imports work in this process as they do in the one that sent the call."""
     spawn.prepare(surroundings)
 
@@ -217,7 +217,7 @@ def collect(
             failed = now
         causes = [rank for rank in sorted(failures) if not failures[rank].consequence]
         if causes:
-            _let_end(launcher, _LEAVE_SECONDS)
+            _wait_for_end(launcher, _LEAVE_SECONDS)
             raise _of_failure(causes[0], ranks, failures[causes[0]])
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
             raise _without_cause(failures, lost, absent, ranks, launcher)
@@ -226,12 +226,12 @@ def collect(
                 f"all {ranks} ranks must begin within {start_seconds:g} s (start_timeout); "
                 f"{name_ranks(absent)} did not"
             )
-    if not _let_end(launcher, _END_SECONDS):
+    if not _wait_for_end(launcher, _END_SECONDS):
         print("gtopk.run: ranks that have reported do not end, and are ended", file=sys.stderr)
     return [results[rank] for rank in range(ranks)]
 
 
-def _let_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
+def _wait_for_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait for the ranks to end by themselves, with less output; tell whether they have."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         launcher.wait(seconds)

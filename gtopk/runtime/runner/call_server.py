@@ -212,7 +212,9 @@ class CallServer:
             _log.warning("gtopk.run: a visitor from %s is no rank and is refused: %s", host, error)
 
 
-def visit(address: str, secret: str, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
+def fetch_call(
+    address: str, secret: str, rank: int
+) -> tuple[AuthenticatedConnection, bytes, bytes]:
     """Return the connection to the call server, and the two messages that it has for this rank."""
     host, _, port = address.rpartition(":")
     stream = socket.create_connection((host, int(port)))

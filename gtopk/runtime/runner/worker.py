@@ -10,7 +10,7 @@ from typing import Final
 from ... import settings
 from .. import standard_streams
 from ..launch import launched_by
-from .call_server import visit
+from .call_server import fetch_call
 
 # Starts a rank from any place of gtopk: argv is [-c, the folder that holds gtopk].
 BEGIN: Final = (
@@ -27,7 +27,7 @@ def main() -> None:
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
-    connection, preparation, content = visit(address, secret, rank)
+    connection, preparation, content = fetch_call(address, secret, rank)
 
     # torch is first imported here: by now the call server knows that this rank has come.
     from ... import __version__
@@ -45,7 +45,7 @@ def main() -> None:
             )
         for module in prepared["to_install"]:
             importlib.import_module(module).install()
-        call.surround(prepared["surroundings"])
+        call.apply_surroundings(prepared["surroundings"])
         said = report.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = report.of_error(error, _FRAMES)

@@ -59,7 +59,7 @@ from ...errors import HorovodInternalError
 from .. import standard_streams
 from ..coordinator import Engine
 from ..launch.watchdog import now, write_record
-from ..liveness.heartbeat import Heartbeat, Lost
+from ..liveness.heartbeat import Heartbeat, LostRank
 
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
@@ -94,7 +94,7 @@ def write(
     operation: str,
     how: str,
     error: BaseException | None,
-    lost: Sequence[Lost],
+    lost: Sequence[LostRank],
 ) -> None:
     """Write a rank's failure file, by renaming a temporary one; errors of the disk are ignored.
 
@@ -208,13 +208,13 @@ class Guard:
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
         self._failures = failures
-        self._retired = self._told = False  # _told: the rank's error was printed
+        self._retired = self._has_reported = False  # _told: the rank's error was printed
         self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
             self._heartbeat = Heartbeat(heartbeat_seconds, warning_seconds, self._on_lost)
-        self._said_seconds = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
+        self._timeout_text = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
 
     def install(self) -> None:
         """Set the exception hooks, and SIGTERM's handler where there is none; start the heartbeat.
@@ -235,7 +235,7 @@ class Guard:
         heartbeat = self._heartbeat
         meet = heartbeat.meet if heartbeat else lambda transport, all_flags: None
         # Also where the heartbeat is off here: the signature finds the ranks with another setting.
-        self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
+        self.member.engine.submit("heartbeat", [self._timeout_text], meet).wait()
         if heartbeat:
             heartbeat.start()
             self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
@@ -248,10 +248,10 @@ class Guard:
             # This also ends the thread of `_end_if_stuck`, which would abort a job that goes on.
             self._heartbeat = None
 
-    def forget(self) -> None:
+    def release_after_fork(self) -> None:
         """Remove the guard from a forked process, and leave the companion to the parent."""
         if self._heartbeat:
-            self._heartbeat.forget()
+            self._heartbeat.release_after_fork()
             self._heartbeat = None
         self.remove()
 
@@ -272,7 +272,7 @@ class Guard:
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._threading_excepthook
 
-    def misses_a_rank(self) -> bool:
+    def has_lost_rank(self) -> bool:
         """Tell whether a rank is lost, waiting 0.3 s for news of one."""
         return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
@@ -280,19 +280,19 @@ class Guard:
         """Return the text that the peers get when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
         line = f"gtopk: {self.name} ({self.place}) {what}\n"
         # In a thread: a handler of SIGTERM may run within the main thread's print, which holds the
         # stream's lock, and another thread's print may wait for its reader for ever.
-        _for_a_moment(standard_streams.flush, _DISK_SECONDS)
+        _run_within(standard_streams.flush, _DISK_SECONDS)
         with contextlib.suppress(OSError):  # stderr is closed
             os.write(2, line.encode(errors="replace"))
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report this rank's error: on stderr, to torchrun, and through the companion."""
         if self.needed:
-            self._told = True
+            self._has_reported = True
             failed = self._failed(error)
             advice = "" if self.member.advice in failed else f"; {self.member.advice}"
             if self._heartbeat:
@@ -301,7 +301,7 @@ class Guard:
             cause = None if isinstance(error, HorovodInternalError) else error
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
             then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
-            self._say(f"{failed}; {then}{advice}")
+            self._print(f"{failed}; {then}{advice}")
 
     def _failed(self, error: BaseException, place: str = "") -> str:
         """Return the text of a failure; place: text to put behind the step."""
@@ -323,17 +323,17 @@ class Guard:
             self._fail(arguments.exc_value or arguments.exc_type())
 
     def _fail(self, error: BaseException) -> None:
-        with self._to_the_end():
-            self.tell(error)
-            self._write_down(self._failed(error), error)
+        with self._delay_sigterm():
+            self.report(error)
+            self._record_end(self._failed(error), error)
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
         how = self._failed(error, place=f" ({self.place})")
-        self._let_the_others_speak(how)
+        self._announce_and_wait(how)
         self.member.transport.abort(1, how)
 
     @contextlib.contextmanager
-    def _to_the_end(self) -> Iterator[None]:
+    def _delay_sigterm(self) -> Iterator[None]:
         """Delay SIGTERM until the body ends: launchers send it as soon as one rank is lost."""
         self._speaks = True
         try:
@@ -343,14 +343,14 @@ class Guard:
             if self._stopped_meanwhile:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _let_the_others_speak(self, how: str) -> None:
+    def _announce_and_wait(self, how: str) -> None:
         """Announce the departure, and wait 1 s: an abort would cut off the others' messages.
 
         Departures of all ranks do not shorten that: a rank whose operation failed departs before it
         prints. The announcement is made in a thread, as a failed transport may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
-        _for_a_moment(
+        _run_within(
             lambda: self.member.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
         )
         time.sleep(max(0.0, until - time.monotonic()))
@@ -371,13 +371,13 @@ class Guard:
         if self._speaks:
             self._stopped_meanwhile = True
             return
-        if not self._retired and not self._told:  # else its error is printed already
-            self._say_that_it_is_stopped()
+        if not self._retired and not self._has_reported:  # else its error is printed already
+            self._announce_stop()
         # By the default handler, so that the launcher sees a rank that the signal has ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say_that_it_is_stopped(self) -> None:
+    def _announce_stop(self) -> None:
         advice = f"; {self.member.advice}" if self.member.advice else ""
         stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
         if self._heartbeat:
@@ -386,10 +386,10 @@ class Guard:
             self._heartbeat.explain(stopped)
             if lost:
                 write_error_file(f"{self.name} ({self.place}) {stopped}", None)
-        self._say(f"{stopped}{advice}")
-        self._write_down(stopped)
+        self._print(f"{stopped}{advice}")
+        self._record_end(stopped)
 
-    def _on_lost(self, lost: Lost) -> None:
+    def _on_lost(self, lost: LostRank) -> None:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
@@ -397,7 +397,7 @@ class Guard:
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
-    def _end_if_stuck(self, lost: Lost) -> None:
+    def _end_if_stuck(self, lost: LostRank) -> None:
         """End the job where an operation does not notice a loss, such as one inside MPI or gloo."""
         engine = self.member.engine
         since, cycles = time.monotonic(), engine.cycles
@@ -412,20 +412,20 @@ class Guard:
                     f"at step {self.member.step}, {self._doing()}, as rank {lost.rank} is lost "
                     f"({lost.why})"
                 )
-                self._say(f"ends the job {why}")
-                self._write_down(f"ended the job {why}")
+                self._print(f"ends the job {why}")
+                self._record_end(f"ended the job {why}")
                 self.member.transport.abort(1, f"was {why}")
 
-    def _write_down(self, how: str, error: BaseException | None = None) -> None:
+    def _record_end(self, how: str, error: BaseException | None = None) -> None:
         """Write how this rank ends into the run's record, and on a failure the failure file.
 
         error: this rank's; None: it was ended from outside.
         """
-        _for_a_moment(lambda: self._write(how, error), _DISK_SECONDS)
+        _run_within(lambda: self._write(how, error), _DISK_SECONDS)
 
     def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
-        if self._failures and (error is not None or (lost and not self._told)):
+        if self._failures and (error is not None or (lost and not self._has_reported)):
             write(
                 self._failures,
                 self.member.transport.rank,
@@ -444,7 +444,7 @@ class Guard:
         activity = self.member.engine.activity
         return failed or self.member.engine.failed_in or ("" if activity == "idle" else activity)
 
-    def _lost(self) -> list[Lost]:
+    def _lost(self) -> list[LostRank]:
         """Return the ranks known here to have died; the first that the heartbeat found comes first.
 
         Others may be among them that the launcher has ended since.
@@ -458,14 +458,14 @@ class Guard:
         first = self._heartbeat.lost() if self._heartbeat else None
         if first:
             found.pop(first.rank, None)
-        return [*([first] if first else []), *(Lost(*each) for each in sorted(found.items()))]
+        return [*([first] if first else []), *(LostRank(*each) for each in sorted(found.items()))]
 
     def _doing(self) -> str:
         activity = self.member.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
 
 
-def _for_a_moment(work: Callable[[], object], seconds: float) -> None:
+def _run_within(work: Callable[[], object], seconds: float) -> None:
     """Call a function that may fail or never return, and wait for it for so long."""
 
     def attempt() -> None:

@@ -43,9 +43,9 @@ from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
-from ..launch import Launched, carried_by, launched_by, require_sound_ranks, watchdog
-from ..launch.job import is_gone, launcher, ranks_here
-from ..launch.watchdog import Lookout, Roll
+from ..launch import Launched, launched_by, require_sound_ranks, transport_name, watchdog
+from ..launch.job import launcher, launcher_has_ended, ranks_here
+from ..launch.watchdog import Siblings, WatchdogSettings
 from ..standard_streams import occupy_closed_descriptors
 from . import guard
 
@@ -125,11 +125,11 @@ class HorovodrunServer:
             host: str = probe.getsockname()[0]
         return host
 
-    def tell(self, address: Address, timeout_seconds: float) -> None:
-        """Publish where the ranks meet, as rank 0; raises as `ask`."""
+    def publish(self, address: Address, timeout_seconds: float) -> None:
+        """Publish where the ranks meet, as rank 0; raises as `fetch`."""
         self._answer(0, "PUT", str(address).encode(), timeout_seconds, bytes)
 
-    def ask(self, rank: int, timeout_seconds: float) -> Address:
+    def fetch(self, rank: int, timeout_seconds: float) -> Address:
         """Wait until rank 0 has published where the ranks meet; rank: this one, for an error.
 
         Raises PeerTimeoutError after the timeout, HTTPError where the server refuses.
@@ -219,19 +219,19 @@ _LEAVES_SECONDS: Final = 10.0  # for the watchdog to end when it is told to
 
 
 @contextmanager
-def deadline(lookout: Lookout) -> Iterator[None]:
-    """Kill this process, and say why, if a condition of the lookout comes true in the body.
+def deadline(settings: WatchdogSettings) -> Iterator[None]:
+    """Kill this process, and say why, if one of its conditions comes true in the body.
 
     A separate process watches, as the body may hold Python's lock throughout.
     """
-    if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
+    if settings.seconds == math.inf and not settings.launcher and settings.siblings is None:
         yield
         return
     program = os.path.abspath(watchdog.__file__)
     # -IS: without the user's site packages and PYTHONPATH, so that it starts quickly and runs
     # nothing of theirs.
     dog = subprocess.Popen(
-        [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
+        [sys.executable, "-IS", program, json.dumps(settings)], stdin=subprocess.PIPE
     )
     assert dog.stdin is not None
     try:
@@ -279,7 +279,7 @@ def join(
     return open_transport(over, *timeouts, bootstrap=host)
 
 
-def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return, on rank 0, a warning if fewer ranks have joined than were launched; else None.
 
     size: that of the world this rank has joined.
@@ -355,7 +355,7 @@ def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ)
         raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
     if job is None and not wanted:
         return "torch.distributed" if _has_process_group() else "local"
-    return carried_by(job, environ)
+    return transport_name(job, environ)
 
 
 def _has_process_group() -> bool:
@@ -389,7 +389,7 @@ def _watched(
     which = f"{who} (host {socket.gethostname()}, pid {os.getpid()})"
     named = job.launcher if job else "the launcher"
     orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
-    if is_gone():
+    if launcher_has_ended():
         raise PeerError(orphaned)
     roll = None
     if job and all_join and (here := ranks_here(job)):
@@ -397,7 +397,7 @@ def _watched(
             f"gtopk: {which} cannot join the others: of those that {named} started on this host "
             "{} before hvd.init()"
         )
-        roll = Roll(missed, job.variables[0], job.rank, here, is_all=here == job.size)
+        roll = Siblings(missed, job.variables[0], job.rank, here, is_all=here == job.size)
     late = (
         f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
@@ -406,7 +406,9 @@ def _watched(
     if job and (folder := guard.folder_from()):
         file = os.path.abspath(guard.path_of(folder, job.rank))
         record = guard.record_of(job.rank, job.size)
-    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record))
+    return deadline(
+        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record)
+    )
 
 
 def _join_torch(
@@ -424,11 +426,11 @@ def _join_torch(
     # A process group, torchrun, or a launcher that sets torchrun's variables.
     if job is None or (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
-    store = _meet(job, start_timeout_seconds)
+    store = _open_store(job, start_timeout_seconds)
     return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds, ranks)
 
 
-def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
+def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
     """Return the store where the ranks meet; rank 0 serves it."""
     from collectives.transports.rendezvous import connect
 
@@ -439,9 +441,9 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
             # Port 0: the system chooses a free one, and the server passes it on.
             host = server.own_host()
             store = connect(host, 0, 0, start_timeout_seconds)
-            server.tell(Address(host, store.port), start_timeout_seconds)
+            server.publish(Address(host, store.port), start_timeout_seconds)
             return store
-        address = server.ask(job.rank, start_timeout_seconds)
+        address = server.fetch(job.rank, start_timeout_seconds)
     elif address is None and job.launcher == "srun":
         address = srun_address(os.environ)
     if address is None:

@@ -55,17 +55,17 @@ class Termination:
     @property
     def ranks(self) -> list[int]:
         """Return the ranks that had SIGTERM, as all ranks know after the same step."""
-        return list(self._here().preempted)
+        return list(self._world_or_last().preempted)
 
     def __bool__(self) -> bool:
-        return bool(self._here().preempted)
+        return bool(self._world_or_last().preempted)
 
     def ask(self) -> bool:
         """Ask all ranks now, in a small exchange of its own; all call it at the same place.
 
         Needed where steps carry no flags: FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
         """
-        here = self._here()
+        here = self._world_or_last()
         all_flags = here.engine.submit(
             "termination",
             [],
@@ -94,7 +94,7 @@ class Termination:
         """Restore the handler of SIGTERM; end the program where a rank was preempted."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
-        if error is None and not self and self._here().termination_requested:
+        if error is None and not self and self._world_or_last().termination_requested:
             self._say(
                 "had SIGTERM after the last step, of which no other rank knows: a step within "
                 "another block tells them, or ask() of this one at the same place on all ranks"
@@ -103,7 +103,7 @@ class Termination:
             return
         # A launcher may send SIGTERM to ranks that end last; they need not report it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        here = self._here()
+        here = self._world_or_last()
         by = f"as {name_ranks(here.preempted)} had SIGTERM"
         here.note_end(f"ended at step {here.step}, {by}", in_order=True)
         self._say(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
@@ -112,9 +112,9 @@ class Termination:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         # First: a second SIGTERM ends this rank at once, also while the first is dealt with.
         signal.signal(signal.SIGTERM, self._before)
-        here = self._here()
+        here = self._world_or_last()
         here.termination_requested = True  # a rank that is lost later ends this one
-        if world.misses_a_rank():  # the launcher ends those that are left: nothing can be saved
+        if world.has_lost_rank():  # the launcher ends those that are left: nothing can be saved
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._say(
@@ -122,7 +122,7 @@ class Termination:
             "steps; a second one ends this rank at once"
         )
 
-    def _here(self) -> World:
+    def _world_or_last(self) -> World:
         """Return the world, or the last one after `shutdown`."""
         if world.is_initialized():
             self._world = world.current()

@@ -122,7 +122,7 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
 
-def wanted(process_sets: object) -> list[ProcessSet]:
+def requested_sets(process_sets: object) -> list[ProcessSet]:
     """Return the sets that init's argument asks for; "dynamic" allows to add some later.
 
     Raises ValueError for anything but a list of different process sets.

@@ -28,7 +28,7 @@ import torch
 
 from collectives.cost import Link
 from collectives.transports import Transport
-from collectives.transports.device_choice import Carrying, Choice
+from collectives.transports.device_choice import GpuRoute, RouteChoice
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.transport import CHANNELS
 
@@ -109,37 +109,37 @@ def over_gpus(
         return transport
     choice = configured_choice(transport, gpus_of_ranks, environ)
     if choice is not None:
-        _tell(transport, choice)
+        _log_choice(transport, choice)
         return transport
-    said: set[Choice] = set()
+    said: set[RouteChoice] = set()
 
-    def tell(choice: Choice) -> None:
+    def log_choice(choice: RouteChoice) -> None:
         if choice not in said:
             said.add(choice)
-            _tell(transport, choice)
+            _log_choice(transport, choice)
 
     return NcclTransport(
-        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=tell
+        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=log_choice
     )
 
 
 def configured_choice(
     transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
-) -> Choice | None:
+) -> RouteChoice | None:
     """Return how GPUs' messages are carried; None: that is chosen at the first of them."""
     if isinstance(transport, NcclTransport):
         return transport.choice
     if settings.LINK.text(environ):
-        return Choice(Carrying.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
+        return RouteChoice(GpuRoute.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
     if wanted := settings.TRANSPORT.read(environ):
-        return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
+        return RouteChoice(GpuRoute.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
     if lacking := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
         who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-        return Choice(Carrying.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
+        return RouteChoice(GpuRoute.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
     return None
 
 
-def choose_gpu_carrying(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
+def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
     """Choose, by a trial of all ranks together, how GPUs' messages are carried; return its text.
 
     Each rank takes the GPU of its local rank. Returns "" where no rank has a GPU.
@@ -158,14 +158,14 @@ def choose_gpu_carrying(transport: Transport, environ: Mapping[str, str] = os.en
     return describe(choice, transport.name)
 
 
-def _tell(transport: Transport, choice: Choice) -> None:
+def _log_choice(transport: Transport, choice: RouteChoice) -> None:
     if transport.rank == 0:
         _log.info("%s", describe(choice, transport.name), extra=EVERYWHERE)
 
 
-def describe(choice: Choice, name: str) -> str:
+def describe(choice: RouteChoice, name: str) -> str:
     """Return the log's line about a choice; name: that of the transport between hosts."""
-    if choice.carrying is Carrying.STAGED:
+    if choice.route is GpuRoute.STAGED:
         return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
     return f"messages of GPUs go over NCCL: {choice.reason}"
 

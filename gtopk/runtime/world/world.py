@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from collectives.errors import PeerTimeoutError
 from collectives.kernels import why_not_compiled
 from collectives.transports import Transport
-from collectives.transports.transport import say
+from collectives.transports.transport import print_line
 
 from ... import settings
 from ...errors import HorovodInternalError, InvalidCallError
@@ -28,7 +28,7 @@ from .. import logs, standard_streams
 from ..coordinator.agreement import name_ranks
 from ..launch import Launched, launched_by, require_sound_ranks
 from .guard import Guard, describe, folder_from, remove_earlier, write_of_start
-from .joining import join, left_apart
+from .joining import join, missing_ranks_warning
 from .state import FAILED_SECONDS, World
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ _guard: Guard | None = None
 _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
-_bereft: Guard | None = None  # of a left world in which ranks may leave, and one had died
+_left_guard: Guard | None = None  # of a left world in which ranks may leave, and one had died
 _forked_from: int | None = None
-_untold: list[Exception] = []  # errors of leaving that no caller has received
+_unreported: list[Exception] = []  # errors of leaving that no caller has received
 _of_thread = threading.local()
 
 
@@ -104,7 +104,7 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
     finish_leaving()
     require_sound_ranks()
     transport = _join(comm, launched_by(), folder_from())
-    amiss = left_apart(transport.size) if comm is None else None
+    amiss = missing_ranks_warning(transport.size) if comm is None else None
     init_on(transport, before)
     _communicator = comm
     if amiss is not None:
@@ -132,7 +132,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
     remove_earlier(failures, transport.rank, transport.size)
     try:
         heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
-        logs.speak(transport.rank)
+        logs.install_handler(transport.rank)
         if transport.rank == 0 and transport.size > 1:
             _tell_of_slow_kernels()
         here = World(transport, before)
@@ -193,10 +193,10 @@ def shutdown() -> None:
         _process.close(how, in_order)
         failures = _process.failures
         _guard.remove()
-        _let_the_program_end(_guard)
+        _remove_exit_handler(_guard)
     else:
         _leaving = Leaving(partial(_process.close, how, in_order), _guard)
-    logs.fall_silent()
+    logs.remove_handler()
     _process = _guard = _handled = None
     for failure in failures:
         raise failure
@@ -207,14 +207,14 @@ def finish_leaving() -> None:
     global _leaving
     if _leaving is not None:
         _leaving.finish()
-        _untold.extend(_leaving.guard.member.failures)
-        _let_the_program_end(_leaving.guard)
+        _unreported.extend(_leaving.guard.member.failures)
+        _remove_exit_handler(_leaving.guard)
         _leaving = None
 
 
-def misses_a_rank() -> bool:
+def has_lost_rank() -> bool:
     """Tell whether a rank is lost, so that the job is at its end."""
-    return _guard is not None and _guard.misses_a_rank()
+    return _guard is not None and _guard.has_lost_rank()
 
 
 def rejoin() -> None:
@@ -259,22 +259,22 @@ def rejoin() -> None:
     current().preempted = here.preempted
 
 
-def _let_the_program_end(guard: Guard) -> None:
+def _remove_exit_handler(guard: Guard) -> None:
     """Remove the exit handler of a world that was left, unless MPI could not end after it."""
-    global _bereft
-    if _lacks_a_rank(guard):
-        _bereft = guard
+    global _left_guard
+    if _has_dead_rank(guard):
+        _left_guard = guard
     else:
         atexit.unregister(_at_exit)
 
 
-def _lacks_a_rank(guard: Guard) -> bool:
+def _has_dead_rank(guard: Guard) -> bool:
     """Tell whether a rank has died where ranks may leave; MPI's own end would wait for it."""
     return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
 
 
 def _at_exit() -> None:
-    guard = _guard or _bereft
+    guard = _guard or _left_guard
     if _leaving is not None:
         guard = _leaving.guard
         _leaving.finish()
@@ -284,10 +284,10 @@ def _at_exit() -> None:
         _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
-        _untold.extend(guard.member.failures)
-    if _untold:
+        _unreported.extend(guard.member.failures)
+    if _unreported:
         return
-    if guard is not None and _lacks_a_rank(guard) and guard.member.transport.name == "mpi":
+    if guard is not None and _has_dead_rank(guard) and guard.member.transport.name == "mpi":
         _end_without_mpi()
 
 
@@ -304,10 +304,10 @@ def _what_ended_the_program() -> BaseException | None:
 
 def _end_by_what_went_wrong() -> None:
     """Print errors that no caller has received, and end with exit code 1, not Python's 0."""
-    if not _untold:
+    if not _unreported:
         return
-    for failure in _untold:
-        say(f"exit code 1, not 0: {describe(failure)}")
+    for failure in _unreported:
+        print_line(f"exit code 1, not 0: {describe(failure)}")
     standard_streams.flush()
     os._exit(1)
 
@@ -337,15 +337,15 @@ def current() -> World:
 
 def _after_fork() -> None:
     """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
-    global _process, _guard, _leaving, _bereft, _forked_from
-    guard = _leaving.guard if _leaving is not None else _guard or _bereft
+    global _process, _guard, _leaving, _left_guard, _forked_from
+    guard = _leaving.guard if _leaving is not None else _guard or _left_guard
     if guard is None:
         return
-    guard.forget()
+    guard.release_after_fork()
     atexit.unregister(_at_exit)
-    _untold.clear()
+    _unreported.clear()
     _forked_from = guard.member.transport.rank
-    _process = _guard = _leaving = _bereft = None
+    _process = _guard = _leaving = _left_guard = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -27,7 +27,7 @@ from collectives.transports import Transport
 from ...errors import CheckpointError, DamagedError, FormatError
 from ...runtime.coordinator import Engine
 from ...runtime.coordinator.operation import Operation
-from ...runtime.logs import say
+from ...runtime.logs import print_line
 from ...runtime.world import world
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
@@ -36,9 +36,9 @@ from .files import (
     LAST_NUMBER,
     Content,
     Part,
-    absent_of,
     list_parts,
     made,
+    missing_parts,
     name_of,
     naming,
     parts_of,
@@ -47,7 +47,7 @@ from .files import (
     remove_checkpoints,
     write_part,
 )
-from .soundness import as_told, by_rank, on_all, spread, take_on_all
+from .soundness import broadcast_tensors, by_rank, problem_text, run_on_all, take_on_all
 from .tree import Json, Taken, put_together
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Snapshot(NamedTuple):
     own: Taken
 
 
-class Owned(NamedTuple):
+class OwnValues(NamedTuple):
     """A rank's own values."""
 
     rank: int
@@ -91,7 +91,7 @@ class Found(NamedTuple):
     ranks: int
     tree: Json
     tensors: dict[str, torch.Tensor]
-    owned: list[Owned]
+    owned: list[OwnValues]
     missing: list[int]
 
 
@@ -99,7 +99,7 @@ class Found(NamedTuple):
 Run = Callable[[Callable[[], str]], "Future[str]"]
 
 
-class Writing(NamedTuple):
+class PendingWrite(NamedTuple):
     """A checkpoint under way; outcome: the error that kept this rank from writing, or ""."""
 
     path: Path
@@ -118,16 +118,16 @@ class Archive:
         self.folder = folder  # made by `look`, where an error of one rank is raised on all
         self.number = 0
         self.kept = kept
-        self.look()
+        self.scan()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """List the parts that every rank sees; later checkpoints get higher numbers.
 
         No number is used twice: parts of two attempts under one number would look like a whole
         checkpoint.
         """
-        self._holders = self._list()
-        last = max((part.number for part in self._holders), default=0)
+        self._parts = self._list()
+        last = max((part.number for part in self._parts), default=0)
         if last >= LAST_NUMBER:
             raise CheckpointError(
                 f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
@@ -137,10 +137,10 @@ class Archive:
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
         # These are never removed: where nothing is whole, lost files may be restored, and files
         # that cannot be read now may be readable later.
-        self._spared = set() if self._whole else self._numbers()
+        self._protected = set() if self._whole else self._numbers()
 
     def _list(self) -> dict[Part, list[int]]:
-        mine = on_all(
+        mine = run_on_all(
             lambda: [tuple(part) for part in list_parts(made(self.folder))],
             f"{self.folder} cannot be made or listed",
         )
@@ -151,12 +151,12 @@ class Archive:
         return holders
 
     def _numbers(self) -> set[int]:
-        return {part.number for part in self._holders}
+        return {part.number for part in self._parts}
 
     def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
         """Return number, step, ranks and absent parts of all checkpoints, the newest first."""
-        each = sorted({part[:3] for part in self._holders}, reverse=True)
-        return [(*of, absent_of(*of, self._holders)) for of in each]
+        each = sorted({part[:3] for part in self._parts}, reverse=True)
+        return [(*of, missing_parts(*of, self._parts)) for of in each]
 
     def find(self) -> Found | None:
         """Return the newest checkpoint that is whole, and log it; None: none was ever finished.
@@ -166,13 +166,13 @@ class Archive:
         """
         found = self.find_and(lambda found: found)
         if found is not None:
-            self.tell(found)
+            self.log_resume(found)
         return found
 
-    def tell(self, found: Found) -> None:
+    def log_resume(self, found: Found) -> None:
         """Log, on rank 0, that the run goes on from a checkpoint, once it is loaded."""
         if rank() == 0:
-            say(
+            print_line(
                 f"going on from checkpoint {found.number} (step {found.step}) in "
                 f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
                 f"{size()}"
@@ -192,11 +192,11 @@ class Archive:
         """
         newest, problems = self._newest(takes)
         # Both lists are those of all ranks: all look again, or none does.
-        while newest is None and self._list() != self._holders:
-            self.look()  # a running job may have finished newer ones, and removed these
+        while newest is None and self._list() != self._parts:
+            self.scan()  # a running job may have finished newer ones, and removed these
             newest, problems = self._newest(takes)
         if newest is None:
-            self._spared = self._numbers()
+            self._protected = self._numbers()
             if missing_ranks == "report":
                 newest = self._most_of_one(takes)
         if newest is not None:
@@ -218,22 +218,22 @@ class Archive:
             newest, problem = self._read_and(takes, number, step, ranks, without_some=True)
             if newest is not None:
                 return newest
-            self._pass_over(number, problem)
+            self._warn_of_incomplete(number, problem)
         return None
 
     def _without_some(self) -> list[tuple[int, int, int]]:
         """Return number, step and ranks of checkpoints whose common part is there, best first."""
-        owned = Counter(part[:3] for part in self._holders)
-        shared = sorted((part[:3] for part in self._holders if part.name == ALL), reverse=True)
+        owned = Counter(part[:3] for part in self._parts)
+        shared = sorted((part[:3] for part in self._parts if part.name == ALL), reverse=True)
         return sorted(shared, key=lambda of: of[2] - owned[of])
 
-    def set_aside(self, number: int) -> None:
+    def protect(self, number: int) -> None:
         """Never remove a checkpoint, and do not count it in `kept`; all ranks call it together.
 
         It is for one that could not be loaded: another version, host or script may load it.
         """
         self._whole = [each for each in self._whole if each != number]
-        self._spared.add(number)
+        self._protected.add(number)
 
     def _newest(
         self, takes: Sequence[Callable[[Any], Any]]
@@ -242,12 +242,14 @@ class Archive:
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
-                self._pass_over(number, f"{', '.join(part.file for part in absent)} not there")
+                self._warn_of_incomplete(
+                    number, f"{', '.join(part.file for part in absent)} not there"
+                )
                 continue
             newest, problem = self._read_and(takes, number, step, ranks)
             if newest is not None:
                 return newest, []
-            self._pass_over(number, problem)
+            self._warn_of_incomplete(number, problem)
             self._whole = [each for each in self._whole if each != number]
             damaged.append(problem)
         return None, damaged
@@ -262,12 +264,12 @@ class Archive:
         lacking = {tuple(of): absent for *of, absent in self._candidates() if absent}
         before, problem = 0, ""
         try:
-            for part, holders in self._holders.items():
+            for part, holders in self._parts.items():
                 if part[:3] in lacking and holders[0] == rank():
                     before = max(before, read_json(self.folder, part)[0].before)
         except (OSError, DamagedError, FormatError) as error:
             problem = str(error)
-        told = allgather_object((before, as_told(problem)), "checkpoint.before")
+        told = allgather_object((before, problem_text(problem)), "checkpoint.before")
         problems = by_rank([problem for _, problem in told])
         lost = [problems] if problems else []
         if any(before for before, _ in told):
@@ -277,10 +279,10 @@ class Archive:
             ]
         return lost
 
-    def _pass_over(self, number: int, why: str) -> None:
+    def _warn_of_incomplete(self, number: int, why: str) -> None:
         if rank() == 0:
             what = f"checkpoint {number} in {self.folder} is not whole"
-            say(f"{what}: {why}; looking for an older one", logging.WARNING)
+            print_line(f"{what}: {why}; looking for an older one", logging.WARNING)
 
     def _read_and(
         self,
@@ -299,10 +301,10 @@ class Archive:
             try:
                 taken, problem = take_on_all(take, taken, f"{found.path} cannot be loaded")
             except Exception:  # of the script; loading an older checkpoint would hide it
-                self.set_aside(number)
+                self.protect(number)
                 raise
             if problem:  # the cause may be the script, or another version: keep the checkpoint
-                self._spared.add(number)
+                self._protected.add(number)
                 return None, problem
         return (found, taken), ""
 
@@ -314,16 +316,16 @@ class Archive:
         without_some: whether damaged parts of ranks' own are accepted.
         """
         everything, *owns = parts_of(number, step, ranks)
-        absent = [place for place, part in enumerate(owns) if part not in self._holders]
-        source = _reader(0, self._holders[everything])
+        absent = [place for place, part in enumerate(owns) if part not in self._parts]
+        source = _reader(0, self._parts[everything])
         mine = {everything: 0} if source == rank() else {}
         mine |= {
             part: place
             for place, part in enumerate(owns)
-            if part in self._holders and _reader(place, self._holders[part]) == rank()
+            if part in self._parts and _reader(place, self._parts[part]) == rank()
         }
         contents: dict[Part, Content] = {}
-        owned: list[Owned] = []
+        owned: list[OwnValues] = []
         problem = refusal = text = ""
         unread = False
         for part, place in mine.items():
@@ -334,7 +336,7 @@ class Archive:
                     if part is everything:
                         text = json.dumps(content.state.tree)
                 if part is not everything:
-                    owned.append(Owned(place, state))
+                    owned.append(OwnValues(place, state))
                 contents[part] = content
             except FormatError as error:
                 refusal = str(error)
@@ -349,13 +351,13 @@ class Archive:
         # Reached by every rank, whatever it could read: one that raised before would leave the
         # others waiting here.
         told = allgather_object(
-            (as_told(problem), as_told(refusal), unread, sorted(attempts), absent),
+            (problem_text(problem), problem_text(refusal), unread, sorted(attempts), absent),
             "checkpoint.read",
         )
         if any(unread for _, _, unread, *_ in told):
-            self._spared.add(number)
+            self._protected.add(number)
         if refusals := by_rank([refusal for _, refusal, *_ in told]):
-            self.set_aside(number)
+            self.protect(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
         if problems := by_rank([problem for problem, *_ in told]):
             return None, problems
@@ -365,12 +367,12 @@ class Archive:
         tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
         tensors = contents[everything].state.tensors if everything in contents else {}
         if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
-            tensors = spread(tensors, source)
+            tensors = broadcast_tensors(tensors, source)
         path = self.folder / everything.folder
         missing = sorted({place for *_, absent in told for place in absent})
         return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
-    def write(self, snapshot: Snapshot, run: Run | None = None) -> Writing:
+    def write(self, snapshot: Snapshot, run: Run | None = None) -> PendingWrite:
         """Begin to write a checkpoint; all ranks then call `finish`.
 
         run: runs the part of it that needs no other rank; default: at once.
@@ -398,18 +400,18 @@ class Archive:
                 return str(error) or type(error).__name__
             return ""
 
-        return Writing(path, number, (run or _at_once)(write_own))
+        return PendingWrite(path, number, (run or _at_once)(write_own))
 
-    def finish(self, writing: Writing) -> Path:
+    def finish(self, writing: PendingWrite) -> Path:
         """Wait until a checkpoint is whole; then remove the oldest, and incomplete ones.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part, or where
         another job writes to the folder; the other ranks' parts are then removed.
         """
-        (problems,) = tell_outcomes(world.current().engine, [writing]).wait()
+        (problems,) = gather_outcomes(world.current().engine, [writing]).wait()
         return self.conclude(writing, problems)
 
-    def conclude(self, writing: Writing, problems: Sequence[str]) -> Path:
+    def conclude(self, writing: PendingWrite, problems: Sequence[str]) -> Path:
         """Finish as `finish` does; problems: by rank, why it could not write its part, or ""."""
         if any(_OTHERS in problem for problem in problems):
             # The files there may be the other job's, whose numbers must not be used.
@@ -421,7 +423,7 @@ class Archive:
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
-        stay = {*self._whole, *self._spared}
+        stay = {*self._whole, *self._protected}
         # Where the disk fails, raise the same error as the other ranks; a later save removes.
         # Numbers from `_next` on are another job's: this one begins none before it ends the last.
         with contextlib.suppress(OSError):
@@ -437,12 +439,12 @@ class Archive:
         return writing.path
 
 
-def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
+def gather_outcomes(engine: Engine, writings: Sequence[PendingWrite]) -> Operation:
     """Begin to gather the outcomes of these once they are known here; all ranks call it together.
 
     The result: for each, by rank, the error that kept the rank from writing, or "".
     """
-    mine = [as_told(writing.outcome.result()) for writing in writings]
+    mine = [problem_text(writing.outcome.result()) for writing in writings]
 
     def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return [list(each) for each in zip(*transport.gather_object(mine), strict=True)]
@@ -451,10 +453,10 @@ def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
 
 
 def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
-    """Return a text about a checkpoint that another job has made since `look`; "": there is none.
+    """Return a text about a checkpoint that another job has made since `scan`; "": there is none.
 
     Two jobs in one folder would each take the other's checkpoint for an incomplete one: a job
-    removes, and numbers on from, only what was there at its `look`.
+    removes, and numbers on from, only what was there at its `scan`.
     """
     for part in list_parts(folder):
         is_of_another = part[:3] != (number, step, ranks) or part.name == name

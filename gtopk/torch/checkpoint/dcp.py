@@ -58,11 +58,11 @@ from .files import (
     ALL,
     Content,
     Part,
+    complete_checkpoints,
     list_parts,
     name_of,
     read_part,
     whole_number,
-    whole_ones,
     write_part,
 )
 from .state import NOTHING_OWN
@@ -133,7 +133,7 @@ class Reader(StorageReader):
 
     def _newest(self) -> tuple[Part, dict[str, Any]]:
         there, problems = list_parts(self._folder), []
-        for part in whole_ones(there):
+        for part in complete_checkpoints(there):
             try:
                 return part, self._read(part)
             except (OSError, DamagedError) as error:
@@ -166,11 +166,11 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Make all ranks read one checkpoint: a job may finish another while they look."""
         newest = max(plan.storage_data for plan in plans)
-        self._turn_to(newest)
+        self._open_part(newest)
         self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
         return [replace(plan, storage_data=newest) for plan in plans]
 
-    def _turn_to(self, part: Part) -> None:
+    def _open_part(self, part: Part) -> None:
         if part != self._part:
             self._part, self._values = part, self._read(part)
 
@@ -198,7 +198,7 @@ class Reader(StorageReader):
                 )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._turn_to(plan.storage_data)
+        self._open_part(plan.storage_data)
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
@@ -307,7 +307,7 @@ class Writer(StorageWriter):
         saved = {name: value for name, value in tops.items() if name in _OF_OURS}
         saved["others"] = {name: value for name, value in tops.items() if name not in _OF_OURS}
         attempt = secrets.token_hex(8)
-        before = next((part.number for part in whole_ones(list_parts(self._folder))), 0)
+        before = next((part.number for part in complete_checkpoints(list_parts(self._folder))), 0)
         whole = Part(shards[0].number, self._step, 1, ALL)
         own = Content(attempt, take_apart(NOTHING_OWN), before)
         write_part(self._folder, whole._replace(name=name_of(0)), own)

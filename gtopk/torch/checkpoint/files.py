@@ -111,7 +111,7 @@ def parts_of(number: int, step: int, ranks: int) -> list[Part]:
     return [*_each_part(number, step, ranks)]
 
 
-def absent_of(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
+def missing_parts(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
     """Return the first absent parts, not all: a file's name may claim any number of ranks."""
     return [*islice((p for p in _each_part(number, step, ranks) if p not in there), _MOST_ABSENT)]
 
@@ -144,11 +144,11 @@ def list_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def whole_ones(parts: Iterable[Part]) -> list[Part]:
+def complete_checkpoints(parts: Iterable[Part]) -> list[Part]:
     """Return the part "all" of each checkpoint that has all its parts, the newest first."""
     there = set(parts)
     shared = sorted((part for part in there if part.name == ALL), reverse=True)
-    return [part for part in shared if not absent_of(*part[:3], there)]
+    return [part for part in shared if not missing_parts(*part[:3], there)]
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
@@ -188,25 +188,25 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
         "state": content.state.tree,
     }
     # Last: with the JSON file the part is there.
-    sealed = seal(record)
+    sealed = encode_with_checksum(record)
     if len(sealed) > _MOST_JSON_BYTES:
         raise ValueError(
             f"{part.file} would have {len(sealed)} bytes, and at most {_MOST_JSON_BYTES} are read: "
             "save large data as tensors that need no gradient, or NumPy arrays, of real numbers"
         )
-    with beside(path) as unfinished:
+    with temporary_path(path) as unfinished:
         unfinished.write_bytes(sealed)
 
 
-def seal(record: Json) -> bytes:
+def encode_with_checksum(record: Json) -> bytes:
     """Return a record as JSON that holds its own checksum."""
     body = json.dumps(record, indent=1, allow_nan=False).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"sha256": "%b", "part":\n%b}\n' % (digest, body)
 
 
-def unseal(content: bytes) -> Json:
-    """Return the record; raise DamagedError for bytes that `seal` did not return."""
+def decode_with_checksum(content: bytes) -> Json:
+    """Return the record; raise DamagedError where the checksum does not match."""
     sealed = _SEALED.fullmatch(content)
     if sealed is None:
         raise DamagedError("it is cut short, or no part of a checkpoint")
@@ -239,7 +239,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
             f"{_MOST_HEADER_BYTES} are read: save fewer tensors, such as one in place of a list"
         )
     digest = hashlib.sha256()
-    with beside(path) as unfinished, open(unfinished, "wb") as stream:
+    with temporary_path(path) as unfinished, open(unfinished, "wb") as stream:
         pieces: list[bytes | memoryview] = [struct.pack("<Q", len(text)), text]
         for piece in (*pieces, *(bits_of(tensors[name]) for name in names)):
             digest.update(piece)
@@ -254,7 +254,7 @@ def bits_of(tensor: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def temporary_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end, sync it to the disk and rename it to `path`.
 
     An OSError names the file; the temporary file is then removed.
@@ -307,7 +307,7 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
     """
     path = folder / part.file
     with naming(path):
-        record = unseal(read_file(path, _MOST_JSON_BYTES))
+        record = decode_with_checksum(read_file(path, _MOST_JSON_BYTES))
         if not isinstance(record, dict):
             raise DamagedError(f"it must hold a dict, got {type(record).__name__}")
         before = record.get("before", 0)

@@ -19,10 +19,10 @@ from ...runtime.coordinator.operation import Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.state import World
-from .archive import Archive, Found, Writing, tell_outcomes
+from .archive import Archive, Found, PendingWrite, gather_outcomes
 from .files import whole_number
-from .soundness import on_all
-from .state import Assembled, assemble, check, put, should_agree, snapshot, take
+from .soundness import run_on_all
+from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state
 
 _log = logging.getLogger("gtopk")
 
@@ -30,11 +30,11 @@ _log = logging.getLogger("gtopk")
 class Saving:
     """A checkpoint under way; `wait` returns its folder."""
 
-    def __init__(self, archive: Archive, writing: Writing) -> None:
+    def __init__(self, archive: Archive, writing: PendingWrite) -> None:
         self._archive = archive
         self._problem: CheckpointError | None = None
         self.path = writing.path
-        self.writing: Writing | None = writing  # None: its outcome is known
+        self.writing: PendingWrite | None = writing  # None: its outcome is known
 
     def wait(self) -> Path:
         """Return its folder when it is whole; all ranks call it together.
@@ -42,7 +42,7 @@ class Saving:
         Raises CheckpointError, on every rank alike, when a rank could not write its part.
         """
         if self.writing is not None:
-            (problems,) = tell_outcomes(world.current().engine, [self.writing]).wait()
+            (problems,) = gather_outcomes(world.current().engine, [self.writing]).wait()
             self.conclude(problems)
         if self._problem is not None:
             raise self._problem
@@ -103,17 +103,17 @@ class _Folders(dict[Path, _Opened]):
             return lambda: None
         writings = [writing for _, writing in under_way]
         try:
-            told = tell_outcomes(engine, writings)
+            told = gather_outcomes(engine, writings)
         except HorovodInternalError as error:  # this rank has left without the others
             return partial(_end_alone, under_way, error)
         return partial(_end, under_way, told)
 
-    def _under_way(self) -> list[tuple[Saving, Writing]]:
+    def _under_way(self) -> list[tuple[Saving, PendingWrite]]:
         savings = [saving for opened in self.values() for saving in opened.under_way]
         return [(saving, saving.writing) for saving in savings if saving.writing is not None]
 
 
-def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
+def _end(under_way: Sequence[tuple[Saving, PendingWrite]], told: Operation) -> None:
     """Conclude the checkpoints under way as this rank left; raise CheckpointError for a failure."""
     try:
         outcomes = told.wait()
@@ -124,7 +124,7 @@ def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
     _raise_all(str(failure) for failure in ended if failure)
 
 
-def _end_alone(under_way: Sequence[tuple[Saving, Writing]], why: HorovodInternalError) -> None:
+def _end_alone(under_way: Sequence[tuple[Saving, PendingWrite]], why: HorovodInternalError) -> None:
     """Finish this rank's parts where the outcomes of the other ranks stay unknown."""
     for saving, _ in under_way:
         _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
@@ -199,8 +199,8 @@ def save_checkpoint(
     opened = _open(Path(folder), keep)
 
     def save() -> Saving:
-        taken, own = on_all(
-            lambda: take(model, optimizer, loader, others, copy=asynchronous),
+        taken, own = run_on_all(
+            lambda: take_state(model, optimizer, loader, others, copy=asynchronous),
             f"what is to be saved in {folder} at step {step} has no state to save",
         )
         alike = should_agree(model, [optimizer, *others.values()])
@@ -256,7 +256,7 @@ def load_latest(
         opened.wait_for_saves()
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
-    opened.archive.look()
+    opened.archive.scan()
     unfit: list[Exception] = []
 
     def sound(assembled: Assembled) -> Assembled:
@@ -270,7 +270,7 @@ def load_latest(
     def load(assembled: Assembled) -> tuple[Found, dict[str, Any]]:
         found = assembled.found
         try:
-            return found, put(assembled, model, optimizer, loader, others, generators)
+            return found, put_state(assembled, model, optimizer, loader, others, generators)
         except _UNFIT as error:
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
@@ -294,7 +294,7 @@ def load_latest(
     if taken is None:
         return None
     found, values = taken
-    opened.archive.tell(found)
+    opened.archive.log_resume(found)
     if found.missing:
         _log.warning(
             "%s lacks the own parts of ranks %s of %d: their residuals are lost, and the run "
@@ -322,9 +322,9 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
 
 
 def _later(task: Callable[[], str]) -> Future[str]:
-    def say_if_it_fails() -> str:
+    def log_failure() -> str:
         if problem := task():
             _log.error("a checkpoint cannot be written: %s", problem)
         return problem
 
-    return _writer.submit(say_if_it_fails)
+    return _writer.submit(log_failure)

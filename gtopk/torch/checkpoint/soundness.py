@@ -25,7 +25,7 @@ from ..mpi_ops import rank, size
 T = TypeVar("T")
 
 
-def on_all(take: Callable[[], T], what: str) -> T:
+def run_on_all(take: Callable[[], T], what: str) -> T:
     """Return `take()`; all ranks call it together.
 
     Raises CheckpointError, on every rank alike, where one of them fails, so that none waits for it.
@@ -35,7 +35,7 @@ def on_all(take: Callable[[], T], what: str) -> T:
         taken = take()
     except Exception as error:  # of any kind
         problem = f"{type(error).__name__}: {error}"
-    if problems := by_rank(allgather_object(as_told(problem), "checkpoint.problem")):
+    if problems := by_rank(allgather_object(problem_text(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
     return cast(T, taken)
 
@@ -52,7 +52,7 @@ def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any 
         damage = str(error)
     except Exception as error:  # of any kind: the other ranks would wait for this one
         refusal = error
-    mine = as_told(damage), as_told("" if refusal is None else f"{refusal!r:.300}")
+    mine = problem_text(damage), problem_text("" if refusal is None else f"{refusal!r:.300}")
     damages, refusals = zip(*allgather_object(mine, "checkpoint.taken"), strict=True)
     if refusal is not None:
         raise refusal
@@ -61,7 +61,7 @@ def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any 
     return taken, by_rank(damages)
 
 
-def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
+def broadcast_tensors(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
     """Return one rank's tensors on every rank; all ranks call it together."""
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     layout = broadcast_object(layout, source, "checkpoint.layout")
@@ -85,7 +85,7 @@ def by_rank(problems: Sequence[str]) -> str:
     return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
 
 
-def as_told(problem: str) -> str:
+def problem_text(problem: str) -> str:
     """Return this rank's host and problem as a text for the others; "" where there is none."""
     return f"(host {socket.gethostname()}): {problem}" if problem else ""
 

@@ -41,19 +41,19 @@ from ..mpi_ops import rank, size
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
 from .soundness import (
+    broadcast_tensors,
     check_alike,
     check_model,
     check_optimizer,
     check_residual,
-    on_all,
-    spread,
+    run_on_all,
 )
 from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 
 
-def share(
+def residual_share(
     parts_of: Mapping[str, Mapping[int, Any]], saved: int, is_missing: bool = False
 ) -> dict[str, Any | None]:
     """Return, by name, the residual state that this rank's optimizer loads; None: it has none.
@@ -175,7 +175,7 @@ NOTHING_OWN: Final[dict[str, Any]] = {
 }
 
 
-def take(
+def take_state(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     loader: Any,
@@ -259,7 +259,7 @@ def snapshot(
         )
     own = {**own, "tree": None if tree == first_tree else tree, "differing": differing}
     # On all: the copy may take more memory than this rank has.
-    return on_all(
+    return run_on_all(
         lambda: Snapshot(step, taken, take_apart(own, copy=copy)),
         f"the own part of a rank cannot be taken at step {step}",
     )
@@ -285,7 +285,7 @@ def assemble(found: Found) -> Assembled:
 
     Raises DamagedError for a state that `snapshot` does not make.
     """
-    tensors = spread(found.tensors, 0)
+    tensors = broadcast_tensors(found.tensors, 0)
     own = next((each.state for each in found.owned if each.rank == rank()), None)
     try:
         for each in found.owned:
@@ -310,7 +310,7 @@ def assemble(found: Found) -> Assembled:
 
 
 def _check(state: Any) -> None:
-    """Raise an error for a state that `take` does not return; loaded objects check their own."""
+    """Raise an error for a state that `take_state` does not return."""
     if not isinstance(state["others"], dict):
         raise DamagedError("its others are no dict")
     if not all(type(name) is str for name in state.get("held", [])):
@@ -363,7 +363,7 @@ def check(
     return assembled
 
 
-def put(
+def put_state(
     assembled: Assembled,
     model: torch.nn.Module | None,
     optimizer: Any,
@@ -430,7 +430,7 @@ def _residuals_of(found: Found, names: Iterable[str]) -> dict[str, Any | None]:
         }
         for name in names
     }
-    return share(parts_of, found.ranks, is_missing=rank() in found.missing)
+    return residual_share(parts_of, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(residuals: Any | None, saved: Any) -> Any:

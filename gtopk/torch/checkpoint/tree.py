@@ -62,11 +62,11 @@ def take_apart(obj: object, *, copy: bool = False) -> Taken:
     copy: whether tensors on the host are copied, so that they may change afterwards.
     Raises TypeError, naming the place, for what the object codec cannot encode either.
     """
-    taker = _Taker(copy)
+    taker = _Flattener(copy)
     return Taken(taker.take(obj, ()), taker.tensors)
 
 
-class _Taker:
+class _Flattener:
     """Takes one object apart; a tensor that is in several places is stored once."""
 
     def __init__(self, copy: bool) -> None:

@@ -17,7 +17,7 @@ from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..checkpoint.archive import Archive, Snapshot
-from ..checkpoint.soundness import on_all
+from ..checkpoint.soundness import run_on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object
 
@@ -40,7 +40,7 @@ def write(archive: Archive, commit: Commit) -> None:
     """
     # Ranks that ran out of batches, or step independently, have counted fewer.
     step = max(allgather_object(world.current().step, "elastic.step"))
-    snapshot = on_all(
+    snapshot = run_on_all(
         lambda: Snapshot(step, take_apart({**commit.replicated}), take_apart({**commit.own})),
         f"a commit cannot be written to {archive.folder} ({FOLDER})",
     )

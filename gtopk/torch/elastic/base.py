@@ -31,7 +31,7 @@ import torch
 from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
-from ..checkpoint.soundness import on_all
+from ..checkpoint.soundness import run_on_all
 from ..checkpoint.tree import put_together
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
@@ -201,7 +201,7 @@ class ObjectState(State):
             found = self._archive and self._archive.find()
         if found:
             self._check_names(found)
-            on_all(partial(self._load, found), f"{found.path} cannot be loaded")
+            run_on_all(partial(self._load, found), f"{found.path} cannot be loaded")
             if found.ranks != size():
                 self.on_reset()
         self._share()
@@ -214,7 +214,7 @@ class ObjectState(State):
 
     def on_reset(self) -> None:
         if self._archive:
-            self._archive.look()
+            self._archive.scan()
         super().on_reset()
 
     def _load(self, found: Found) -> None:

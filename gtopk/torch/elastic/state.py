@@ -14,8 +14,8 @@ import torch
 from ...adaptive.balanced import BalancedLoader
 from ...adaptive.loader_base import LoaderBase
 from ...optim.wrapped.checkpoint import KEY
-from ..checkpoint.archive import Found, Owned
-from ..checkpoint.state import share
+from ..checkpoint.archive import Found, OwnValues
+from ..checkpoint.state import residual_share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .archive import Commit
 from .base import WHERE_KEPT, ObjectState, left_out
@@ -63,7 +63,7 @@ class StateHandler:
         """Load the part that `saved` returned in a job that ended."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
-    def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
+    def resume_here(self, owned: Sequence[OwnValues], ranks: int) -> None:
         """Load the parts that `saved_here` returned on none, one or more ranks of that job.
 
         ranks: how many that job had. Called on every rank, after `sync`; over all ranks each part
@@ -125,9 +125,9 @@ class OptimizerStateHandler(StateDictHandler):
     def saved_here(self) -> Any:
         return self._saved.get(KEY)
 
-    def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
+    def resume_here(self, owned: Sequence[OwnValues], ranks: int) -> None:
         """Keep the sum of those ranks' residuals: on fewer ranks nothing of it is lost."""
-        residual = share({KEY: dict(owned)}, ranks)[KEY]
+        residual = residual_share({KEY: dict(owned)}, ranks)[KEY]
         if residual is not None:
             self.value.load_state_dict({**self.value.state_dict(), KEY: residual})
 
@@ -266,6 +266,6 @@ class TorchState(ObjectState):
     def _resume_here(self, found: Found) -> None:
         for name, handler in self._handlers.items():
             owned = [
-                Owned(each.rank, each.state[name]) for each in found.owned if name in each.state
+                OwnValues(each.rank, each.state[name]) for each in found.owned if name in each.state
             ]
             handler.resume_here(owned, found.ranks)

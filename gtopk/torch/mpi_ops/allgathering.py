@@ -24,11 +24,11 @@ from collectives.transports import Transport
 
 from ...exchange.buckets.arrays import flattened
 from ...reduce_ops import NAMES, Average, Sum
-from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .tensors import (
-    carried,
+    accepted_by,
     check,
     describe_each,
     describe_rows,
@@ -113,8 +113,12 @@ def begin_allgather(
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
     row_counts = np.array([0 if scalar else len(tensor) for tensor in tensors], np.int64)
-    on_gpu = not scalar and carried(tensors, transport)
-    mine = [OnGpu.now(flattened(tensor).contiguous()) for tensor in tensors] if on_gpu else []
+    on_gpu = not scalar and accepted_by(tensors, transport)
+    mine = (
+        [DeferredGpuArray.now(flattened(tensor).contiguous()) for tensor in tensors]
+        if on_gpu
+        else []
+    )
     content = [] if on_gpu else [*map(view_bytes, tensors)]
     message = np.concatenate([row_counts.view(np.uint8), *content])
     finished = Finish()

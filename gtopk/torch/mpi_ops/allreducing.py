@@ -18,11 +18,11 @@ from collectives.transports import Transport
 from ...compression import Compression, Compressor
 from ...exchange.buckets.arrays import await_copies
 from ...reduce_ops import Adasum
-from ...runtime.coordinator.fusion import Dense, Finish, OnGpu, scale
+from ...runtime.coordinator.fusion import DeferredGpuArray, Dense, Finish, scale
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .reduction import Reduction, reduction_of
 from .tensors import (
-    carried,
+    accepted_by,
     check,
     check_in_place,
     describe,
@@ -219,7 +219,7 @@ def _begin(
     size = transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
     combines = reduction.op == Adasum  # not element by element, so the engine cannot fuse it
-    on_gpu = not combines and carried(tensors, transport)
+    on_gpu = not combines and accepted_by(tensors, transport)
     memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
     # One wait for all copies, which go on side by side.
     if not on_gpu:
@@ -240,7 +240,7 @@ def _begin(
         ]
 
     def end_on_gpu() -> list[torch.Tensor]:
-        arrays = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
+        arrays = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
         with finished.on(tensors[0].device):
             return [
                 reduction.end_on_gpu(each.tensor, dtype, size)

@@ -13,23 +13,23 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...reduce_ops import Average
-from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
 from .allreducing import allreduce
 from .tensors import (
-    carried,
+    accepted_by,
     check,
     check_in_place,
     describe,
     elements_of,
     empty_like,
     from_bytes,
+    mark_written,
     place_flags,
     require_tensor,
     submit,
     synchronize,
-    touched,
     view_bytes,
 )
 
@@ -124,8 +124,8 @@ def begin_broadcast(
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
     is_root = current().rank == root_rank
-    on_gpu = carried([tensor], process_set.engine.transport)
-    mine = OnGpu.now(elements_of(tensor, output)) if on_gpu else None
+    on_gpu = accepted_by([tensor], process_set.engine.transport)
+    mine = DeferredGpuArray.now(elements_of(tensor, output)) if on_gpu else None
     # A copy: the script may change the tensor before the operation is run.
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
@@ -144,7 +144,7 @@ def begin_broadcast(
         finished.wait([result])
         if isinstance(result, torch.Tensor):
             if result.data_ptr() == output.data_ptr():
-                return touched(output)
+                return mark_written(output)
             result = result.view(tensor.dtype).reshape(tensor.shape)
         else:
             result = from_bytes(result, tensor, tensor.shape)

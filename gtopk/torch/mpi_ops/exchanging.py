@@ -13,10 +13,10 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...exchange.buckets.arrays import as_bytes
-from ...runtime.coordinator.fusion import Finish, OnGpu, all_on_gpu
+from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .tensors import (
-    carried,
+    accepted_by,
     check,
     describe_rows,
     from_bytes,
@@ -63,10 +63,10 @@ def alltoall_async(
     # A row without elements travels as a byte: the receiver counts rows by their bytes.
     bytes_of_a_row = row_bytes(tensor) or 1
     ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
-    on_gpu = not scalar and row_bytes(tensor) > 0 and carried([tensor], transport)
+    on_gpu = not scalar and row_bytes(tensor) > 0 and accepted_by([tensor], transport)
     mine, content = None, np.zeros(sum(sizes), np.uint8)
     if on_gpu:
-        mine = OnGpu.now(as_bytes(tensor))
+        mine = DeferredGpuArray.now(as_bytes(tensor))
     elif row_bytes(tensor):
         # A copy: the script may change the tensor before the operation is run.
         content = np.array(view_bytes(tensor))

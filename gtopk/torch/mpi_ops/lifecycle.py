@@ -15,7 +15,7 @@ import torch
 from collectives.transports.gpu import load_nccl, torch_nccl
 
 from ... import settings
-from ...optim.join_shadow import break_off_steps
+from ...optim.peers import abort_steps
 from ...runtime.world import process_sets as sets
 from ...runtime.world import world
 from ...runtime.world.process_sets import ProcessSet, global_process_set
@@ -135,7 +135,7 @@ def join(device: int = -1) -> int:
     engine = global_process_set.engine
     # First: the others must know that the step this rank is in is void before it joins. Else its
     # shadow would run that step's other buckets, and the ranks' messages would part.
-    break_off_steps(engine)
+    abort_steps(engine)
     last: int = engine.join().wait()
     # A rank that joined early has counted fewer unnamed operations than the others.
     count = next(everyone.unnamed)
@@ -191,7 +191,7 @@ def init(
         call this; over MPI the other ranks must `import mpi4py.MPI`, which starts MPI.
     process_sets: the sets to register at once; "dynamic" allows to add and remove some later.
     """
-    wanted = sets.wanted(process_sets)
+    wanted = sets.requested_sets(process_sets)
     if world.is_initialized():
         return
     forget_all()

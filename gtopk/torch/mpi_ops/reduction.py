@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidCallError
 from ...reduce_ops import NAMES, Adasum, Average, Max, Min, Product, Sum
-from ...runtime.coordinator.fusion import Dense, OnGpu, scale, scale_tensor
+from ...runtime.coordinator.fusion import DeferredGpuArray, Dense, scale, scale_tensor
 
 _EXCHANGES: Final = {
     Average: "sum",
@@ -101,8 +101,8 @@ def _widened(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | torch.Tensor:
     return wide
 
 
-def _ready(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | OnGpu:
-    return OnGpu.now(array) if isinstance(array, torch.Tensor) else array
+def _ready(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | DeferredGpuArray:
+    return DeferredGpuArray.now(array) if isinstance(array, torch.Tensor) else array
 
 
 def reduction_of(

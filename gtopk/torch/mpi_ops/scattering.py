@@ -17,13 +17,20 @@ from ...compression import Compression, Compressor
 from ...errors import InvalidCallError
 from ...exchange.buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...reduce_ops import NAMES, Average, Sum
-from ...runtime.coordinator.fusion import Dense, Finish, OnGpu, all_on_gpu, scale, scale_tensor
+from ...runtime.coordinator.fusion import (
+    DeferredGpuArray,
+    Dense,
+    Finish,
+    all_on_gpu,
+    scale,
+    scale_tensor,
+)
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
 from .allreducing import compress
 from .reduction import Reduction, reduction_of
 from .tensors import (
-    carried,
+    accepted_by,
     check,
     describe,
     describe_each,
@@ -117,7 +124,7 @@ def _begin(
     rank, size = transport.rank, transport.size
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
-    on_gpu = not scalar and carried(tensors, transport)
+    on_gpu = not scalar and accepted_by(tensors, transport)
     memories: list[Any] = [
         flattened(tensor).clone() if on_gpu else to_array(tensor) for tensor in tensors
     ]
@@ -137,7 +144,7 @@ def _begin(
         ]
         if not on_gpu:
             return scatter(bounds, [dense.on_host for dense in denses], transport, reduction.end)
-        mine = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
+        mine = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
         with finished.on(likes[0].device, [each.made for each in mine]):
             if all_on_gpu(all_flags):
                 there = [each.tensor for each in mine]

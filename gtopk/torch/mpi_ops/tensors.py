@@ -23,7 +23,7 @@ from ...exchange.buckets.arrays import (
     begin_copy,
     flattened,
     from_array,
-    lies_as_array,
+    is_host_array,
     to_array,
     to_device,
     view_dense,
@@ -90,7 +90,7 @@ def forget_all() -> None:
 def require_tensor(tensor: object, what: str, *, sparse: bool = False) -> None:
     """Raise TypeError for anything but a tensor; what: the operation's name.
 
-    Raises ValueError for a tensor that has no elements of its own in memory; see `unfit`.
+    Raises ValueError for a tensor that has no elements of its own in memory; see `why_unsendable`.
     sparse: whether the operation takes sparse tensors.
     """
     if not isinstance(tensor, torch.Tensor):
@@ -103,11 +103,11 @@ def require_tensor(tensor: object, what: str, *, sparse: bool = False) -> None:
 
 
 def _require_fit(tensor: torch.Tensor, what: str) -> None:
-    if why := unfit(tensor):
+    if why := why_unsendable(tensor):
         raise ValueError(f"Tensor type {tensor.dtype} is not supported by {what}: {why}.")
 
 
-def unfit(tensor: torch.Tensor) -> str:
+def why_unsendable(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be sent, apart from its dtype; "" where it can."""
     if is_lazy(tensor):
         return "it has no size yet: have a batch pass through the model's lazy modules first"
@@ -183,7 +183,7 @@ def row_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
-def carried(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
+def accepted_by(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
     """Tell whether a transport may work on all of these where they lie, on a GPU."""
     return bool(tensors) and all(map(transport.carries, tensors))
 
@@ -249,14 +249,14 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
     if tensor.is_cuda:
         pinned = begin_copy(flattened(tensor))
         return Memory(view_dense(pinned), pinned)
-    if not lies_as_array(output):
+    if not is_host_array(output):
         return Memory(to_array(tensor))
     if output is not tensor:
         output.copy_(tensor.detach())
     return Memory(view_dense(output))
 
 
-def touched(tensor: torch.Tensor) -> torch.Tensor:
+def mark_written(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory was written past torch, after telling autograd of the write."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
@@ -267,10 +267,10 @@ def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
     """Write the reduced elements of a memory into `output`, and return that."""
     if isinstance(reduced, torch.Tensor):
         if reduced.data_ptr() == output.data_ptr():
-            return touched(output)
+            return mark_written(output)
         written = reduced
-    elif lies_as_array(output) and reduced.ctypes.data == output.data_ptr():
-        return touched(output)
+    elif is_host_array(output) and reduced.ctypes.data == output.data_ptr():
+        return mark_written(output)
     elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():
         written = memory.pinned  # torch keeps page-locked memory until the copy has ended
     else:

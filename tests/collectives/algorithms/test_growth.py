@@ -6,13 +6,12 @@ import math
 
 import pytest
 
-from collectives.algorithms import gtopk_options
-from collectives.algorithms.gtopk_options import check_growth, kept_sizes
+from collectives.algorithms.gtopk import check_growth, kept_sizes
 
 
 def test_the_sizes_are_as_drawn() -> None:
     line = next(
-        line for line in gtopk_options.__doc__.splitlines() if "growth = 4, 5 rounds" in line
+        line for line in (kept_sizes.__doc__ or "").splitlines() if "growth = 4, 5 rounds" in line
     )
     drawn = [1 if size == "k" else int(size[:-1]) for size in line.split("rounds")[1].split()[:5]]
     assert kept_sizes(100, 4.0, 5, 10**6) == [100 * size for size in drawn]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector, local_world, reduce, run_ranks, wire
 from collectives.algorithms import gtopk
-from collectives.algorithms.gtopk_options import GtopkOptions, kept_sizes
+from collectives.algorithms.gtopk import GtopkOptions, kept_sizes
 from collectives.kernels import contains, merge
 from collectives.transports import Traffic
 from collectives.wire import HEADER_BYTES, NOBODY, Format
@@ -34,7 +34,7 @@ def paired(size: int) -> int:
 def by_hand(picks: list[SparseVector], k: int, growth: float = 1.0) -> SparseVector:
     """Return the result, merged on one rank: folds first, then pairs, then pairs of pairs."""
     count = paired(len(picks))
-    nothing = picks[0].at(slice(0))
+    nothing = picks[0].take(slice(0))
     guests = picks[count:] + [nothing] * (2 * count - len(picks))
     lists = [merge(a, b, k)[0] for a, b in zip(picks[:count], guests, strict=True)]
     for keep in kept_sizes(k, growth, count.bit_length() - 1, picks[0].length):
@@ -51,7 +51,7 @@ def cost(size: int, k: int, length: int, **options: Any) -> list[Traffic]:
         indices = np.unique(random.integers(0, length, 2 * k))[:k].astype(np.int32)
         picks.append(SparseVector(indices, 1 + random.random(k).astype(np.float32), length))
     run_ranks(world, lambda t: reduce(picks[t.rank], k, t, **options))
-    return [transport.traffic.take() for transport in world]
+    return [transport.traffic.read_and_reset() for transport in world]
 
 
 # ---- the result
@@ -268,7 +268,7 @@ def test_kept_and_dropped_are_the_whole_sum(random: np.random.Generator) -> None
     ]
     swapped = run_ranks(
         local_world(2, 30),
-        lambda t: gtopk.swap_and_merge(
+        lambda t: gtopk.exchange_and_merge(
             lists[t.rank], NOBODY, 700, t, 1 - t.rank, GtopkOptions(), 1
         ),
     )

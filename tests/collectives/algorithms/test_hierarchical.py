@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from collectives import NonFiniteError, SparseVector, local_world, reduce, run_ranks, select
 from collectives.algorithms import Hierarchy
-from collectives.algorithms.hierarchical import shard_bounds, share
+from collectives.algorithms.hierarchical import shard_bounds, shard_quota
 from collectives.kernels import sum_by_index
 from collectives.transports import LocalTransport, Traffic
 from collectives.wire import HEADER_BYTES, Format
@@ -66,8 +66,8 @@ def test_in_a_single_node_the_update_is_each_shards_largest(
     for update, _ in run("hierarchical", picks, 20):  # threads are one node
         for shard in range(size):
             first, end = bounds[shard : shard + 2]
-            part, _ = select(total.between(first, end).to_dense(), share(20, size, shard))
-            assert bits(update.between(first, end)) == bits(part)
+            part, _ = select(total.index_range(first, end).to_dense(), shard_quota(20, size, shard))
+            assert bits(update.index_range(first, end)) == bits(part)
 
 
 @pytest.mark.parametrize("across", ACROSS)
@@ -272,7 +272,7 @@ def test_shards_cover_the_vector_and_have_room_for_their_share_of_any_k() -> Non
             bounds = shard_bounds(length, shards)
             assert (bounds[0], bounds[-1]) == (0, length)
             for k in range(1, length + 1):
-                parts = [share(k, shards, shard) for shard in range(shards)]
+                parts = [shard_quota(k, shards, shard) for shard in range(shards)]
                 assert sum(parts) == k
                 assert all(
                     part <= end - first

@@ -119,7 +119,7 @@ def test_no_rank_sends_more_than_six_k_words_whatever_the_indices(
         run_ranks(world, lambda t, k_out=k_out: reduce(picks[t.rank], k, t, "oktopk", k_out=k_out))
         rounds = 2 * size + 2 * math.log2(size)
         for transport in world:
-            sent = transport.traffic.take()
+            sent = transport.traffic.read_and_reset()
             assert sent.sent_bytes <= 4 * words + overhead_bytes(size)
             assert sent.sent_messages <= 2 * (size - 1) + 6 * (size - 1).bit_length()
             assert size < 4 or sent.sent_messages <= rounds + 2
@@ -141,7 +141,7 @@ def test_where_one_region_holds_the_whole_update_its_owner_sends_no_more(
     # Each rank's own picks spread evenly, but by chance.
     by_chance = 2 * 5 * math.sqrt(k / size)
     for transport in world:
-        sent = transport.traffic.take()
+        sent = transport.traffic.read_and_reset()
         words = 6 * k * (size - 1) / size + by_chance
         assert sent.sent_bytes <= 4 * words + overhead_bytes(size)
         assert sent.sent_messages <= 2 * (size - 1) + 6 * (size - 1).bit_length()
@@ -159,7 +159,7 @@ def test_the_worst_case_is_two_words_a_pick_and_four_an_entry_of_the_update(
     run_ranks(ranks, lambda t: reduce(picks[t.rank], k, t, "oktopk", k_out=k_out))
     words = 2 * k + 4 * math.ceil(k_out / size) * (size - 1)
     for transport in ranks:
-        assert transport.traffic.take().sent_bytes <= 4 * words + overhead_bytes(size)
+        assert transport.traffic.read_and_reset().sent_bytes <= 4 * words + overhead_bytes(size)
 
 
 @pytest.mark.parametrize("size", range(2, 18))
@@ -176,7 +176,7 @@ def test_where_all_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -
     threshold = others * (HEADER_BYTES + 3 * 8 + 4 * min(64, k)) + packing  # one round tells all
     gather = others * (HEADER_BYTES + 8 * 4) + packing
     for transport in world:
-        sent = transport.traffic.take()
+        sent = transport.traffic.read_and_reset()
         assert sent == Traffic(quantiles + split + threshold + gather, others + 3 * log)
 
 
@@ -190,7 +190,7 @@ def test_with_boundaries_kept_a_step_costs_one_allgather_less(
     sent = []
     for _ in range(2):
         run_ranks(world, lambda t: reduce(picks[t.rank], 100, t, "oktopk", regions=kept[t.rank]))
-        sent.append(world[0].traffic.take())
+        sent.append(world[0].traffic.read_and_reset())
     log = (size - 1).bit_length()
     quantiles = (size - 1) * (HEADER_BYTES + 8 * min(100, 4 * size)) + 8 * (log + size - 1)
     assert sent[0].sent_bytes - sent[1].sent_bytes == quantiles

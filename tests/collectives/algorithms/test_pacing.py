@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives import MessageError, SparseVector, local_world, reduce, run_ranks
-from collectives.algorithms import pacing
-from collectives.algorithms.pacing import LONG_ENTRIES
+from collectives.algorithms import gtopk
+from collectives.algorithms.gtopk import LONG_ENTRIES
 from collectives.cost import Link
 from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 from collectives.transports.recorder import RECEIVED, Event, Recorder
@@ -68,7 +68,7 @@ def test_the_words_are_as_many_as_predicted_and_change_no_bit(
     found = predict(Candidate("gtopk", LONG_ENTRIES / LENGTH), LENGTH, link, DEFAULT_RATES)
     assert found.sent.messages * size == sum(t.traffic.sent_messages for t in world)
 
-    monkeypatch.setattr(pacing, "LONG_ENTRIES", LENGTH)
+    monkeypatch.setattr(gtopk, "LONG_ENTRIES", LENGTH)
     silent, at_once = record(size, LONG_ENTRIES)
     assert sum(t.traffic.sent_bytes for t in silent) == sum(t.traffic.sent_bytes for t in world)
     assert [list(map(bits, outcome)) for outcome in outcomes] == [

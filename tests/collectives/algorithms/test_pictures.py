@@ -86,7 +86,7 @@ def test_four_ranks_send_two_messages_of_a_header_and_eight_bytes_an_entry(k: in
     world = local_world(4, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(pick, k, t, "gtopk"))
     for transport in world:
-        assert transport.traffic.take() == Traffic(2 * (HEADER_BYTES + 8 * k), 2)
+        assert transport.traffic.read_and_reset() == Traffic(2 * (HEADER_BYTES + 8 * k), 2)
 
 
 @pytest.mark.parametrize("k", [1, 8, 9])
@@ -96,7 +96,7 @@ def test_the_tree_sends_up_once_and_down_to_each_child_with_a_bit_an_entry(k: in
     world = local_world(6, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(pick, k, t, "gtopk-tree"))
     children = [3, 0, 1, 0, 1, 0]
-    assert [t.traffic.take() for t in world] == [
+    assert [t.traffic.read_and_reset() for t in world] == [
         Traffic((rank > 0) * up + count * down, (rank > 0) + count)
         for rank, count in enumerate(children)
     ]
@@ -121,4 +121,4 @@ def test_in_topk_allgather_every_rank_sends_the_others_worth_of_lists(size: int)
     lists = (size - 1) * (HEADER_BYTES + 8 * k)
     sizes_told = 8 * rounds + 8 * (size - 1)  # each round's count of lists, each list's size
     for transport in world:
-        assert transport.traffic.take() == Traffic(lists + sizes_told, rounds)
+        assert transport.traffic.read_and_reset() == Traffic(lists + sizes_told, rounds)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import NonFiniteError, SparseVector, local_world, reduce, run_ranks
-from collectives.algorithms.conservation import examine, lowest_refusing
+from collectives.algorithms.conservation import check_finite, lowest_refusing
 from collectives.transports import LocalTransport
 from collectives.wire import NOBODY
 from tests.collectives.algorithms.worlds import WAYS, bits, random_picks
@@ -34,7 +34,7 @@ def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], li
         except NonFiniteError as error:
             return error
 
-    return run_ranks(world, program), [transport.traffic.take() for transport in world]
+    return run_ranks(world, program), [transport.traffic.read_and_reset() for transport in world]
 
 
 @every_way
@@ -163,9 +163,9 @@ def test_the_lowest_of_those_who_refused_is_told() -> None:
 def test_once_anybody_refused_nothing_travels() -> None:
     good = SparseVector(np.array([2], np.int32), np.array([1.0]), 5)
     bad = good._replace(values=np.array([np.inf]))
-    assert examine(good, 3) == (good, NOBODY)
-    assert examine(bad, 3)[1] == 3
-    assert examine(bad, 3, refused_by=1)[1] == 1
-    assert examine(bad, 3, refused_by=4)[1] == 3
-    assert examine(good, 3, refused_by=4)[1] == 4
-    assert {examine(bad, 3)[0].entries, examine(good, 3, refused_by=4)[0].entries} == {0}
+    assert check_finite(good, 3) == (good, NOBODY)
+    assert check_finite(bad, 3)[1] == 3
+    assert check_finite(bad, 3, refused_by=1)[1] == 1
+    assert check_finite(bad, 3, refused_by=4)[1] == 3
+    assert check_finite(good, 3, refused_by=4)[1] == 4
+    assert {check_finite(bad, 3)[0].entries, check_finite(good, 3, refused_by=4)[0].entries} == {0}

@@ -82,7 +82,7 @@ def test_regions_go_to_the_ranks_whose_picks_lie_there(
     cut = agreed(picks)
     for rank, pick in enumerate(picks):
         region = cut.owners.index(rank)
-        kept = pick.between(cut.bounds[region], cut.bounds[region + 1]).entries
+        kept = pick.index_range(cut.bounds[region], cut.bounds[region + 1]).entries
         assert kept >= 0.7 * k
 
 
@@ -93,7 +93,7 @@ def test_boundaries_serve_as_many_steps_as_asked_and_cost_nothing_between() -> N
     messages = []
     for _ in range(7):
         run_ranks(world, lambda t: kept[t.rank].agree(picks[t.rank], t))
-        messages.append([t.traffic.take().sent_messages for t in world])
+        messages.append([t.traffic.read_and_reset().sent_messages for t in world])
     assert messages == [[1, 1], [0, 0], [0, 0]] * 2 + [[1, 1]]
 
 

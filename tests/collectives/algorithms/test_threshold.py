@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from collectives import MessageError, SparseVector, local_world, run_ranks
 from collectives.algorithms import threshold
 from collectives.algorithms.regions import quantile_ends
-from collectives.algorithms.threshold import Shares, share_out
+from collectives.algorithms.threshold import RegionQuotas, region_quotas
 from collectives.wire import HEADER_BYTES, NOBODY, encode
 
 LENGTH = 50_000
@@ -25,14 +25,14 @@ def vector(values: list[float]) -> SparseVector:
 
 def shares(
     regions: list[list[float]], wanted: int, owners: list[int] | None = None, **told: list[int]
-) -> Shares:
+) -> RegionQuotas:
     """Return what every rank learns, which is the same."""
     size = len(regions)
     owners = owners or list(range(size))
     loads, refused = told.get("loads", [0] * size), told.get("refused", [NOBODY] * size)
     learned = run_ranks(
         local_world(size, timeout_seconds=30),
-        lambda t: share_out(
+        lambda t: region_quotas(
             vector(regions[owners.index(t.rank)]),
             wanted,
             owners,
@@ -103,10 +103,10 @@ def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
     regions = [vector(random.standard_normal(25_000).tolist()) for _ in range(16)]
     run_ranks(
         world,
-        lambda t: share_out(regions[t.rank], 25_000, list(range(16)), t, 0, NOBODY),
+        lambda t: region_quotas(regions[t.rank], 25_000, list(range(16)), t, 0, NOBODY),
     )
     for transport in world:
-        traffic = transport.traffic.take()
+        traffic = transport.traffic.read_and_reset()
         assert traffic.sent_messages == 3 * 4  # log2 P each
         assert traffic.sent_bytes == 3 * (15 * (HEADER_BYTES + 3 * 8 + 64 * 4 + 8) + 4 * 8)
 
@@ -126,11 +126,11 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     first, second = drawn[:2], drawn[2:]
 
-    def told(regions: list[tuple[int, list[float], list[float]]]) -> list[threshold._Told]:
+    def told(regions: list[tuple[int, list[float], list[float]]]) -> list[threshold._RegionCounts]:
         for _, window, sent in regions:
             assert sent == [window[end - 1] for end in quantile_ends(len(window), 2)]
         return [
-            threshold._Told(low, low + len(window), 0, NOBODY, -np.array(sent))
+            threshold._RegionCounts(low, low + len(window), 0, NOBODY, -np.array(sent))
             for low, window, sent in regions
         ]
 
@@ -157,7 +157,7 @@ def test_ranks_with_different_k_out_learn_of_each_other() -> None:
     with pytest.raises(MessageError, match=r"from rank \d .* k is [23] where this rank's is [23]"):
         run_ranks(
             local_world(2, timeout_seconds=5),
-            lambda t: share_out(vector([1.0, 2.0, 3.0]), 2 + t.rank, [0, 1], t, 0, NOBODY),
+            lambda t: region_quotas(vector([1.0, 2.0, 3.0]), 2 + t.rank, [0, 1], t, 0, NOBODY),
         )
 
 
@@ -165,7 +165,7 @@ def test_ranks_with_different_k_out_learn_of_each_other() -> None:
 def test_a_message_that_cannot_be_is_an_error(low: int, high: int) -> None:
     def program(transport):
         if transport.rank == 0:
-            return share_out(vector([1.0, 2.0, 3.0]), 3, [0, 1], transport, 0, NOBODY)
+            return region_quotas(vector([1.0, 2.0, 3.0]), 3, [0, 1], transport, 0, NOBODY)
         extra = np.zeros(3 * 8 + 3 * 4, np.uint8)
         extra[:16].view(np.int64)[:] = low, high
         message = encode(SparseVector.empty(LENGTH), 3, extra=extra).message

@@ -10,16 +10,22 @@ import pytest
 
 from collectives.cores import core_quota
 from collectives.cost import Link
-from collectives.cost_model.network import Network, Seat, most_per_core, own_seat, ranks_per_core
+from collectives.cost_model.network import (
+    Network,
+    Placement,
+    most_per_core,
+    own_placement,
+    ranks_per_core,
+)
 from collectives.cost_model.prediction import Bucket
 from collectives.transports import local_world, run_ranks
 
 
 def seats(
     count: int, cores: int | list[int], quota: float = math.inf, group: str = "", machine: str = "m"
-) -> list[Seat]:
+) -> list[Placement]:
     allowed = list(range(cores)) if isinstance(cores, int) else cores
-    return [Seat(machine, allowed, quota, group)] * count
+    return [Placement(machine, allowed, quota, group)] * count
 
 
 @pytest.mark.parametrize(
@@ -53,10 +59,10 @@ def test_every_rank_hears_the_same_of_those_that_share_this_machine():
 
 
 def test_where_the_kernel_does_not_tell_its_boot_a_host_is_a_machine(tmp_path: Path):
-    seat = own_seat(tmp_path / "boot_id")
+    seat = own_placement(tmp_path / "boot_id")
     assert seat.machine == os.uname().nodename
     (tmp_path / "boot_id").write_text("1b4e\n")
-    assert own_seat(tmp_path / "boot_id") == seat._replace(machine="1b4e")
+    assert own_placement(tmp_path / "boot_id") == seat._replace(machine="1b4e")
 
 
 @pytest.mark.parametrize("burst_bytes", [500, 3000, 100_000])

@@ -56,7 +56,7 @@ def test_so_is_one_with_fewer_entries_than_there_are_blocks(format, entries):
 @pytest.mark.parametrize("part", [0, 1, 7])
 def test_entries_of_one_part_take_what_its_length_makes_them_take(format, entries, part):
     inside = spread(entries, np.float32, 2000 * BLOCK // 8)
-    vector = inside.embedded(part * inside.length, 8 * inside.length)
+    vector = inside.embed(part * inside.length, 8 * inside.length)
     message = wire.encode(vector, entries, format).message
     predicted = message_bytes(entries, vector.length, format, parts=8)
     assert predicted == pytest.approx(message.size, rel=0.01, abs=64)

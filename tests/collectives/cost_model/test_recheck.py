@@ -131,7 +131,7 @@ def test_within_a_host_nothing_is_asked() -> None:
     one_host = Calibration(Network(3, Link.of(1e9, 1e-5), 3), DEFAULT_RATES, "kept")
     world = local_world(3, 30)
     assert run_ranks(world, lambda each: still_holds(each, one_host, no_clock)) == [True] * 3
-    assert world[0].traffic.take().sent_messages == 0
+    assert world[0].traffic.read_and_reset().sent_messages == 0
 
 
 def test_what_holds_no_more_is_measured_anew_and_kept(

@@ -17,7 +17,7 @@ import pytest
 from collectives import SparseVector
 from collectives.kernels import Momentum, host, reference
 from collectives.kernels.host import entries, library, selection
-from collectives.kernels.host.threads import default_threads, threads, using
+from collectives.kernels.host.calls import default_threads, threads, use_threads
 from collectives.vector import check
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(
         for k in (5, 900, LARGE // 10):
             expected, following = reference.select(values, k)
             for threshold in (0.0, following, 5.0):
-                with using(count):
+                with use_threads(count):
                     assert_same(host.select(values, k, threshold)[0], expected)
 
 
@@ -108,7 +108,7 @@ def test_parts_and_velocity_are_the_same_on_every_thread(
     for twin in (reference, host):
         residual, velocity = np.ones((2, LARGE), np.float32)
         momentum = Momentum(velocity, 0.9)
-        with using(count):
+        with use_threads(count):
             picked, guess = twin.accumulate_and_select(residual, parts, 1000, 0.0, momentum)
             again, _ = twin.accumulate_and_select(residual, parts, 1000, guess, momentum)
         both.append((residual, velocity, picked, again))
@@ -123,7 +123,7 @@ def test_the_squared_norm_does_not_depend_on_the_number_of_threads(
 ) -> None:
     values = random.standard_normal(LARGE).astype(np.float32)
     for count in (1, 2, 3):
-        with using(count):
+        with use_threads(count):
             assert host.squared_norm(values) == reference.squared_norm(values)
 
 
@@ -133,7 +133,7 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(random: np.random.Ge
     found: list[list[SparseVector]] = [[] for _ in inputs]
 
     def search(number: int) -> None:
-        with using(3):
+        with use_threads(3):
             found[number].extend(host.select(inputs[number], 900)[0] for _ in range(10))
 
     callers = [threading.Thread(target=search, args=(number,)) for number in range(4)]
@@ -186,7 +186,7 @@ def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generat
         assert scans(dense, 1000, 1e30) <= 2, name
     for name in ("normal", "equal", "tied", "not finite"):  # pruned on the way
         assert scans(values[name], 1000, 1e-30) == 1
-    with using(2):  # one thread, as on one core, has met large ones before these
+    with use_threads(2):  # one thread, as on one core, has met large ones before these
         for name in ("ascending", "layered"):  # larger ones keep coming: given up, and sampled
             assert scans(values[name], 1000, 1e-30) == 2
 
@@ -200,7 +200,7 @@ def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.
         dense[random.choice(dense.size, 700, replace=False)] *= -2
         gradient = random.standard_normal(dense.size).astype(np.float32) * 1e-7
         expected, _ = reference.select(dense + gradient, 1000)
-        with using(count):
+        with use_threads(count):
             picked, report = selection.search(dense, gradient, 1000, 0.5)
         assert report.scans == 2
         assert_same(picked, expected)
@@ -272,7 +272,7 @@ def test_merges_of_strange_values_are_those_of_the_reference(
     for name, dense in vectors(random, 9001, dtype).items():
         whole = SparseVector.from_dense(dense)
         for begin, end in ((0, 9001), (1, 6), (4500, 9001), (8990, 9001)):
-            a, b = whole.at(slice(0, -1, 2)), whole.at(slice(begin, end))
+            a, b = whole.take(slice(0, -1, 2)), whole.take(slice(begin, end))
             with np.errstate(invalid="ignore"):
                 for k in (1, 40, 4000, 9001):
                     merged = zip(host.merge(a, b, k), reference.merge(a, b, k), strict=True)
@@ -440,7 +440,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in list(os.environ):
         if "LOCAL" in name or name.startswith(("GTOPK_", "SLURM_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("collectives.kernels.host.threads.usable_cores", lambda: 4)
+    monkeypatch.setattr("collectives.kernels.host.calls.usable_cores", lambda: 4)
     default_threads.cache_clear()
     yield monkeypatch
     default_threads.cache_clear()
@@ -485,7 +485,7 @@ def test_a_batch_script_by_itself_has_all_the_cores(alone: pytest.MonkeyPatch) -
 def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("GTOPK_THREADS", "3")
     assert threads() == 3
-    with using(2):
+    with use_threads(2):
         assert threads() == 2
     assert threads() == 3
 

@@ -41,14 +41,14 @@ def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
     transport._mpi = SimpleNamespace(Is_finalized=lambda: False)
     arrives = [False]
     memory, request = np.zeros(3, np.uint8), SimpleNamespace(Test=lambda: arrives[0])
-    with pytest.raises(PeerError), transport._kept(request, memory):
+    with pytest.raises(PeerError), transport._keep_on_error(request, memory):
         raise PeerError("rank 1 left")
-    with transport._kept(request, memory):
+    with transport._keep_on_error(request, memory):
         pass
     ((its_request, its_memory),) = kept
     assert its_request is request
     assert its_memory is memory
     arrives[0] = True
-    with transport._kept(request, memory):
+    with transport._keep_on_error(request, memory):
         pass
     assert not kept

@@ -14,9 +14,9 @@ import pytest
 
 from collectives import Transport, run_ranks
 from collectives.transports import LocalTransport, direct, local_world
-from collectives.transports.announcement import Announcement, Way
 from collectives.transports.direct import DirectTransport, over_gpus
 from collectives.transports.staged import StagedTransport
+from collectives.transports.transfer_header import TransferHeader, TransferMethod
 from tests.collectives.fake_cuda import CUDARuntimeError
 from tests.matrix import some_of
 from tests.programs.of_gpus import up
@@ -75,9 +75,9 @@ def test_a_cupy_that_does_not_work_is_as_none(
     assert opened(monkeypatch, pytest.fail, [0, 0]) == [LocalTransport] * 2
 
 
-def test_an_announcement_of_mpis_way_is_read_as_such() -> None:
-    announcement = Announcement(Way.MPI, 17)
-    assert Announcement.read(announcement.encode()) == announcement
+def test_a_header_of_mpis_method_is_read_as_such() -> None:
+    header = TransferHeader(TransferMethod.MPI, 17)
+    assert TransferHeader.read(header.encode()) == header
 
 
 def test_staged_over_direct_stages(cuda: Any) -> None:

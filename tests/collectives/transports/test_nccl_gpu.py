@@ -11,7 +11,7 @@ import pytest
 from collectives import Transport, open_transport
 from collectives.transports import local_world, nccl_start
 from collectives.transports.cuda_aware import why_staged
-from collectives.transports.device_choice import Carrying, Facts
+from collectives.transports.device_choice import GpuFacts, GpuRoute
 from collectives.transports.direct import DirectTransport
 from collectives.transports.gpu import name_of_device, torch_nccl
 from collectives.transports.nccl import NcclTransport
@@ -113,7 +113,7 @@ def test_a_rank_with_a_gpu_connects_nccl_at_its_first_array_on_it() -> None:
     transport.allreduce(array)
     assert array.get().tolist() == list(range(5))
     assert transport.choice is not None
-    assert transport.choice.carrying is Carrying.NCCL
+    assert transport.choice.carrying is GpuRoute.NCCL
     assert transport.sends_from_device
     transport.leave("done")
 
@@ -127,8 +127,8 @@ def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
         pytest.skip("needs a torch with CUDA and NCCL")
     if through == "torch":
 
-        def facts(host: Transport, device: int | None) -> Facts:
-            return Facts("this GPU", cupy="it is not to be used", torch_nccl=torch_nccl())
+        def facts(host: Transport, device: int | None) -> GpuFacts:
+            return GpuFacts("this GPU", cupy="it is not to be used", torch_nccl=torch_nccl())
 
         monkeypatch.setattr(nccl_start, "facts_here", facts)
     transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)

@@ -175,7 +175,7 @@ def test_every_transport_paces_alike_and_makes_its_sums_of_messages(in_world, ki
         transport.emulate(LINK, clock)
         assert transport.native_bytes() == sys.maxsize
         begun = clock.now()
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         array = np.full(50_000, transport.rank, np.float32)
         transport.allreduce(array)
         assert (array == 3).all()

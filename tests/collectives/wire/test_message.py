@@ -23,7 +23,7 @@ from collectives.wire import (
     decode,
     encode,
 )
-from collectives.wire.message import Coded, coded
+from collectives.wire.message import CodingTotals, coded
 
 EXTRA = np.array([7, 255, 0], np.uint8)
 NO_EXTRA = np.empty(0, np.uint8)
@@ -458,6 +458,6 @@ def test_what_is_written_and_read_is_counted_with_its_seconds(monkeypatch) -> No
     vector, begun = entries([1, 5], [2.0, -3.0], 9), coded()
     message = encode(vector, K).message
     written = coded()
-    assert written.since(begun) == Coded(0.25, 2, message.size)
+    assert written.since(begun) == CodingTotals(0.25, 2, message.size)
     decode(message, vector, K, 0)
-    assert coded().since(written) == Coded(0.25)
+    assert coded().since(written) == CodingTotals(0.25)

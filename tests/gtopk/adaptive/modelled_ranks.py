@@ -23,10 +23,10 @@ class Modelled:
         self.speed = speed
         self.samples = 0
 
-    def hand_over(self, samples: int) -> None:
+    def start(self, samples: int) -> None:
         self.samples = samples
 
-    def take(self) -> float | None:
+    def elapsed_seconds(self) -> float | None:
         return self.samples / self.speed
 
 

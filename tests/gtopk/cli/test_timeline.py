@@ -14,13 +14,13 @@ from collectives.transports import Transport
 from gtopk.cli.timeline import main, read_traces
 from gtopk.runtime.coordinator.clocks import Offset
 from gtopk.runtime.world import world
-from gtopk.telemetry.timeline import Span, Step, Timeline, Whose, path_of
+from gtopk.telemetry.timeline import Span, Step, Timeline, TraceSource, path_of
 
 
 def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
     """Write a trace for each rank, of a step at the same moment, by clocks 5 seconds apart."""
     for rank in range(ranks):
-        whose = Whose(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
+        whose = TraceSource(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
         timeline = Timeline(str(path_of(folder, rank)), "mpi", False, whose)
         moment = 1e5 + 5.0 * rank
         spans = [
@@ -49,7 +49,7 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
 
 
 def test_each_optimizer_of_a_rank_has_a_counter_of_its_own(tmp_path: Path) -> None:
-    timeline = Timeline(str(path_of(tmp_path, 0)), "mpi", False, Whose(0, 1, 1.7e9, Offset()))
+    timeline = Timeline(str(path_of(tmp_path, 0)), "mpi", False, TraceSource(0, 1, 1.7e9, Offset()))
     for name in ("gradients.w", "gradients.v", "gradients.w"):
         timeline.note_step(Step(name, [Span("BACKWARD", 1.0, 1.1)], 0.04, 0.01))
     timeline.close()

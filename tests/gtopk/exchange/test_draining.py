@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gtopk.exchange.residual import MOST_STEPS, Residual, share_to_send
+from gtopk.exchange.residual import MOST_STEPS, Residual, drain_share
 
 
 def drained(gradient: float, held: float) -> list[float]:
@@ -40,7 +40,7 @@ def test_beside_no_gradients_it_is_gone_after_so_many_steps() -> None:
 
 
 def test_a_step_that_will_not_count_sends_nothing_of_it() -> None:
-    assert share_to_send(4.0, math.nan, 0) == share_to_send(4.0, math.inf, 0) == 0.0
+    assert drain_share(4.0, math.nan, 0) == drain_share(4.0, math.inf, 0) == 0.0
 
 
 def test_a_model_at_rest_is_not_thrown_off() -> None:

@@ -12,14 +12,14 @@ import torch
 
 import collectives.kernels
 import collectives.wire.message
-import gtopk.exchange.buckets.timestamp
+import gtopk.exchange.buckets.arrays
 import gtopk.exchange.exchange
-import gtopk.integrations.one_step
+import gtopk.integrations.hook_steps
 from collectives.transports import Transport
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Exchanged, Progress
 from gtopk.exchange.residual import Residual
-from gtopk.integrations.one_step import OneStep
+from gtopk.integrations.hook_steps import OneStep
 from gtopk.torch import Compression
 
 Seconds = Counter[str]
@@ -60,8 +60,8 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     clock = Clock()
     for module in (
         gtopk.exchange.exchange,
-        gtopk.exchange.buckets.timestamp,
-        gtopk.integrations.one_step,
+        gtopk.exchange.buckets.arrays,
+        gtopk.integrations.hook_steps,
         collectives.wire.message,
     ):
         monkeypatch.setattr(module, "time", clock)

@@ -93,19 +93,19 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
         array = residual.view_array(torch.from_numpy(gradient))
         if number % 3 != 1:
             before = plain(held)
-            held.remember()
+            held.snapshot()
             wrong = residual.view_array(torch.from_numpy(gradient * np.float32(np.nan)))
             held.accumulate_and_select(wrong, k)
             assert plain(held) == before  # what a checkpoint would save now
             held.restore()
             assert plain(held) == before
-            held.remember()
+            held.snapshot()
         picked = held.accumulate_and_select(array, k, 0.5)
         again = plainly.accumulate_and_select(array, k, 0.5)
         assert posing.plain(picked.indices).tolist() == posing.plain(again.indices).tolist()
         for each, entries in ((held, picked), (plainly, again)):
             each.remove_sent(entries, nothing_like(entries, nothing), entries)
-            each.forget()
+            each.drop_snapshot()
         assert plain(held) == plain(plainly)
 
 
@@ -121,7 +121,7 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     held = Residual(6, np.dtype(np.float32), 0.5)
     held.add_dense(torch.arange(6.0))
     before = plain(held)
-    held.remember()
+    held.snapshot()
     {
         "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
         "add_dense": lambda: held.add_dense(torch.ones(6)),
@@ -138,7 +138,7 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
 
 def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() -> None:
     held = Residual(6, np.dtype(np.float32))
-    held.remember()
+    held.snapshot()
     held.add_dense(torch.ones(6))
     held.may_be_misplaced = False  # as an exchange does that has brought all home
     held.restore()
@@ -150,16 +150,16 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
     held = Residual(6, np.dtype(np.float32))
     held.add_dense(torch.ones(6))
     for number in range(6):
-        held.remember()
+        held.snapshot()
         held.subtract_share(0.25)
-        held.forget() if number % 2 else held.restore()
+        held.drop_snapshot() if number % 2 else held.restore()
     assert held.add_share_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
 
 
-@pytest.mark.parametrize("end", ["restore", "forget"])
+@pytest.mark.parametrize("end", ["restore", "drop_snapshot"])
 def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(end: str) -> None:
     held = Residual(6, np.dtype(np.float32))
-    held.remember()
+    held.snapshot()
     held.add_dense(torch.ones(6))
     getattr(held, end)()
     held.add_dense(torch.ones(6))
@@ -172,7 +172,7 @@ def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(en
 def test_what_was_remembered_last_is_restored() -> None:
     held = Residual(6, np.dtype(np.float32))
     for _ in range(2):
-        held.remember()
+        held.snapshot()
         before = plain(held)
         held.add_dense(torch.ones(6))
     held.restore()
@@ -187,31 +187,31 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
         array[:] = range(1, 7)
     held.is_empty = False
     before = plain(held)
-    held.remember()
-    held.set_aside({0: slice(0, 4)})
-    assert held.has_aside
+    held.snapshot()
+    held.stash({0: slice(0, 4)})
+    assert held.has_stashed
     held.restore()
     assert plain(held) == before
-    held.remember()  # a step in which every parameter has a gradient
+    held.snapshot()  # a step in which every parameter has a gradient
     held.may_be_misplaced = False
-    held.bring_back()
-    held.forget()
+    held.unstash()
+    held.drop_snapshot()
     assert plain(held) == before
     assert not held.may_be_misplaced
-    assert not held.has_aside
+    assert not held.has_stashed
 
 
 def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
     """And some of it may be another rank's, where all else has been brought home."""
     held = Residual(6, np.dtype(np.float32))
     held.add_dense(torch.arange(1.0, 7.0))
-    held.remember()
-    held.set_aside({1: slice(4, 6)})
+    held.snapshot()
+    held.stash({1: slice(4, 6)})
     assert held.values.tolist() == [1, 2, 3, 4, 0, 0]
     held.clear()
     held.may_be_misplaced = False
-    held.bring_back()
-    held.forget()
+    held.unstash()
+    held.drop_snapshot()
     assert held.values.tolist() == [0, 0, 0, 0, 5, 6]
     assert not held.is_empty
     assert held.may_be_misplaced

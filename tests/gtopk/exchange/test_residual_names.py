@@ -7,8 +7,13 @@ import logging
 import pytest
 import torch
 
-from gtopk.exchange.residual_names import plain_name, translate, under_known_names, unmatched
-from gtopk.exchange.residual_state import ResidualState
+from gtopk.exchange.residual_state import (
+    ResidualState,
+    plain_name,
+    translate,
+    under_known_names,
+    unmatched,
+)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from collectives.transports import Transport
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.hook_steps import HookSteps
-from gtopk.integrations.one_step import NOT_FINITE, OneStep
+from gtopk.integrations.hook_steps import NOT_FINITE, HookSteps, OneStep
 from gtopk.optim.peers import Peers
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
@@ -51,7 +50,9 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 all_flags: list[int],
             ) -> None:
                 began = time.perf_counter()
-                watched.ran(number, began, one_step.run(bucket_exchange, transport, all_flags))
+                watched.note_exchange(
+                    number, began, one_step.run(bucket_exchange, transport, all_flags)
+                )
 
             for step in range(steps):
                 gtopk.log_samples(10 + step)
@@ -59,7 +60,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for bucket_exchange in bucket_exchanges:
                     bucket_exchange.parameters[0].grad = torch.randn(length)
                     bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
-                    number = watched.hand_over(bucket_exchange)
+                    number = watched.add_bucket(bucket_exchange)
                     flags = NOT_FINITE if (step, number) == (bad, 1) else 0
                     operation = here.engine.submit(
                         bucket_exchange.name,
@@ -67,11 +68,11 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                         partial(work, bucket_exchange, number),
                         flags=flags,
                     )
-                    watched.submitted(number, operation)
+                    watched.note_submit(number, operation)
                     operations.append(operation)
                 for operation in operations:
                     operation.wait()
-                watched.arrived()
+                watched.note_wait_end()
                 watched.close(one_step.close(), overlapped=True)
                 assert watched.last is not None
                 assert watched.last.skipped == (step == bad)

@@ -12,7 +12,7 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.one_step import NOT_FINITE, OneStep
+from gtopk.integrations.hook_steps import NOT_FINITE, OneStep
 
 
 @pytest.mark.parametrize("flags", [0, NOT_FINITE])

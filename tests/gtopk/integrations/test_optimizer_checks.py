@@ -7,8 +7,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gtopk.compression import Compression
-from gtopk.integrations.hook_skips import HookSkips
-from gtopk.integrations.optimizer_checks import look_at_optimizers
+from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.optimizer_checks import check_optimizers
 
 
 def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Optimizer:
@@ -19,7 +19,7 @@ def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Opti
 def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> HookSkips:
     skips = HookSkips(lambda: {parameter}, 3)
     compression = Compression.gtopk(density=0.5)
-    look_at_optimizers(skips, compression, 0, says=False, way="", stepped=stepped)
+    check_optimizers(skips, compression, 0, says=False, way="", stepped=stepped)
     return skips
 
 

@@ -11,7 +11,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
-from gtopk.local_sgd.fragments import deal
+from gtopk.local_sgd.fragments import assign_parameters
 from gtopk.local_sgd.outer_exchange import OuterExchange
 from tests.gtopk.local_rounds import (
     GTOPK,
@@ -42,7 +42,7 @@ def test_blocks_are_dealt_in_turn_by_depth_and_the_rest_levels_them() -> None:
         for name, size in (("attention.weight", 40), ("attention.bias", 8), ("mlp.weight", 52))
     }
     names = parameters({"embedding.weight": 200, **blocks, "head.weight": 190, "head.bias": 10})
-    dealt = deal(names, 5)
+    dealt = assign_parameters(names, 5)
     by_name = [{n.rsplit(".", 1)[0] for n in map([*names.values()].__getitem__, p)} for p in dealt]
     assert by_name == [
         {"embedding"},
@@ -63,14 +63,17 @@ def test_layers_are_cut_up_where_whole_ones_are_uneven(named: bool, fragments: i
         if named
         else [f"noname.0.{n}" for n in range(4)]
     )
-    assert deal(parameters(dict(zip(keys, sizes, strict=True))), fragments) == PARTS[fragments]
+    assert (
+        assign_parameters(parameters(dict(zip(keys, sizes, strict=True))), fragments)
+        == PARTS[fragments]
+    )
 
 
 def test_no_fragment_is_empty() -> None:
     names = parameters({"0.weight": 1000, "1.weight": 1, "1.bias": 1, "2.weight": 0})
-    assert deal(names, 3) == [[0], [1, 3], [2]]
+    assert assign_parameters(names, 3) == [[0], [1, 3], [2]]
     with pytest.raises(ValueError, match="number of parameters with values, 3, got 4"):
-        deal(names, 4)
+        assign_parameters(names, 4)
 
 
 def in_turn(

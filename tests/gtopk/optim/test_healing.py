@@ -12,7 +12,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.replica_check import Parted, install_parameters, pack, spread_majority
+from gtopk.optim.replica_check import Divergence, install_parameters, pack, spread_majority
 from gtopk.runtime.world import world
 from tests.gtopk.held import held
 
@@ -178,8 +178,8 @@ def test_what_the_majority_has_is_sent_once_to_each_that_lacks_it(threads):
 
 
 def test_who_has_the_most_without_more_than_half_is_no_majority():
-    assert Parted("w", {1: [0, 1], 2: [2], 3: [3]}).majority() is None
-    assert Parted("w", {1: [0], 2: [1, 2]}).majority() == [1, 2]
+    assert Divergence("w", {1: [0, 1], 2: [2], 3: [3]}).majority() is None
+    assert Divergence("w", {1: [0], 2: [1, 2]}).majority() == [1, 2]
 
 
 def test_nothing_that_most_do_not_have_stays_in_the_state(threads):

@@ -11,8 +11,8 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.integrations.hook_skips import HookSkips
-from gtopk.integrations.optimizer_checks import look_at_optimizers
+from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.optimizer_checks import check_optimizers
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 from tests.gtopk.adamw import network, value
@@ -129,7 +129,7 @@ def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
 def test_a_hook_looks_at_each_of_the_models_optimizers():
     one, other = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     skips = HookSkips(lambda: {one, other}, 3)
-    corrected = look_at_optimizers(skips, Compression.gtopk(0.5, **ADAM), 0, says=False, way="")
+    corrected = check_optimizers(skips, Compression.gtopk(0.5, **ADAM), 0, says=False, way="")
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in (one, other)]
     for clips in (False, True):
         for parameter in (one, other):

@@ -26,7 +26,7 @@ def nobody_else_listening() -> Iterator[None]:
         patch.setattr(LOG, "handlers", [])
         patch.setattr(LOG, "level", logging.NOTSET)
         yield
-        logs.fall_silent()
+        logs.remove_handler()
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_rank_0_says_more_than_the_others(
     capsys: pytest.CaptureFixture[str], rank: int, asked: str, levels: list[str]
 ) -> None:
     with nobody_else_listening():
-        logs.speak(rank, {"GTOPK_LOG": asked})
+        logs.install_handler(rank, {"GTOPK_LOG": asked})
         LOG.info("info %d", 1)
         LOG.warning("rank %d: warning %d", rank, 2)  # some say it by themselves
         LOG.warning("of all", extra=logs.EVERYWHERE)
-        logs.fall_silent()
+        logs.remove_handler()
         LOG.info("after shutdown")
     said = {
         "info": f"gtopk: rank {rank}: info 1",
@@ -65,7 +65,7 @@ def test_a_script_that_logs_hears_each_line_once(capsys: pytest.CaptureFixture[s
             heard.append(record.getMessage())
 
     with nobody_else_listening():
-        logs.speak(0, {})
+        logs.install_handler(0, {})
         logging.getLogger().addHandler(Own())
         LOG.warning("once")
     assert heard == ["once"]
@@ -74,15 +74,15 @@ def test_a_script_that_logs_hears_each_line_once(capsys: pytest.CaptureFixture[s
 
 def test_another_rank_takes_the_place_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody_else_listening():
-        logs.speak(0, {})
-        logs.speak(1, {})  # after an elastic recovery
+        logs.install_handler(0, {})
+        logs.install_handler(1, {})  # after an elastic recovery
         LOG.warning("once")
     assert capsys.readouterr().err == "gtopk: rank 1: once\n"
 
 
 def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with nobody_else_listening():
-        logs.speak(1, {})
+        logs.install_handler(1, {})
         LOG.warning("rank 10 left")
         LOG.warning("rank 1 stays")
     said = capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixtur
 
 def test_another_level_is_refused() -> None:
     with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
-        logs.speak(0, {"GTOPK_LOG": "loud"})
+        logs.install_handler(0, {"GTOPK_LOG": "loud"})
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_another_level_is_refused() -> None:
 def test_what_is_said_before_a_world_begins_is_as_loud_as_was_asked_for(
     capsys: pytest.CaptureFixture[str], asked: str, heard: str
 ) -> None:
-    logs.say("news", environ={"GTOPK_LOG": asked})
-    logs.say("bad", logging.WARNING, {"GTOPK_LOG": asked})
+    logs.print_line("news", environ={"GTOPK_LOG": asked})
+    logs.print_line("bad", logging.WARNING, {"GTOPK_LOG": asked})
     assert capsys.readouterr().err.replace("gtopk: ", "").split() == heard.split()
 
 

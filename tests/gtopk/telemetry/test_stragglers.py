@@ -20,7 +20,7 @@ from gtopk.runtime.coordinator import Engine
 from gtopk.runtime.world import world
 from gtopk.telemetry import stragglers
 from gtopk.telemetry.reading import read_run
-from gtopk.telemetry.stragglers import SLOW, Stragglers, Told, crowded
+from gtopk.telemetry.stragglers import SLOW, Stragglers, StragglerState, oversubscribed_hosts
 
 PROMISED_STEPS = 22
 RANKS = 3
@@ -35,12 +35,12 @@ def cores(monkeypatch) -> None:
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
 def test_the_fastest_is_1_and_who_takes_four_times_as_long_a_quarter(seconds):
-    scores = Told(seconds, [], [], set()).scores()
+    scores = StragglerState(seconds, [], [], set()).scores()
     assert max(scores) == 1
     assert all(0 < score <= 1 for score in scores)
-    assert Told([1.0, 4.0], [], [], set()).scores() == [1.0, SLOW]
-    assert Told([0.0, 4.0, 0.0], [], [], set()).scores() == [None, 1.0, None]
-    assert Told([0.0], [], [], set()).scores() == [None]
+    assert StragglerState([1.0, 4.0], [], [], set()).scores() == [1.0, SLOW]
+    assert StragglerState([0.0, 4.0, 0.0], [], [], set()).scores() == [None, 1.0, None]
+    assert StragglerState([0.0], [], [], set()).scores() == [None]
 
 
 def steps(
@@ -99,15 +99,17 @@ def test_ranks_that_outnumber_their_cores_are_not_told_of(threads, caplog, monke
 
 
 def test_a_host_is_crowded_where_its_ranks_outnumber_the_cores():
-    assert crowded([["a", "2", "0", "1"]] * 2) == set()
-    assert crowded([["a", "2", "0", "1"]] * 3) == {"a"}
+    assert oversubscribed_hosts([["a", "2", "0", "1"]] * 2) == set()
+    assert oversubscribed_hosts([["a", "2", "0", "1"]] * 3) == {"a"}
     bound = [["a", "1", "0"], ["a", "1", "1"], ["a", "1", "2"]]
-    assert crowded(bound) == set()
-    assert crowded([*bound, bound[0]]) == {"a"}
+    assert oversubscribed_hosts(bound) == set()
+    assert oversubscribed_hosts([*bound, bound[0]]) == {"a"}
     a_container_of_two = [["a", "2", "0", "1", "2", "3"]]
-    assert crowded(a_container_of_two * 2) == set()
-    assert crowded(a_container_of_two * 3) == {"a"}
-    assert crowded([*a_container_of_two * 3, ["b", "1", "0"], ["c", "2", "0", "1"]]) == {"a"}
+    assert oversubscribed_hosts(a_container_of_two * 2) == set()
+    assert oversubscribed_hosts(a_container_of_two * 3) == {"a"}
+    assert oversubscribed_hosts(
+        [*a_container_of_two * 3, ["b", "1", "0"], ["c", "2", "0", "1"]]
+    ) == {"a"}
 
 
 def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monkeypatch):

@@ -27,7 +27,7 @@ from collectives.transports import Transport, local_world, run_ranks
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
-from ....runtime.launch import carried_by, launched_by
+from ....runtime.launch import launched_by, transport_name
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
 from ...arguments import (
     above_zero,
@@ -437,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         return refuse("collectives", error)
     plan = plan_of(options, given)
-    if (options.transport or carried_by(launched_by())) == "local":
+    if (options.transport or transport_name(launched_by())) == "local":
         size = max(plan.ranks or (4,))
         found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
         deliver(found[0], options)

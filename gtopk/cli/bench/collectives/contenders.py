@@ -136,7 +136,7 @@ class Task(NamedTuple):
     library: Reckoning
 
 
-class Outcome(NamedTuple):
+class ContenderResult(NamedTuple):
     """A run's result: the update, sparse or dense, and the entries that return; None: unknown."""
 
     update: SparseVector | Array
@@ -163,7 +163,7 @@ class Contender:
 
     name: str
     label: str
-    prepare: Callable[[Task], Callable[[], Outcome]]
+    prepare: Callable[[Task], Callable[[], ContenderResult]]
     modelled: Callable[[int, int, Network, Rates], Modelled | None]
     algorithm: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -177,12 +177,12 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
     begun: set[tuple[int, int]] = set()
 
-    def prepare(task: Task) -> Callable[[], Outcome]:
+    def prepare(task: Task) -> Callable[[], ContenderResult]:
         selected, k, transport, _ = task
         if kept and (selected.length, k) not in begun:  # one step of 64 draws the boundaries
             reduce(selected, k, transport, algorithm, format=format, **kept, **options)
             begun.add((selected.length, k))
-        return lambda: Outcome(
+        return lambda: ContenderResult(
             *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
         )
 
@@ -215,7 +215,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
     how = Shards(**options)
     (format,) = how.formats()
 
-    def prepare(task: Task) -> Callable[[], Outcome]:
+    def prepare(task: Task) -> Callable[[], ContenderResult]:
         selected, transport = task.selected, task.transport
         left = np.zeros(selected.length, np.float32)
         left[selected.indices] = selected.values
@@ -223,12 +223,12 @@ def own_shards(options: dict[str, Any]) -> Contender:
         owned = indices[shards.own_part(indices.size, transport)]
         values, errors = left[indices], np.zeros(owned.size, np.float32)
 
-        def go() -> Outcome:
+        def go() -> ContenderResult:
             shared = shards.reduce(values, errors, transport, code=format.values)
             left[indices] = shared.lost
             left[owned] += shared.kept
             update = SparseVector(indices, shared.update, left.size)
-            return Outcome(update, SparseVector.from_dense(left))
+            return ContenderResult(update, SparseVector.from_dense(left))
 
         return go
 
@@ -334,14 +334,14 @@ def reference_of(
 
 
 def dense_library() -> Contender:
-    def prepare(task: Task) -> Callable[[], Outcome]:
+    def prepare(task: Task) -> Callable[[], ContenderResult]:
         array = np.empty(task.selected.length, np.float32)
         array.fill(0)  # pages that were never written would be made in the go
         array[task.selected.indices] = task.selected.values
 
-        def go() -> Outcome:
+        def go() -> ContenderResult:
             task.library.allreduce(array)
-            return Outcome(array, None)
+            return ContenderResult(array, None)
 
         return go
 
@@ -355,8 +355,8 @@ def dense_library() -> Contender:
 
 
 def allgather_contender() -> Contender:
-    def prepare(task: Task) -> Callable[[], Outcome]:
-        return lambda: Outcome(
+    def prepare(task: Task) -> Callable[[], ContenderResult]:
+        return lambda: ContenderResult(
             plain_allgather(task.selected, task.k, task.transport.size, task.library),
             None,
         )
@@ -375,7 +375,7 @@ def allgather_contender() -> Contender:
 
 
 def tree_contender(broadcast: str) -> Contender:
-    def prepare(task: Task) -> Callable[[], Outcome]:
+    def prepare(task: Task) -> Callable[[], ContenderResult]:
         rank, size, library = task.transport.rank, task.transport.size, task.library
 
         def spread(message: Array) -> None:
@@ -384,7 +384,7 @@ def tree_contender(broadcast: str) -> Contender:
             else:
                 binomial_broadcast(message, rank, size, library)
 
-        return lambda: Outcome(
+        return lambda: ContenderResult(
             published_tree(task.selected, task.k, rank, size, library, spread), None
         )
 

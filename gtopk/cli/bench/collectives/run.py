@@ -41,7 +41,7 @@ from .cases import SCHEMA, Case, ModelLink, Record, Results, Run, cases, picks
 from .contenders import (
     BASELINES,
     Contender,
-    Outcome,
+    ContenderResult,
     Task,
     own_contenders,
     reference_of,
@@ -112,7 +112,10 @@ def check_agreement(name: str, digests: Sequence[Array]) -> None:
 
 
 def check_conservation(
-    name: str, everyones_picks: Sequence[SparseVector], outcome: Outcome, transport: Transport
+    name: str,
+    everyones_picks: Sequence[SparseVector],
+    outcome: ContenderResult,
+    transport: Transport,
 ) -> None:
     """Raise WrongResultError unless all picks are in the update or have returned.
 
@@ -215,11 +218,11 @@ def go(
     interface_before = interface_bytes(interface)
     time.sleep(REST_SECONDS)
     transport.barrier()
-    counters.take()
+    counters.read_and_reset()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     outcome = prepared()
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
-    sent = counters.take()
+    sent = counters.read_and_reset()
     report = np.array(
         [
             seconds,
@@ -326,7 +329,7 @@ def on_these_ranks(
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
     # The others' messages, where ranks share cores; a round's own one is in its latency.
-    sharing_seconds = (network.turns(network.ranks) - 1) * message_seconds(transport)
+    sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
             contenders = chosen(plan, case, first, calibration)  # anew: they keep boundaries

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from collectives import SELECTORS, SparseVector, kernels
 from collectives.kernels import reference
-from collectives.kernels.host import threads
+from collectives.kernels.host.calls import use_threads
 from collectives.selectors import CORRECTIONS, FEWEST, FIRST, PASSES, ROUNDS, SHARE, STAGES
 
 Array: TypeAlias = NDArray[Any]
@@ -277,7 +277,7 @@ class Host:
         residual, gradient, k = self._begin
         step = self._methods[method]
         np.copyto(self._copy, residual)
-        with threads.using(step.threads):
+        with use_threads(step.threads):
             begun, began = time.thread_time(), time.perf_counter()
             picked = step.step(self._copy, gradient, k)
             cpu, wall = time.thread_time() - begun, time.perf_counter() - began

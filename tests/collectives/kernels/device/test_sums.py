@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from collectives.kernels import reference
+from collectives.kernels.device.entries import merge, sum_by_index
 from collectives.kernels.device.machine import Scratch
-from collectives.kernels.device.sums import merge, sum_by_index
 from collectives.vector import SparseVector
 
 FEW = [-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0]  # many ties, and sums that cancel

@@ -10,18 +10,24 @@ import pytest
 
 from collectives import Transport, run_ranks
 from collectives.transports import local_world, nccl, nccl_start
-from collectives.transports.device_choice import Carrying, Choice, Facts, after_test, choose
+from collectives.transports.device_choice import (
+    GpuFacts,
+    GpuRoute,
+    RouteChoice,
+    choose,
+    fall_back_after_test,
+)
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
 from tests.collectives import fake_cuda
 from tests.programs.of_gpus import device, up
 
-NCCL, TORCH, STAGED = Carrying
+NCCL, TORCH, STAGED = GpuRoute
 
 
-def fact(device: str, **others: Any) -> Facts:
+def fact(device: str, **others: Any) -> GpuFacts:
     """Return the facts of a rank on which everything is at hand, but for the others."""
-    return Facts(device, **{"nccl": 22703, "torch_nccl": 22605, **others})
+    return GpuFacts(device, **{"nccl": 22703, "torch_nccl": 22605, **others})
 
 
 @pytest.mark.parametrize(
@@ -82,10 +88,10 @@ def fact(device: str, **others: Any) -> Facts:
     ],
 )
 def test_the_choice_follows_from_the_facts_of_all_ranks(
-    facts: list[Facts], carrying: Carrying, reason: str
+    facts: list[GpuFacts], carrying: GpuRoute, reason: str
 ) -> None:
     choice = choose(facts, range(len(facts)))
-    assert choice.carrying is carrying
+    assert choice.route is carrying
     assert reason in choice.reason
 
 
@@ -95,9 +101,9 @@ def test_ranks_are_called_as_in_the_world() -> None:
 
 
 def test_a_way_that_failed_its_test_on_any_rank_is_not_taken() -> None:
-    choice = Choice(NCCL, "each has one")
-    assert after_test(choice, ["", ""], [0, 1]) is choice
-    assert after_test(choice, ["", "unhandled system error"], [0, 1]) == Choice(
+    choice = RouteChoice(NCCL, "each has one")
+    assert fall_back_after_test(choice, ["", ""], [0, 1]) is choice
+    assert fall_back_after_test(choice, ["", "unhandled system error"], [0, 1]) == RouteChoice(
         STAGED, "NCCL failed its start-up test on rank 1: unhandled system error"
     )
 
@@ -117,7 +123,7 @@ def total(transport: Transport) -> list[float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_with_a_gpu_each_send_over_nccl_from_the_first_array_on(cuda: Any, size: int) -> None:
-    told: list[Choice] = []
+    told: list[RouteChoice] = []
 
     def program(host: Transport) -> bool:
         transport = automatic(host, on_choice=told.append)
@@ -128,7 +134,7 @@ def test_ranks_with_a_gpu_each_send_over_nccl_from_the_first_array_on(cuda: Any,
         return transport.sends_from_device
 
     assert run_ranks(local_world(size), program) == [True] * size
-    assert {choice.carrying for choice in told} == {NCCL}
+    assert {choice.route for choice in told} == {NCCL}
     assert len(cuda.communicators) == size
 
 
@@ -147,7 +153,7 @@ def test_until_a_gpus_array_comes_nothing_is_sent_or_opened(cuda: Any) -> None:
 
 
 def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) -> None:
-    told: list[Choice] = []
+    told: list[RouteChoice] = []
 
     def program(host: Transport) -> None:
         transport = automatic(host, on_choice=told.append)
@@ -158,7 +164,7 @@ def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) 
         transport.leave("done")
 
     run_ranks(local_world(2), program)
-    assert [choice.carrying for choice in told] == [STAGED] * 2
+    assert [choice.route for choice in told] == [STAGED] * 2
     assert "ranks [0, 1] share 0000:05:00.0" in told[0].reason
     assert cuda.communicators == []
 
@@ -174,7 +180,7 @@ def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) 
 def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
 ) -> None:
-    told: list[Choice] = []
+    told: list[RouteChoice] = []
     module = sys.modules["cupy.cuda.nccl"]
     make = module.NcclCommunicator
     monkeypatch.setattr(nccl, "_START_TEST_SECONDS", 0.5)
@@ -208,7 +214,7 @@ def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
 
     run_ranks(local_world(3, 20), program)
     assert len(set(told)) == 1
-    assert told[0].carrying is STAGED
+    assert told[0].route is STAGED
     assert told[0].reason.startswith(f"NCCL failed its start-up test {reason}")
     if fault == "sum":
         assert [c.aborted for c in cuda.communicators] == [True] * 3

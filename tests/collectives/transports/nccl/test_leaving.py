@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from collectives import PeerError, PeerTimeoutError
-from collectives.transports.announcement import Announcement, Way
 from collectives.transports.nccl import NcclTransport
+from collectives.transports.transfer_header import TransferHeader, TransferMethod
 from tests.collectives import fake_cuda
 from tests.collectives.transports.nccl.on_model import meet, message, on_ranks
 from tests.programs.of_gpus import device, up
 
 
 def announce_only(transport: NcclTransport, to: int) -> None:
-    """Do what a rank has done that dies between its announcement and its kernel."""
-    transport.host.send(Announcement(Way.NCCL, 100).encode(), to)()
+    """Do what a rank has done that dies between its header and its kernel."""
+    transport.host.send(TransferHeader(TransferMethod.NCCL, 100).encode(), to)()
 
 
 def assert_broken(transport: NcclTransport, cuda: Any, text: str) -> None:
     """Check that what is left says why at once."""
     assert [c.aborted for c in cuda.communicators if c.rank == transport.rank] == [True]
-    transport.host.send(Announcement(Way.NCCL, 100).encode(), transport.rank)()
+    transport.host.send(TransferHeader(TransferMethod.NCCL, 100).encode(), transport.rank)()
     with pytest.raises(PeerError, match=text):
         transport.receive(transport.rank)
 

@@ -9,9 +9,9 @@ import pytest
 
 from collectives import MismatchError, Transport, run_ranks
 from collectives.transports import local_world
-from collectives.transports.announcement import Announcement, Way
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
+from collectives.transports.transfer_header import TransferHeader, TransferMethod
 from tests.collectives.transports.nccl.on_model import message, on_ranks
 from tests.programs.of_gpus import device, up
 
@@ -77,7 +77,7 @@ def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) ->
 def test_a_message_over_nccl_needs_nccl_on_both_sides(cuda: Any) -> None:
     def program(host: Transport) -> None:
         if host.rank == 0:
-            host.send(Announcement(Way.NCCL, 9).encode(), 1)()
+            host.send(TransferHeader(TransferMethod.NCCL, 9).encode(), 1)()
         else:
             with pytest.raises(MismatchError, match="rank 0 sends over NCCL, which rank 1 is not"):
                 StagedTransport(host).receive(0)

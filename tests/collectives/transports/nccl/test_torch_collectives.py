@@ -13,7 +13,7 @@ import torch
 from collectives import PeerError, Transport, run_ranks
 from collectives.errors import MismatchError, PeerTimeoutError
 from collectives.transports import local_world, nccl_start, torch_collectives
-from collectives.transports.device_choice import Carrying, Choice, Facts
+from collectives.transports.device_choice import GpuFacts, GpuRoute, RouteChoice
 from collectives.transports.nccl import NcclTransport
 
 SIZES = [1, 2, 3]
@@ -23,8 +23,8 @@ SIZES = [1, 2, 3]
 def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each rank say that it has a GPU of its own, and torch's NCCL alone."""
 
-    def facts(host: Transport, device: int | None) -> Facts:
-        return Facts(f"GPU-{host.ranks[host.rank]}", cupy="no cupy here", torch_nccl=22703)
+    def facts(host: Transport, device: int | None) -> GpuFacts:
+        return GpuFacts(f"GPU-{host.ranks[host.rank]}", cupy="no cupy here", torch_nccl=22703)
 
     monkeypatch.setattr(nccl_start, "facts_here", facts)
 
@@ -49,11 +49,11 @@ def test_tensors_are_carried_until_it_turns_out_that_they_cannot_be() -> None:
         assert not transport.carries(torch.zeros(3, device="meta"))
         transport.allreduce(torch.zeros(3))
         assert transport.choice is not None
-        assert transport.choice.carrying is Carrying.TORCH
+        assert transport.choice.route is GpuRoute.TORCH
         assert "dense reductions only: CuPy cannot be used on rank 0" in transport.choice.reason
         assert transport.carries(torch.zeros(3))
         assert not transport.sends_from_device  # sparse messages
-        transport.choice = Choice(Carrying.STAGED, "it failed")
+        transport.choice = RouteChoice(GpuRoute.STAGED, "it failed")
         assert not transport.carries(torch.zeros(3))
         transport.leave("done")
 

@@ -14,7 +14,12 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.delayed_sync.rounds import AgreedSettings, Ready, Reduced, Rounds
+from gtopk.adaptive.delayed_sync.rounds import (
+    AgreedSettings,
+    RoundReadiness,
+    RoundReduction,
+    Rounds,
+)
 from gtopk.adaptive.local_training.replica import RoundExchange
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
@@ -98,10 +103,10 @@ class AtOnce:
             return self.result
 
     def ready(self, samples: int, is_last: bool) -> Any:
-        return self.Over(Ready(samples, is_last))
+        return self.Over(RoundReadiness(samples, is_last))
 
     def reduce(self, gradients: list[Any], samples: int, batches: int) -> Any:
-        return self.Over(Reduced([g / samples for g in gradients], [samples], [batches]))
+        return self.Over(RoundReduction([g / samples for g in gradients], [samples], [batches]))
 
 
 def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[float, list[int]]:
@@ -222,7 +227,7 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
         settings = AgreedSettings(cast(Any, optimizer))
         optimizer.param_groups = groups  # as a state that is loaded brings others
         settings.seen = [7, 7, 6][transport.rank]
-        settings.agree(transport, settings.said())
+        settings.agree(transport, settings.encode())
         own = dict(group)
         with settings.set():
             found = float(group["lr"])
@@ -232,7 +237,7 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
         assert all(group[name] is own[name] for name in ("lr", "betas"))
         group["lr"] = torch.tensor(1.0 + transport.rank)
         with pytest.raises(MismatchError, match=r"rank 0: lr=1\.0 of group 1; rank 1: lr=2\.0"):
-            settings.agree(transport, settings.said())
+            settings.agree(transport, settings.encode())
         return [found]
 
     assert threads(3, program) == [[0.5]] * 3

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.ledger import Board
+from gtopk.adaptive.hogbatch.ledger import WorkerTable
 
 
-def open_board(transport: LocalTransport) -> Board:
-    return Board(transport.shared_memory(Board.size_bytes(transport.size)))
+def open_board(transport: LocalTransport) -> WorkerTable:
+    return WorkerTable(transport.shared_memory(WorkerTable.size_bytes(transport.size)))
 
 
 def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:

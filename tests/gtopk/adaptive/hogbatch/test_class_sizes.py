@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.ledger import CLASSES, Board
+from gtopk.adaptive.hogbatch.ledger import CLASSES, WorkerTable
 from gtopk.adaptive.hogbatch.sizes import ClassSizes, Sizer, Thresholds
 
 DEFAULT = Thresholds(1, 64)
@@ -18,9 +18,9 @@ def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer
     """Return those of two slow workers and two fast ones."""
 
     def program(transport: LocalTransport) -> Sizer:
-        memory = transport.shared_memory(Board.size_bytes(transport.size))
+        memory = transport.shared_memory(WorkerTable.size_bytes(transport.size))
         kind = CLASSES["slow" if transport.rank < 2 else "fast"]
-        class_sizes = ClassSizes(memory, Board(memory), kind)
+        class_sizes = ClassSizes(memory, WorkerTable(memory), kind)
         return Sizer(kind.is_fast, adapts, 2.0, said.get(kind.name), DEFAULT, class_sizes)
 
     found: list[Sizer] = threads(4, program)

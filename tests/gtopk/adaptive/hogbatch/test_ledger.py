@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from collectives import PeerError, PeerTimeoutError
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.adaptive.hogbatch.ledger import Board, Ledger, pause_seconds
+from gtopk.adaptive.hogbatch.ledger import Ledger, WorkerTable, pause_seconds
 
 LENGTH = 103
 
 
 def open_ledger(transport: LocalTransport, **options: Any) -> Ledger:
-    first = Board.size_bytes(transport.size)
+    first = WorkerTable.size_bytes(transport.size)
     memory = transport.shared_memory(first + 4 * LENGTH)
     notes = memory.bytes[first:].view(np.int16).reshape(2, LENGTH)
     options = {"timeout_seconds": 20.0, **options}
-    ledger = Ledger(memory, Board(memory), notes, ranks=transport.ranks, **options)
+    ledger = Ledger(memory, WorkerTable(memory), notes, ranks=transport.ranks, **options)
     ledger.end()
     return ledger
 
@@ -76,7 +76,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
             raise Killed
         ledger.finish(claim)
         done = [*claim, *work(ledger, 10)]
-        assert ledger._board.rows["taken_over"].sum() == 7
+        assert ledger._workers.rows["taken_over"].sum() == 7
         assert told == [rank]
         return done
 
@@ -96,7 +96,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
 def test_a_round_begins_without_the_sums_of_the_dead() -> None:
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport)
-        rows = ledger._board.rows
+        rows = ledger._workers.rows
         if transport.rank == 0:
             rows["losses"], rows["evaluated"] = 7.0, 3  # of both workers, in both rounds
         transport.barrier()
@@ -130,7 +130,9 @@ def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None
     def program(transport: LocalTransport) -> list[int]:
         def leave(place: int) -> str:
             if place:  # it ends its round while this rank looks after it
-                ledger._board.rows["idle"][place] = ledger._board.rows["over"][place] = ledger.round
+                ledger._workers.rows["idle"][place] = ledger._workers.rows["over"][place] = (
+                    ledger.round
+                )
             return "it has left" if place else ""
 
         ledger = open_ledger(transport, why_gone=leave)
@@ -212,10 +214,10 @@ def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> N
             thread.start()
             thread.join(0.1)
             assert (ledger._notes[claim] == 1).all()
-            assert ledger._board["idle"] == ledger._board["over"] == ledger.round - 1
+            assert ledger._workers["idle"] == ledger._workers["over"] == ledger.round - 1
         thread.join()
         assert (ledger._notes[claim] == -2).all()
-        assert ledger._board["idle"] == ledger._board["over"] == ledger.round
+        assert ledger._workers["idle"] == ledger._workers["over"] == ledger.round
 
     run_ranks(local_world(1, 20), program)
 

@@ -14,7 +14,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives import PeerError
-from gtopk.adaptive.hogbatch.node import Merging
+from gtopk.adaptive.hogbatch.node import NodeMerges
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
@@ -115,12 +115,12 @@ def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
         head["merged"][0] = 5  # while this worker looks
         return False
 
-    merging = object.__new__(Merging)
+    merging = object.__new__(NodeMerges)
     merging._node = SimpleNamespace(
         board=SimpleNamespace(head=head),
         memory=SimpleNamespace(is_present=end),
         ranks=[0, 1],
-        ledger=SimpleNamespace(round=5, is_sound=True, require_sound=lambda: None),
+        ledger=SimpleNamespace(round=5, is_healthy=True, require_healthy=lambda: None),
     )
     merging._world = SimpleNamespace(rank=1, transport=SimpleNamespace(timeout_seconds=10.0))
     merging._await_the_first()
@@ -148,7 +148,7 @@ def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: An
 @pytest.mark.parametrize("is_finite", [False, True])
 def test_a_merge_without_an_update_leaves_each_node_its_work(is_finite: bool, caplog: Any) -> None:
     model, center = torch.full((4,), 3.0), torch.ones(4)
-    merging = object.__new__(Merging)
+    merging = object.__new__(NodeMerges)
     merging._snapshot, merging._before = [model.clone()], [model.clone()]
     merging._tensors, merging._is_last, merging.merges = [model], False, 0
     merging._pending = merging._steps = MagicMock()

@@ -148,7 +148,7 @@ def test_an_old_gradient_of_a_gpu_is_the_optimizers_own_step_on_the_host(name: s
     for parameter, other in zip(own, plain.parameters(), strict=True):
         parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
     gradients = [parameter.grad for parameter in own]
-    with copy.lent():
+    with copy.on_shared_memory():
         assert {parameter.device.type for parameter in own} == {"cpu"}
         beside.step()
     oracle.step()

@@ -70,7 +70,7 @@ def train(
         optimizer.zero_grad()
         x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
         made(x).square().mean().backward()
-        with copy.lent() if copy is not None else nullcontext():
+        with copy.on_shared_memory() if copy is not None else nullcontext():
             optimizer.step()
     if copy is not None:
         copy.refresh()
@@ -113,7 +113,7 @@ def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> 
         shared.map_state(parameters, states, optimizer)
         copy = DeviceCopy(shared, parameters)
         made.weight.grad = torch.arange(108.0).view_as(made.weight).sin().to(memory_format=layout)
-        with copy.lent():
+        with copy.on_shared_memory():
             optimizer.step()
         taken.append(shared.parameters[0])
     assert torch.equal(*taken)
@@ -156,7 +156,7 @@ def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> Non
         if size == 1.0:
             copy.refresh()
         step(oracle, size)
-        with copy.lent() if size == 0.01 else nullcontext():
+        with copy.on_shared_memory() if size == 0.01 else nullcontext():
             step(optimizers[size == 0.01], size)
     assert all(map(torch.equal, shared.parameters, plain.parameters()))
     for parameter, other in zip(plain.parameters(), beside, strict=True):
@@ -175,7 +175,7 @@ def test_a_copy_is_the_workers_own_again_after_a_step() -> None:
     own = [parameter.data_ptr() for parameter in parameters]
     made(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     gradients = [parameter.grad for parameter in parameters]
-    with copy.lent():
+    with copy.on_shared_memory():
         assert not set(own) & {parameter.data_ptr() for parameter in parameters}
     assert [parameter.data_ptr() for parameter in parameters] == own
     assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))

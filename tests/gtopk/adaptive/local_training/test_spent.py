@@ -19,7 +19,7 @@ class Clock:
 def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(spent, "time", clock)
-    counted = spent.Spent()
+    counted = spent.WallClock()
     with counted.waiting():
         clock.now += 50  # before the beginning
     counted.begin()
@@ -28,9 +28,9 @@ def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted.waiting():
         clock.now += 2
     clock.now += 4
-    assert counted.take_computed() == [(150, 151), (153, 157)]
+    assert counted.pop_computed() == [(150, 151), (153, 157)]
     with counted.waiting():
         clock.now += 8
     clock.now += 16
-    assert counted.take_waits() == [(151, 153), (157, 165)]
-    assert (counted.take_computed(), counted.take_waits()) == ([(157, 157), (165, 181)], [])
+    assert counted.pop_waits() == [(151, 153), (157, 165)]
+    assert (counted.pop_computed(), counted.pop_waits()) == ([(157, 157), (165, 181)], [])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.model_averaging.options import RULES, multiplicative, published
+from gtopk.adaptive.model_averaging.options import RULES, multiplicative, published_rule
 from gtopk.adaptive.partitioning.cuts import Limits
 
 MOST = 1024
@@ -59,14 +59,18 @@ def test_the_published_rule_swings_for_ever_where_its_gain_is_above_two() -> Non
     for _ in range(40):
         updates = updates_of(sizes, speeds, 100 * MOST)
         ratios.append(max(updates) / min(updates))
-        sizes = published(sizes, updates, limits(4))
+        sizes = published_rule(sizes, updates, limits(4))
     assert min(ratios[20:]) > 1.15
 
 
 def test_the_published_rule_moves_by_half_the_lower_bound_for_each_update_off_the_mean() -> None:
     bounds = Limits(0, [128] * 3, [1024] * 3)
-    assert published([512] * 3, [12, 10, 8], bounds) == [640, 512, 384]
-    assert published([512, 512, 900], [10, 8, 12], bounds) == [512, 384, 900]  # no room: it stays
+    assert published_rule([512] * 3, [12, 10, 8], bounds) == [640, 512, 384]
+    assert published_rule([512, 512, 900], [10, 8, 12], bounds) == [
+        512,
+        384,
+        900,
+    ]  # no room: it stays
 
 
 def test_counts_that_differ_by_one_change_nothing() -> None:

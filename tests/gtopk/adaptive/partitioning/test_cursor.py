@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from collectives.transports.counter import LocalCounter
+from collectives.transports.counters import LocalCounter
 from gtopk.adaptive.partitioning.cursor import (
     ReplayedCursor,
+    SampleRange,
     SharedCursor,
-    Stretch,
     by_speed,
     open_cursor,
     record_of,
@@ -35,7 +35,7 @@ def positions(takes: list[range]) -> list[int]:
 def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
     places: list[range], turns: list[tuple[int, int]]
 ) -> None:
-    stretch, counter = Stretch(places), LocalCounter()
+    stretch, counter = SampleRange(places), LocalCounter()
     cursors = [SharedCursor(counter) for _ in range(4)]
     for number in range(2):  # the second begins where the takes beyond the end of the first led
         count = max(cursor.count for cursor in cursors)
@@ -52,10 +52,10 @@ def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
 @settings(deadline=None)
 @given(ranges, st.sets(st.integers(0, 99)))
 def test_what_nobody_finished_is_what_is_left(places: list[range], done: set[int]) -> None:
-    stretch = Stretch(places)
+    stretch = SampleRange(places)
     finished = [range(p, p + 1) for p in sorted(done) if p < len(stretch)]
     left = [place for p, place in enumerate(positions(places)) if p not in done]
-    assert positions(stretch.without(reversed(finished))) == left
+    assert positions(stretch.remaining(reversed(finished))) == left
 
 
 def test_ranks_that_take_at_once_take_every_sample_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.cuts import Passes, deal, left_over, speeds_after
+from gtopk.adaptive.partitioning.cuts import Passes, left_over, speeds_after, split_batches
 
 
 @settings(deadline=None)
@@ -15,7 +15,7 @@ from gtopk.adaptive.partitioning.cuts import Passes, deal, left_over, speeds_aft
 def test_every_batch_is_computed_once(count: int, speeds: list[int], data: Any) -> None:
     left, seen = list(range(count)), []
     while left:
-        dealt = deal(len(left), speeds)
+        dealt = split_batches(len(left), speeds)
         assert sorted(place for places in dealt for place in places) == list(range(len(left)))
         # One rank at least computes all it has: that is when they are dealt anew.
         done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in dealt]
@@ -26,7 +26,7 @@ def test_every_batch_is_computed_once(count: int, speeds: list[int], data: Any) 
 
 
 def test_batches_are_dealt_by_speed() -> None:
-    assert [len(own) for own in deal(80, [4, 2, 1, 1])] == [40, 20, 10, 10]
+    assert [len(own) for own in split_batches(80, [4, 2, 1, 1])] == [40, 20, 10, 10]
 
 
 def test_a_short_pass_shows_no_speed() -> None:
@@ -42,7 +42,7 @@ def test_an_epoch_that_other_ranks_go_on_with_is_computed_once(
     def go_on(passes: Passes, until: int) -> list[int]:
         seen: list[int] = []
         while passes.left and passes.number < until:
-            mine = [passes.deal(rank) for rank in range(len(passes.speeds))]
+            mine = [passes.begin_pass(rank) for rank in range(len(passes.speeds))]
             done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in mine]
             seen += [p for own, n in zip(mine, done, strict=True) for part in own[:n] for p in part]
             passes.close(done)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.cuts import Limits, clamp, divide, whole
+from gtopk.adaptive.partitioning.cuts import Limits, clamp, divide, round_sizes
 
 
 @st.composite
@@ -26,7 +26,7 @@ def limits_and_wishes(draw: Any) -> tuple[Limits, list[float]]:
 @given(limits_and_wishes())
 def test_whole_sizes_keep_to_the_limits_and_near_the_wish(case: Any) -> None:
     limits, wishes = case
-    sizes = whole(wishes, limits)
+    sizes = round_sizes(wishes, limits)
     assert sum(sizes) == limits.total
     for size, exact, low, high in zip(
         sizes, clamp(wishes, limits), limits.low, limits.high, strict=True
@@ -37,7 +37,7 @@ def test_whole_sizes_keep_to_the_limits_and_near_the_wish(case: Any) -> None:
 
 
 def test_ties_go_to_the_lower_rank() -> None:
-    assert whole([2.5, 2.5, 2.5, 2.5], Limits(10, [0] * 4, [9] * 4)) == [3, 3, 2, 2]
+    assert round_sizes([2.5, 2.5, 2.5, 2.5], Limits(10, [0] * 4, [9] * 4)) == [3, 3, 2, 2]
 
 
 @settings(deadline=None)
@@ -63,4 +63,4 @@ def test_a_partial_step_is_divided_in_proportion(sizes: list[int], share: float)
 )
 def test_limits_that_nothing_keeps_to_are_an_error(limits: Limits, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        whole([1.0] * len(limits.low), limits)
+        round_sizes([1.0] * len(limits.low), limits)

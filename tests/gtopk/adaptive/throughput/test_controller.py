@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.cuts import Limits, whole
+from gtopk.adaptive.partitioning.cuts import Limits, round_sizes
 from gtopk.adaptive.throughput.controller import Controller, Window
 from gtopk.adaptive.throughput.policies import Cost, Measured, equal_finish, spread_of
 
@@ -52,7 +52,7 @@ def run(
 
 
 def start(ranks: int = 4) -> Controller:
-    equal = whole([TOTAL / ranks] * ranks, limits(ranks))
+    equal = round_sizes([TOTAL / ranks] * ranks, limits(ranks))
     return Controller(equal, limits(ranks), interval=20)
 
 
@@ -87,7 +87,7 @@ def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
     costs = [Cost(*pair) for pair in pairs]
     ranks = len(costs)
     wish = [data.draw(st.floats(1, 100)) for _ in costs]
-    controller = Controller(whole(wish, limits(ranks)), limits(ranks), interval=1)
+    controller = Controller(round_sizes(wish, limits(ranks)), limits(ranks), interval=1)
     sizes = run(controller, lambda step: costs, 5 + 3 * 3 + 40)
     best = equal_finish(Measured(sizes[-1], [1.0] * ranks, costs), limits(ranks))
 

@@ -21,7 +21,7 @@ from gtopk.adaptive.throughput.policies import (
     LEAST_GAIN,
     MOST_CHANGE,
     Cost,
-    Seen,
+    Measurements,
     best_total,
     efficiency,
     goodput,
@@ -46,10 +46,12 @@ def limits_of(ranks: int, low: int = 0, high: int = 1 << 30) -> Callable[[int], 
 
 
 @st.composite
-def cases(draw: Any) -> tuple[Seen, Callable[[int], Limits], range]:
+def cases(draw: Any) -> tuple[Measurements, Callable[[int], Limits], range]:
     ranks = draw(st.integers(1, 3))
     costs = [Cost(draw(st.floats(0, 1)), draw(st.floats(1e-3, 1e-1))) for _ in range(ranks)]
-    seen = Seen(costs, draw(st.floats(0, 5)), draw(st.floats(0, 1e4)), draw(st.integers(1, 64)))
+    seen = Measurements(
+        costs, draw(st.floats(0, 5)), draw(st.floats(0, 1e4)), draw(st.integers(1, 64))
+    )
     low, grain = draw(st.integers(0, 8)), draw(st.sampled_from([1, 4]))
     high = low + draw(st.integers(20, 200))
     first = -(-max(1, ranks * low) // grain) * grain
@@ -80,15 +82,15 @@ def test_it_moves_for_a_gain_and_within_bounds(case: Any, data: Any) -> None:
 
 def test_one_slope_has_its_optimum_at_the_root() -> None:
     noise, exchange, fixed, slope = 900.0, 0.3, 0.1, 1e-3
-    seen = Seen([Cost(fixed, slope)], exchange, noise, 64)
+    seen = Measurements([Cost(fixed, slope)], exchange, noise, 64)
     expected = math.sqrt(noise * (fixed + exchange) / slope)
     assert best_total(seen, limits_of(1), range(1, 10_000)) == pytest.approx(expected, abs=1)
 
 
 def test_without_noise_less_is_more_and_with_nothing_but_noise_more_is() -> None:
     costs, totals = [Cost(0.0, 1e-3)] * 2, range(64, 1025, 8)
-    assert best_total(Seen(costs, 0.0, 0.0, 64), limits_of(2), totals) == 64
-    assert best_total(Seen(costs, 0.1, math.inf, 64), limits_of(2), totals) == 1024
+    assert best_total(Measurements(costs, 0.0, 0.0, 64), limits_of(2), totals) == 64
+    assert best_total(Measurements(costs, 0.1, math.inf, 64), limits_of(2), totals) == 1024
     assert efficiency(64, 50.0, 64) == 1.0
     assert efficiency(1024, math.inf, 64) == 1.0
 
@@ -100,9 +102,9 @@ def test_it_settles_in_few_decisions_and_noise_moves_nothing_then() -> None:
     for _ in range(200):
         noisy = [Cost(0.0, c * float(np.exp(0.03 * random.standard_normal()))) for c in SLOPES]
         noise = 1500 * float(np.exp(0.2 * random.standard_normal()))
-        now = next_total(Seen(noisy, 0.1, noise, 64), limits, totals, now)
+        now = next_total(Measurements(noisy, 0.1, noise, 64), limits, totals, now)
         chosen.append(now)
-    true = Seen([Cost(0.0, c) for c in SLOPES], 0.1, 1500.0, 64)
+    true = Measurements([Cost(0.0, c) for c in SLOPES], 0.1, 1500.0, 64)
     best = goodput(true, limits(best_total(true, limits, totals)))
     assert all(goodput(true, limits(total)) > 0.92 * best for total in chosen[5:])
     assert sum(a != b for a, b in pairwise(chosen[5:])) <= 2

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import gtopk.torch as hvd
-from gtopk.exchange.buckets import timestamp
+from gtopk.exchange.buckets import arrays
 from gtopk.runtime.world.state import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
 
@@ -42,7 +42,7 @@ def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(timestamp, "time", clock)
+    monkeypatch.setattr(arrays, "time", clock)
 
     def fetched(samples: list[Any]) -> Any:
         clock.now += 64.0
@@ -52,13 +52,13 @@ def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
         first, second = torch.nn.Linear(FEATURES, 4).double(), torch.nn.Linear(4, 1).double()
         optimizer = sgd(torch.nn.Sequential(first, second))
         loader = hvd.adapt(DataLoader(data(24), 8, collate_fn=fetched), optimizer)
-        take, taken = loader._timer.take, []
+        take, taken = loader._timer.elapsed_seconds, []
 
         def note() -> float | None:
             taken.append(take())
             return taken[-1]
 
-        loader._timer.take = note
+        loader._timer.elapsed_seconds = note
         for x, y in loader:
             optimizer.zero_grad()
             between = Passing.apply(first(x), clock, 1.0)

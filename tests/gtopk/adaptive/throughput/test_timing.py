@@ -16,47 +16,47 @@ def timer_of(layer: torch.nn.Module) -> GradientTimer:
 def test_a_batch_without_gradients_has_no_time() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
-    assert timer.take() is None
-    timer.hand_over(4)
-    assert timer.take() is None
+    assert timer.elapsed_seconds() is None
+    timer.start(4)
+    assert timer.elapsed_seconds() is None
 
 
 def test_a_batch_is_taken_once() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
-    timer.hand_over(4)
+    timer.start(4)
     layer(torch.ones(1, 2)).sum().backward()
-    assert timer.take() is not None
-    assert timer.take() is None
+    assert timer.elapsed_seconds() is not None
+    assert timer.elapsed_seconds() is None
 
 
 def test_a_layer_that_is_thawed_is_timed_from_the_next_batch_on() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     first.requires_grad_(False)
     timer = timer_of(torch.nn.Sequential(first, second))
-    timer.hand_over(4)
+    timer.start(4)
     first.requires_grad_(True)
     second.requires_grad_(False)
     for seconds_are_known in (False, True):
         second(first(torch.ones(1, 2))).sum().backward()
-        assert (timer.take() is not None) == seconds_are_known
-        timer.hand_over(4)
+        assert (timer.elapsed_seconds() is not None) == seconds_are_known
+        timer.start(4)
 
 
 def test_a_layer_that_is_frozen_between_its_steps_is_timed() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
     layer.requires_grad_(False)
-    timer.hand_over(1)
+    timer.start(1)
     layer.requires_grad_(True)
     layer(torch.ones(1, 2)).sum().backward()
-    assert timer.take() is not None
+    assert timer.elapsed_seconds() is not None
 
 
 def test_a_parameter_outlives_its_timer() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
-    timer.hand_over(1)
+    timer.start(1)
     del timer
     gc.collect()
     layer(torch.ones(1, 2)).sum().backward()

@@ -18,8 +18,8 @@ from collectives.cost_model import DEFAULT_RATES, Calibration, Network
 from gtopk.cli import doctor
 from gtopk.cli.doctor import Finding, State, basics, ranks
 from gtopk.cli.doctor.basics import gist
-from gtopk.cli.doctor.isolation import PROBES, look
-from gtopk.cli.doctor.network import describe
+from gtopk.cli.doctor.isolation import PROBES, run_probes
+from gtopk.cli.doctor.ranks import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runtime.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
@@ -85,7 +85,7 @@ def test_colours_appear_only_on_a_terminal_that_wants_them(
     no_color: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        doctor, "look", lambda names: (Finding(name, State.OK, "well") for name in names)
+        doctor, "run_probes", lambda names: (Finding(name, State.OK, "well") for name in names)
     )
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -194,7 +194,7 @@ def test_a_package_that_never_returns_costs_one_finding(
 ) -> None:
     package(tmp_path, "mpi4py", "import time\ntime.sleep(1000)")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    first, second = look(["mpi4py", "cores"], silence_seconds=10)
+    first, second = run_probes(["mpi4py", "cores"], silence_seconds=10)
     assert first.state is State.FAIL
     assert first.detail == "no answer in 10 s"
     assert second.state is State.OK
@@ -202,7 +202,7 @@ def test_a_package_that_never_returns_costs_one_finding(
 
 def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics, "cupy_packages", lambda: ["cupy", "cupy-cuda12x"])
-    finding = basics.look_at_cupy()
+    finding = basics.check_cupy()
     assert finding.state is State.FAIL
     assert finding.detail == "cupy and cupy-cuda12x overwrite each other"
     assert finding.advice.startswith("pip uninstall -y cupy cupy-cuda12x && pip install cupy-cuda")
@@ -245,8 +245,8 @@ def test_mpirun_has_to_fit_the_library(
 def test_launchers_that_contradict_each_other_are_named() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     agreeing = {"RANK": "1", "WORLD_SIZE": "4"}
-    assert basics.look_at_launcher(environ | agreeing).state is State.OK
-    finding = basics.look_at_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
+    assert basics.check_launcher(environ | agreeing).state is State.OK
+    finding = basics.check_launcher(environ | agreeing | {"WORLD_SIZE": "8"})
     assert finding.state is State.WARN
     assert "rank 1 of 4" in finding.detail
     assert "torchrun says rank 1 of 8" in finding.detail
@@ -269,7 +269,7 @@ def test_how_mpi_carries_messages_of_gpus_is_told(
     monkeypatch.setattr(basics, "installed", lambda package: True)
     monkeypatch.setattr("collectives.transports.gpu.has_gpu", lambda: has_gpu)
     monkeypatch.setattr("collectives.transports.cuda_aware.why_staged", lambda: reason)
-    finding = basics.look_at_mpi_and_cuda()
+    finding = basics.check_cuda_aware_mpi()
     assert finding.state is state
     assert finding.detail.startswith(says)
 
@@ -320,7 +320,7 @@ def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
-    finding = ranks.look_at_new_ranks()
+    finding = ranks.check_new_ranks()
     assert finding.state in (State.OK, State.WARN), finding  # WARN: on a single core
     assert "2 ranks on" in finding.detail
     found = [Finding(name, State.OK, "") for name in doctor.ESSENTIAL]
@@ -383,22 +383,22 @@ def test_a_clone_that_hides_the_installed_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert basics.look_at_gtopk().state is State.OK
+    assert basics.check_gtopk().state is State.OK
     package(tmp_path, "gtopk", "")
-    finding = basics.look_at_gtopk()
+    finding = basics.check_gtopk()
     assert finding.state is State.WARN
     assert f"a script in this folder imports {tmp_path / 'gtopk'}" in finding.detail
 
 
 def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics, "installed", lambda package: package != "mpi4py")
-    finding = basics.look_at_mpi4py()
+    finding = basics.check_mpi4py()
     assert finding.state is State.MISSING
     assert finding.detail == "mpirun needs it, torchrun does not"
 
 
 def test_ranks_that_take_too_long_are_a_finding() -> None:
-    finding = ranks.look_at_new_ranks(seconds=0.01)
+    finding = ranks.check_new_ranks(seconds=0.01)
     assert finding.state is State.FAIL
     assert "did not come together" in finding.detail
 
@@ -408,7 +408,7 @@ def test_ranks_that_fail_are_a_finding(
 ) -> None:
     package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    finding = ranks.look_at_new_ranks()
+    finding = ranks.check_new_ranks()
     assert finding.state is State.FAIL
     assert f"{launcher}'s exit code 1" in finding.detail
     assert launcher in finding.advice
@@ -453,7 +453,7 @@ def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("GTOPK_TRANSPORT", raising=False)
-    (finding,) = ranks.look_at_running_ranks(Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE")))
+    (finding,) = ranks.check_running_ranks(Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE")))
     assert finding.state is State.FAIL
     assert "hvd.init()" in finding.advice
     assert "mpi" not in finding.advice
@@ -489,11 +489,11 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import time\n"
-        "from gtopk.cli.doctor.ranks import look_at_running_ranks\n"
+        "from gtopk.cli.doctor.ranks import check_running_ranks\n"
         "from gtopk.runtime.launch import launched_by\n"
         "job = launched_by()\n"
         "if job.rank == 0:\n"
-        "    print(look_at_running_ranks(job, seconds=5)[0].detail, flush=True)\n"
+        "    print(check_running_ranks(job, seconds=5)[0].detail, flush=True)\n"
         "else:\n"
         "    time.sleep(1000)\n"
     )
@@ -540,7 +540,7 @@ def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
     reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: reason)
-    finding = basics.look_at_kernels()
+    finding = basics.check_kernels()
     assert finding.state is State.WARN
     assert finding.detail.endswith(f": {reason}")
     assert advice in finding.advice
@@ -558,7 +558,7 @@ def test_a_compiler_is_asked_for_only_where_there_is_none(
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "the core is not built")
     monkeypatch.setattr("shutil.which", lambda name: name if name == compiler else None)
-    assert basics.look_at_kernels().advice.startswith(advice)
+    assert basics.check_kernels().advice.startswith(advice)
 
 
 def test_compiled_kernels_are_named_with_their_instructions(
@@ -566,4 +566,4 @@ def test_compiled_kernels_are_named_with_their_instructions(
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "")
     monkeypatch.setattr("collectives.kernels.in_use", lambda: "C++ core, AVX2")
-    assert basics.look_at_kernels() == Finding("kernels", State.OK, "C++ core, AVX2")
+    assert basics.check_kernels() == Finding("kernels", State.OK, "C++ core, AVX2")

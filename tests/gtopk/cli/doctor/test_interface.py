@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gtopk.cli.doctor.basics import State
-from gtopk.cli.doctor.isolation import judge_interface, look_at_interface
+from gtopk.cli.doctor.isolation import check_interface, judge_interface
 from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
 
 ROUTE = "default route"
@@ -55,7 +55,7 @@ def test_the_finding_is_of_the_address_that_the_heartbeat_takes(monkeypatch) -> 
     monkeypatch.delenv("GTOPK_INTERFACE", raising=False)
     assert interfaces()["lo"] == address_of("lo")
     if address := choose(False, {}).address:
-        assert address in look_at_interface().detail
+        assert address in check_interface().detail
 
 
 def test_what_chose_an_address_is_said() -> None:

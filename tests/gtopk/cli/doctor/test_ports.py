@@ -8,7 +8,7 @@ import pytest
 
 from gtopk.cli.doctor import isolation
 from gtopk.cli.doctor.basics import State
-from gtopk.cli.doctor.isolation import judge_ports, look_at_ports
+from gtopk.cli.doctor.isolation import check_ports, judge_ports
 from gtopk.runtime.liveness.address import Choice
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
@@ -112,10 +112,10 @@ def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
     monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
     monkeypatch.setattr(isolation, "choose", lambda one_host: BY_ROUTE)
     monkeypatch.delenv("GTOPK_HEARTBEAT_TIMEOUT", raising=False)
-    assert look_at_ports().state is State.WARN
+    assert check_ports().state is State.WARN
     monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", "10.0.0.5")]))
     monkeypatch.setattr(isolation, "choose", lambda one_host: Choice("10.0.0.5", "default route"))
-    assert look_at_ports().state is State.OK
+    assert check_ports().state is State.OK
 
 
 def test_addresses_of_ipv6_are_known_by_their_interface() -> None:

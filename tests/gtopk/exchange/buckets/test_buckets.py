@@ -48,7 +48,7 @@ def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> No
     assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
     places = [parameter.grad.data_ptr() for parameter in bucket.parameters]
     update = SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7)
-    bucket.put(update)
+    bucket.scatter_sparse(update)
     first, empty, last = (parameter.grad for parameter in bucket.parameters)
     assert first.tolist() == [[0, 5, 0], [0, 0, 0]]
     assert (empty.numel(), last.item()) == (0, 7)
@@ -65,7 +65,9 @@ def test_small_gradients_are_copied_side_by_side_and_back(
     bucket = bucket_of(*tensors, torch.tensor(8.0, dtype=dtype), weight=1 / 3)
     assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
     assert "flat" in vars(bucket)
-    bucket.put(SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7))
+    bucket.scatter_sparse(
+        SparseVector(np.array([1, 6], np.int32), np.array([5, 7], bucket.dtype), 7)
+    )
     assert [p.grad.tolist() for p in bucket.parameters] == [[[0, 5, 0], [0, 0, 0]], [], 7]
 
 
@@ -73,7 +75,9 @@ def test_gradients_of_several_dtypes_are_one_vector() -> None:
     halves = torch.tensor([1.0, 2.0]).bfloat16()
     bucket = bucket_of(halves, torch.tensor([3.0, 1e-3]), torch.tensor([4.0]).half(), weight=0.5)
     assert added(bucket).tolist() == [0.5, 1.0, 1.5, np.float32(1e-3) / 2, 2.0]
-    bucket.put(SparseVector(np.array([1, 3], np.int32), np.array([1.5, 2.5], np.float32), 5))
+    bucket.scatter_sparse(
+        SparseVector(np.array([1, 3], np.int32), np.array([1.5, 2.5], np.float32), 5)
+    )
     grads = [parameter.grad for parameter in bucket.parameters]
     assert [grad.tolist() for grad in grads] == [[0, 1.5], [0, 2.5], [0]]
     assert grads[0].dtype == torch.bfloat16
@@ -90,7 +94,7 @@ def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
     bucket.parameters[0].grad = image.clone()
     bucket.capture_gradients(1.0)
     assert added(bucket).tolist() == in_memory
-    bucket.put(SparseVector(np.array([1], np.int32), np.array([9], np.float32), 16))
+    bucket.scatter_sparse(SparseVector(np.array([1], np.int32), np.array([9], np.float32), 16))
     assert bucket.parameters[0].grad[0, 1, 0, 0] == 9
     assert bucket.parameters[0].grad.sum() == 9
 
@@ -120,7 +124,7 @@ def test_a_long_gradient_becomes_the_update_and_torch_knows_that_it_changed() ->
     bucket.capture_gradients(1.0)
     added(bucket)
     version = bucket.parameters[0].grad._version
-    bucket.put(SparseVector(np.array([5], np.int32), np.array([2], np.float32), length))
+    bucket.scatter_sparse(SparseVector(np.array([5], np.int32), np.array([2], np.float32), length))
     assert bucket.parameters[0].grad._version > version
     assert bucket.parameters[0].grad.count_nonzero() == 1
     assert bucket.parameters[0].grad[5] == 2
@@ -133,14 +137,14 @@ def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
         bucket.capture_gradients(1.0)
         assert added(bucket).tolist() == [1, 1, 0, 0, 0]
         values = np.array([1, value], np.float32)
-        bucket.put(SparseVector(np.array([0, 3], np.int32), values, 5))
-        bucket.keep({0, 1} if may_stay else ())
+        bucket.scatter_sparse(SparseVector(np.array([0, 3], np.int32), values, 5))
+        bucket.keep_gradients({0, 1} if may_stay else ())
         grad = bucket.parameters[1].grad
         assert (grad is not None) == there
         assert grad is None or grad.tolist() == [0, value, 0]
 
 
-@pytest.mark.parametrize("end", [lambda bucket: bucket.keep({0}), Bucket.poison])
+@pytest.mark.parametrize("end", [lambda bucket: bucket.keep_gradients({0}), Bucket.poison])
 def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None:
     bucket = bucket_of(torch.ones(4))
     memory = weakref.ref(bucket.addend()[0].base)
@@ -191,14 +195,14 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
     try:
         with caplog.at_level(logging.WARNING, "gtopk"):
             for _ in range(2):
-                assert arrays.home_of([OnGpu(), OnGpu()]) == torch.device("cpu")
+                assert arrays.device_of([OnGpu(), OnGpu()]) == torch.device("cpu")
         (record,) = caplog.records
         assert "through the host" in record.getMessage()
         assert "cupy-cuda12x" in record.getMessage()
         arrays._kernels_reach_gpus.cache_clear()
         monkeypatch.setattr(arrays.device, "cupy", lambda: sys)
-        assert arrays.home_of([OnGpu()]) == OnGpu.device
-        assert arrays.home_of([OnGpu(), torch.zeros(1)]) == torch.device("cpu")
+        assert arrays.device_of([OnGpu()]) == OnGpu.device
+        assert arrays.device_of([OnGpu(), torch.zeros(1)]) == torch.device("cpu")
     finally:
         arrays._kernels_reach_gpus.cache_clear()
 
@@ -212,7 +216,7 @@ def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
         asked.append(of)
         return nullcontext
 
-    monkeypatch.setattr(buckets, "home_of", lambda parameters: torch.device("cpu"))
+    monkeypatch.setattr(buckets, "device_of", lambda parameters: torch.device("cpu"))
     monkeypatch.setattr(buckets, "current_streams", streams)
     monkeypatch.setattr(OnGpu, "is_cuda", True, raising=False)
     bucket = Bucket([torch.zeros(3).as_subclass(OnGpu), torch.nn.Parameter(torch.zeros(2))])
@@ -241,16 +245,16 @@ def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, l
     assert parameter.grad.data_ptr() == gradient.data_ptr()
     bucket = Bucket([parameter, torch.nn.Parameter(torch.zeros(0, dtype=dtype))])
     bucket.capture_gradients(1.0)
-    before = bucket.mark(whole=True)
-    assert torch.equal(bucket.mark(whole=True), before)
+    before = bucket.checksum(whole=True)
+    assert torch.equal(bucket.checksum(whole=True), before)
     for element in gradient.reshape(-1).tolist():
         where = gradient == element
         gradient.data[where] = 0.9 * element
-        assert not torch.equal(bucket.mark(whole=True), before)
+        assert not torch.equal(bucket.checksum(whole=True), before)
         gradient.data[where] = element
-        assert torch.equal(bucket.mark(whole=True), before)
+        assert torch.equal(bucket.checksum(whole=True), before)
     gradient.data.neg_()
-    assert not torch.equal(bucket.mark(whole=True), before)
+    assert not torch.equal(bucket.checksum(whole=True), before)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.25, 2.0**-10, 2.0, -1.0])
@@ -263,7 +267,7 @@ def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: flo
     parameter.grad[::3] = 0
     bucket = Bucket([parameter])
     bucket.capture_gradients(1.0)
-    before, some = bucket.mark(whole=True), bucket.mark(whole=False)
+    before, some = bucket.checksum(whole=True), bucket.checksum(whole=False)
     parameter.grad.data.mul_(factor)
-    assert not torch.equal(bucket.mark(whole=True), before)
-    assert not torch.equal(bucket.mark(whole=False), some)
+    assert not torch.equal(bucket.checksum(whole=True), before)
+    assert not torch.equal(bucket.checksum(whole=False), some)

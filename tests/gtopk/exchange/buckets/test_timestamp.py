@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtopk.exchange.buckets.timestamp import Timestamp
+from gtopk.exchange.buckets.arrays import Timestamp
 
 
 class Event:

@@ -49,10 +49,10 @@ def test_all_hear_what_each_says(said: list[Announcement]) -> None:
 @pytest.mark.parametrize("names", [0, 1, 64, 65, 1000])
 def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, names):
     def program(transport: LocalTransport) -> tuple[int, int]:
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         ready = (1 << names) - 1 >> transport.rank  # not the same on all ranks
         exchange(transport, Announcement(ready), names)
-        taken = transport.traffic.take()
+        taken = transport.traffic.read_and_reset()
         return taken.sent_bytes, taken.sent_messages
 
     expected = cycle_bytes(ranks, names), (ranks - 1).bit_length()

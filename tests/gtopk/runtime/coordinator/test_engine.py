@@ -361,12 +361,12 @@ def test_observers_hear_of_an_operation_from_its_first_rank_to_its_end(threads):
     def program(engine: Engine, rank: int) -> list[tuple[Any, ...]]:
         heard: list[Event] = []
         engine.submit("before", [], nothing).wait()
-        engine.observe(heard.append)
+        engine.add_observer(heard.append)
         operations = [engine.submit(name, [], **total(1.0)) for name in "ab"]
         for operation in operations:
             operation.wait()
         engine.submit("c", [], nothing).wait()
-        engine.ignore(heard.append)
+        engine.remove_observer(heard.append)
         assert [event.seconds for event in heard] == sorted(event.seconds for event in heard)
         return [event[:3] + event[4:] for event in heard]
 

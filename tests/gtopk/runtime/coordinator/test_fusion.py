@@ -13,9 +13,9 @@ from gtopk.runtime.coordinator.fusion import (
     ArrayIndex,
     Dense,
     Fuser,
-    bundle,
+    fuse_arrays,
     layout_of,
-    neutral,
+    neutral_array,
     scale,
 )
 
@@ -44,7 +44,7 @@ def test_every_array_is_in_one_bundle_with_others_of_its_key_up_to_the_threshold
     arrays: list[tuple[str, int, float]], threshold: int
 ) -> None:
     shares = [share(number, *array) for number, array in enumerate(arrays)]
-    bundles = bundle(shares, threshold, 1 << 20)
+    bundles = fuse_arrays(shares, threshold, 1 << 20)
     assert sorted(s.of for group in bundles for s in group) == list(range(len(arrays)))
     assert [group[0].of for group in bundles] == sorted(group[0].of for group in bundles)
     for group in bundles:
@@ -59,7 +59,10 @@ def test_every_array_is_in_one_bundle_with_others_of_its_key_up_to_the_threshold
 def test_a_large_array_is_reduced_alone():
     large = share(1, "uint8", 5000, 1.0)
     small = [share(number, "uint8", 1, 1.0) for number in (0, 2)]
-    assert bundle([small[0], large, small[1]], 1 << 30, 5000) == [[small[0], small[1]], [large]]
+    assert fuse_arrays([small[0], large, small[1]], 1 << 30, 5000) == [
+        [small[0], small[1]],
+        [large],
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,7 +86,7 @@ def test_arrays_reduced_as_one_hold_what_rank_and_size_say(threads, dtype, count
 def test_a_neutral_array_changes_nothing(threads, dtype, reduction):
     def program(transport: LocalTransport) -> list[float]:
         mine = Dense(numbers([3, 5], dtype), reduction)
-        dense = mine if transport.rank == 1 else neutral(layout_of(mine))
+        dense = mine if transport.rank == 1 else neutral_array(layout_of(mine))
         transport.allreduce(dense.array, reduction)
         return widen(dense.array).tolist()
 
@@ -123,7 +126,7 @@ def test_a_layout_says_bfloat16_and_not_the_bits_that_it_is_made_of():
     layout = layout_of(Dense(numbers([1, 2], BFLOAT16)))
     assert layout.describe().startswith("bfloat16 [2] sum ")
     assert layout != layout_of(Dense(np.zeros(2, np.uint16)))
-    assert neutral(layout).array.dtype == BFLOAT16
+    assert neutral_array(layout).array.dtype == BFLOAT16
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_a_number_that_is_none_is_refused(text):
 
 
 def test_an_idle_rank_looks_well_before_others_time_out():
-    assert Settings().within(600.0).idle_seconds == 10.0
-    assert Settings().within(3.0).idle_seconds < 1.0
-    assert Settings(stall_warning_seconds=2.0).within(600.0).idle_seconds < 1.0
-    assert Settings(stall_shutdown_seconds=2.0).within(600.0).idle_seconds < 1.0
+    assert Settings().limit_idle(600.0).idle_seconds == 10.0
+    assert Settings().limit_idle(3.0).idle_seconds < 1.0
+    assert Settings(stall_warning_seconds=2.0).limit_idle(600.0).idle_seconds < 1.0
+    assert Settings(stall_shutdown_seconds=2.0).limit_idle(600.0).idle_seconds < 1.0

@@ -12,12 +12,12 @@ import time
 import pytest
 
 from gtopk.runtime.launch import watchdog
-from gtopk.runtime.launch.watchdog import Lookout, Roll
+from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
 from gtopk.runtime.world.joining import deadline
 
 
 def test_a_body_in_time_is_left_alone(capfd) -> None:
-    with deadline(Lookout(60, "late")):
+    with deadline(WatchdogSettings(60, "late")):
         pass
     assert capfd.readouterr().err == ""
 
@@ -26,8 +26,8 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
     program = (
         "import ctypes\n"
         "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.watchdog import Lookout\n"
-        "with deadline(Lookout(0.2, 'rank 1 is late')):\n"
+        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "with deadline(WatchdogSettings(0.2, 'rank 1 is late')):\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
     )
     child = subprocess.run(
@@ -42,8 +42,8 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
         "import ctypes, math, os\n"
         "from gtopk.runtime.world.joining import deadline\n"
         "from gtopk.runtime.launch.job import launcher\n"
-        "from gtopk.runtime.launch.watchdog import Lookout\n"
-        "with deadline(Lookout(math.inf, '', launcher(), 'torchrun is gone')):\n"
+        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "with deadline(WatchdogSettings(math.inf, '', launcher(), 'torchrun is gone')):\n"
         "    print(os.getpid(), flush=True)\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
     )
@@ -68,7 +68,7 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
 
 def test_without_an_end_and_a_launcher_nothing_is_started(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
-    with deadline(Lookout(math.inf, "")):
+    with deadline(WatchdogSettings(math.inf, "")):
         pass
 
 
@@ -96,11 +96,11 @@ import math, time
 from gtopk.runtime.world.joining import deadline
 from gtopk.runtime.launch.job import Launched
 from gtopk.runtime.launch.job import ranks_here
-from gtopk.runtime.launch.watchdog import Lookout, Roll
+from gtopk.runtime.launch.watchdog import WatchdogSettings, Roll
 
 variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 here = ranks_here(Launched("mpirun", 0, 3, variables))
-with deadline(Lookout(math.inf, "", roll=Roll("{}", variables[0], 0, here, True))):
+with deadline(WatchdogSettings(math.inf, "", roll=Roll("{}", variables[0], 0, here, True))):
     time.sleep(1)
     print("waits", flush=True)
     time.sleep(WAITS)
@@ -135,9 +135,10 @@ def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
     path = tmp_path / "failures" / "failure_rank1.json"
     body = (
         "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.watchdog import Lookout\n"
-        f"lookout = Lookout(0.2, 'rank 1 is late', file={str(path)!r}, record={{'rank': 1}})\n"
-        "with deadline(lookout):\n"
+        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        f"settings = WatchdogSettings(0.2, 'rank 1 is late', "
+        f"file={str(path)!r}, record={{'rank': 1}})\n"
+        "with deadline(settings):\n"
         "    input()\n"
     )
     with subprocess.Popen(
@@ -153,7 +154,7 @@ def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
 class Launcher:
     """A launcher's processes as Linux would tell of them, and a clock."""
 
-    def __init__(self, monkeypatch, roll: Roll) -> None:
+    def __init__(self, monkeypatch, roll: Siblings) -> None:
         self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
         self.started: dict[int, float] = {}
         self.seconds = 0.0
@@ -162,7 +163,7 @@ class Launcher:
         monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
         monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
-        self.caller = watchdog.Caller(roll, 100 + roll.rank)
+        self.caller = watchdog.SiblingWatch(roll, 100 + roll.rank)
 
     def start(self, *ranks: int) -> None:
         self.told |= {100 + rank: str(rank) for rank in ranks}
@@ -177,7 +178,7 @@ class Launcher:
         return self.caller.missing()
 
 
-FOUR = Roll("", "RANK", 0, 4, is_all=True)
+FOUR = Siblings("", "RANK", 0, 4, is_all=True)
 
 
 @pytest.fixture

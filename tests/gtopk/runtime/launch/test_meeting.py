@@ -73,9 +73,9 @@ def test_what_rank_0_tells_horovodruns_server_the_others_are_told(key_value_serv
     with pytest.raises(
         PeerTimeoutError, match=r"rank 1 has waited 0\.3 s .* for rank 0, which has not"
     ):
-        server.ask(1, 0.3)
-    server.tell(Address("10.0.0.1", 4711), 5)
-    assert server.ask(1, 5) == Address("10.0.0.1", 4711)
+        server.fetch(1, 0.3)
+    server.publish(Address("10.0.0.1", 4711), 5)
+    assert server.fetch(1, 5) == Address("10.0.0.1", 4711)
 
 
 ANSWER = b"HTTP/1.0 200 OK\r\n\r\n10.0.0.1:4711"
@@ -115,14 +115,14 @@ def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
 def test_a_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
     monkeypatch.setattr(joining, "_REQUEST_SECONDS", 0.5)
     with answering(first, ANSWER) as server:
-        assert server.ask(1, 60) == Address("10.0.0.1", 4711)
+        assert server.fetch(1, 60) == Address("10.0.0.1", 4711)
     with answering(first, ANSWER) as server:
-        server.tell(Address("10.0.0.1", 4711), 60)
+        server.publish(Address("10.0.0.1", 4711), 60)
 
 
 def test_an_answer_that_is_cut_off_is_none(monkeypatch) -> None:
     with answering(b"HTTP/1.0 200 OK\r\n\r\n", ANSWER) as server:
-        assert server.ask(1, 60) == Address("10.0.0.1", 4711)
+        assert server.fetch(1, 60) == Address("10.0.0.1", 4711)
 
 
 def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
@@ -131,18 +131,18 @@ def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
         address = Address(*nobody.getsockname())
         server = HorovodrunServer(address)
         with pytest.raises(PeerTimeoutError, match=rf"rank 2 .* 0\.2 s .* {address}.* refused"):
-            server.ask(2, 0.2)
+            server.fetch(2, 0.2)
         with pytest.raises(PeerTimeoutError, match=rf"rank 0 .* 0\.2 s .* {address}.* refused"):
-            server.tell(Address("10.0.0.1", 4711), 0.2)
+            server.publish(Address("10.0.0.1", 4711), 0.2)
 
 
 def test_a_server_that_refuses_is_not_asked_again() -> None:
     forbidden = b"HTTP/1.0 403 Forbidden\r\n\r\n"
     with answering(forbidden) as server, pytest.raises(HTTPError, match="403"):
-        server.ask(1, 60)
+        server.fetch(1, 60)
     unknown = b"HTTP/1.0 404 Not Found\r\n\r\n"
     with answering(unknown) as server, pytest.raises(HTTPError, match="404"):
-        server.tell(Address("10.0.0.1", 4711), 60)
+        server.publish(Address("10.0.0.1", 4711), 60)
 
 
 def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:
@@ -151,6 +151,6 @@ def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_ser
     server = horovodrun_server(
         {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     )
-    server.tell(Address("10.0.0.1", 4711), 5)
-    assert server.ask(1, 5) == Address("10.0.0.1", 4711)
+    server.publish(Address("10.0.0.1", 4711), 5)
+    assert server.fetch(1, 5) == Address("10.0.0.1", 4711)
     assert horovodrun_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}) is None

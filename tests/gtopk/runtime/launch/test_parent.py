@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from gtopk.runtime.launch import job as parent
-from gtopk.runtime.launch.job import Launched, agent, is_gone, launcher
+from gtopk.runtime.launch.job import Launched, launcher, launcher_has_ended, torchrun_agent
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
@@ -26,16 +26,16 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
 )
 def test_who_started_this_process_is_its_launcher(environ, launchers, agents) -> None:
     assert launcher(environ) == os.getppid() * launchers
-    assert agent(environ) == os.getppid() * agents
-    assert not is_gone(environ)
+    assert torchrun_agent(environ) == os.getppid() * agents
+    assert not launcher_has_ended(environ)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI])
 def test_a_launcher_in_whose_place_is_another_parent_is_gone(monkeypatch, environ) -> None:
     another = os.getpid()
     monkeypatch.setattr(os, "getppid", lambda: another)
-    assert is_gone(environ)
-    assert not is_gone({})
+    assert launcher_has_ended(environ)
+    assert not launcher_has_ended({})
 
 
 def test_where_open_mpis_daemon_hears_nobody_any_more_it_is_gone() -> None:
@@ -43,16 +43,18 @@ def test_where_open_mpis_daemon_hears_nobody_any_more_it_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as daemon:
         host, port = daemon.getsockname()
         said = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
-        assert not is_gone(OPEN_MPI | said)
-    assert is_gone(OPEN_MPI | said)
-    assert not is_gone(OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"})
-    assert not is_gone(TORCHRUN | OPEN_MPI | said), "of a job in which torchrun was started"
+        assert not launcher_has_ended(OPEN_MPI | said)
+    assert launcher_has_ended(OPEN_MPI | said)
+    assert not launcher_has_ended(OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"})
+    assert not launcher_has_ended(TORCHRUN | OPEN_MPI | said), (
+        "of a job in which torchrun was started"
+    )
 
 
 def test_a_forked_process_has_its_own_parent() -> None:
     child = os.fork()
     if not child:
-        os._exit(is_gone(TORCHRUN))
+        os._exit(launcher_has_ended(TORCHRUN))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -49,10 +49,10 @@ class Beside:
 
     def order(self, text: bytes) -> bool:
         os.write(self.rank_end, text)
-        return self.companion._obey()
+        return self.companion._follow_orders()
 
     def lose(self, rank: int, now: float) -> None:
-        self.companion._watch.hear(Beat(rank, rank, State.ENDED, rank, 0.0, "killed"), now)
+        self.companion._watch.receive(Beat(rank, rank, State.ENDED, rank, 0.0, "killed"), now)
         self.companion._report(now)
 
     def heard(self, rank: int) -> Beat | None:
@@ -99,11 +99,11 @@ def test_a_note_is_the_last_one_and_its_advice_is_cut(beside) -> None:
 
 def test_lines_are_followed_however_the_pipe_cuts_them(beside) -> None:
     job = beside()
-    assert not job.companion._obey()
+    assert not job.companion._follow_orders()
     assert job.order(b"because it fai")
-    assert job.companion._because == companion.WITHOUT_A_WORD
+    assert job.companion._end_reason == companion.WITHOUT_A_WORD
     assert job.order(b"led at step 5\nanything else\nlea")
-    assert job.companion._because == "it failed at step 5"
+    assert job.companion._end_reason == "it failed at step 5"
     assert not job.companion._leaving
     job.order(b"ve\n")
     assert job.companion._leaving
@@ -126,7 +126,7 @@ def test_each_loss_is_reported_once_and_the_others_are_told(beside, monkeypatch)
 
 def test_of_its_own_loss_a_rank_alone_is_told(beside) -> None:
     job = beside()
-    job.companion._watch.hear(Beat(1, 0, State.LOST, 1, 0.0, "silent"), NOW)
+    job.companion._watch.receive(Beat(1, 0, State.LOST, 1, 0.0, "silent"), NOW)
     job.companion._report(NOW)
     assert json.loads(os.read(job.reports, 1 << 16))["lost"] == 0
     assert [job.hears_nothing(rank) for rank in range(3)] == [True] * 3
@@ -142,7 +142,7 @@ def test_beats_go_to_the_others_that_have_an_address_and_whom_the_network_reache
         other._replace(rank=3, address="255.255.255.255"),
     ]
     job.companion._setting = job.setting._replace(peers=peers)
-    job.companion._tell([3, 0, 1, 2], 0, State.ALIVE)
+    job.companion._send_beat([3, 0, 1, 2], 0, State.ALIVE)
     assert job.heard(2).seconds == 0.0
     assert [job.hears_nothing(rank) for rank in range(3)] == [True] * 3
 
@@ -169,32 +169,32 @@ def test_what_waits_in_the_socket_is_read_before_the_last_word(beside, capfd) ->
     lost = Beat(2, 1, State.LOST, 1, 1.0, "x" * 600).encode(SECRET)
     assert len(lost) == BEAT_BYTES
     job.sockets[2].sendto(lost, job.sockets[0].getsockname())
-    job.companion._speak_for_it(time.monotonic())
+    job.companion._print_loss_for_rank(time.monotonic())
     assert "after rank 1 is lost (xxx" in capfd.readouterr().err
 
 
 def test_a_rank_that_does_not_answer_is_killed_after_the_timeout(beside, capfd) -> None:
     job = beside()
-    job.companion._end_who_takes_no_notice(NOW + 9 * TIMEOUT)  # nobody is lost
+    job.companion._kill_unresponsive_rank(NOW + 9 * TIMEOUT)  # nobody is lost
     job.lose(2, NOW)
     job.lose(1, NOW + 1)
-    job.companion._end_who_takes_no_notice(NOW + TIMEOUT)
+    job.companion._kill_unresponsive_rank(NOW + TIMEOUT)
     assert job.kills == []
     for _ in range(2):
-        job.companion._end_who_takes_no_notice(NOW + TIMEOUT + 0.1)
+        job.companion._kill_unresponsive_rank(NOW + TIMEOUT + 0.1)
     assert job.kills == [signal.SIGKILL] * 2
     why = (
         "the job is at its end (rank 2 (host host2, pid 102): killed) and this rank takes no notice"
     )
     assert capfd.readouterr().err == f"gtopk: rank 0 (host host0, pid 100) is ended: {why}\n"
-    assert job.companion._because == f"ended by its companion: {why}"
+    assert job.companion._end_reason == f"ended by its companion: {why}"
 
 
 def test_a_rank_that_has_answered_is_not_killed(beside) -> None:
     job = beside()
     job.lose(2, NOW)
     job.order(b"heard\n")
-    job.companion._end_who_takes_no_notice(NOW + 9 * TIMEOUT)
+    job.companion._kill_unresponsive_rank(NOW + 9 * TIMEOUT)
     assert job.kills == []
 
 
@@ -209,11 +209,11 @@ def test_a_stopped_rank_is_killed_two_seconds_after_the_loss(beside, stopped, lo
             job.order(b"heard\n")
     job.lose(1, NOW + 2)  # the first loss counts
     job.companion._beat(STOPPED, NOW + 2)
-    job.companion._end_who_takes_no_notice(NOW + 3)
+    job.companion._kill_unresponsive_rank(NOW + 3)
     assert job.kills == []
-    job.companion._end_who_takes_no_notice(NOW + 3.1)
+    job.companion._kill_unresponsive_rank(NOW + 3.1)
     assert job.kills == [signal.SIGKILL]
-    assert job.companion._because.endswith("and this rank is stopped")
+    assert job.companion._end_reason.endswith("and this rank is stopped")
 
 
 def test_a_rank_that_goes_on_is_not_killed_as_a_stopped_one(beside) -> None:
@@ -222,7 +222,7 @@ def test_a_rank_that_goes_on_is_not_killed_as_a_stopped_one(beside) -> None:
     job.lose(2, NOW)
     job.order(b"heard\n")
     job.companion._beat(RUNS, NOW + 1)
-    job.companion._end_who_takes_no_notice(NOW + 9)
+    job.companion._kill_unresponsive_rank(NOW + 9)
     assert job.kills == []
 
 
@@ -254,7 +254,7 @@ def test_ten_beats_are_sent_in_a_timeout_and_one_a_second_at_least(beside, timeo
 
 def test_a_silent_rank_is_lost_by_the_beats_of_this_one(beside) -> None:
     job = beside()
-    job.companion._watch.hear(Beat(2, 2, State.ALIVE, 1), NOW)
+    job.companion._watch.receive(Beat(2, 2, State.ALIVE, 1), NOW)
     for number in range(12):
         job.companion._beat(RUNS, NOW + 0.4 * number)
     job.companion._report(NOW + 5)
@@ -323,7 +323,7 @@ def test_who_could_not_print_why_it_ended_is_spoken_for(
     job.lose(1, NOW)
     if because:
         job.order(because)
-    job.companion._speak_for_it(ended)
+    job.companion._print_loss_for_rank(ended)
     text = (
         "gtopk: rank 0 of 3 (host host0, pid 100) ended without a word at step 7, after rank 1 is "
         f"lost (killed; host host1, pid 101){'; ' * bool(advice)}{advice}\n"
@@ -336,8 +336,8 @@ def test_the_last_beat_is_repeated_each_with_a_number_of_its_own(beside, monkeyp
     monkeypatch.setattr(companion.time, "sleep", pauses.append)
     monkeypatch.setattr(companion.time, "monotonic", lambda: NOW + 3)
     monkeypatch.setattr(companion.time, "monotonic_ns", lambda: 1 << 40)
-    job.companion._say_last(State.LEFT, [0, 1], "", NOW)
-    job.companion._say_last(State.ENDED, [0, 1, 2], "it failed", NOW)
+    job.companion._send_last_beat(State.LEFT, [0, 1], "", NOW)
+    job.companion._send_last_beat(State.ENDED, [0, 1, 2], "it failed", NOW)
     assert [job.heard(1).state for _ in range(6)] == [State.LEFT] * 3 + [State.ENDED] * 3
     ended = [job.heard(2) for _ in range(3)]
     assert [each.sequence - (1 << 40) for each in ended] == [3, 4, 5]

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transports import local_world
-from gtopk.runtime.liveness.companion import look_at, segments_of
+from gtopk.runtime.liveness.companion import read_process, segments_of
 from gtopk.runtime.liveness.heartbeat import Heartbeat
 from gtopk.runtime.liveness.watch import Beat, State
 from tests.started import STARTED_PATH
@@ -94,12 +94,12 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
             yield started
         finally:
             for rank in range(size):
-                if look_at(started.pids[rank]).parent == process.pid:
+                if read_process(started.pids[rank]).parent == process.pid:
                     started.send(rank, signal.SIGKILL)
             process.wait(20)
             started.reader.join(20)  # companions may have the last word
     deadline = time.monotonic() + 10
-    while any(look_at(pid).state for pid in started.companions.values()):
+    while any(read_process(pid).state for pid in started.companions.values()):
         assert time.monotonic() < deadline, "a companion outlives its rank"
         time.sleep(0.01)
 
@@ -133,7 +133,7 @@ def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
         os.kill(companion, signal.SIGSTOP)
         job.send(1, signal.SIGSTOP)
         job.send(1, signal.SIGKILL)  # as the launcher does
-        while look_at(companion).state:
+        while read_process(companion).state:
             assert time.monotonic() < deadline, "it is still stopped, and holds pipes"
             time.sleep(0.01)
 

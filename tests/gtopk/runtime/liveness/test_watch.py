@@ -30,7 +30,7 @@ class Job:
         self.sequence += 1
         for rank, watch in enumerate(self.watches):
             if rank != sender and not {sender, rank} & self.cut and rank not in self.frozen:
-                watch.hear(Beat(sender, about, state, self.sequence, 0.0, text), self.now)
+                watch.receive(Beat(sender, about, state, self.sequence, 0.0, text), self.now)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / PAUSE)):
@@ -40,7 +40,7 @@ class Job:
                     self.say(rank, rank, state)
             for rank, watch in enumerate(self.watches):
                 if rank not in self.frozen:
-                    watch.look(self.now, self.states[rank] is State.STOPPED)
+                    watch.check_timeouts(self.now, self.states[rank] is State.STOPPED)
 
     def lost(self) -> list[set[int]]:
         return [set(watch.lost) for watch in self.watches]
@@ -53,12 +53,12 @@ class Job:
 def test_every_rank_is_watched_by_those_it_tells_and_word_reaches_everyone(size):
     watches = [Watch(rank, peers(size), TIMEOUT, WARNING, 0.0) for rank in range(size)]
     for watch in watches:
-        assert watch.rank not in watch.tells
-        assert all(watch.rank in watches[other].watches for other in watch.tells)
+        assert watch.rank not in watch.targets
+        assert all(watch.rank in watches[other].watches for other in watch.targets)
     reached, last = {0}, set()
     while reached != last:
         last = set(reached)
-        reached |= {other for rank in last for other in watches[rank].tells}
+        reached |= {other for rank in last for other in watches[rank].targets}
     assert reached == set(range(size))
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
             job.run(10 * TIMEOUT)
             for rank in range(4):  # they go on one after the other
                 job.states[rank] = State.ALIVE
-                job.watches[rank].look(job.now, False)
+                job.watches[rank].check_timeouts(job.now, False)
         job.run(10 * TIMEOUT)
         assert job.lost() == [set()] * 4
         assert job.news() == []
@@ -179,7 +179,7 @@ def test_who_was_never_heard_is_told_of_once_and_not_watched():
 
 def hear_all(watch: Watch, beats: Iterable[Beat]) -> None:
     for beat in beats:
-        watch.hear(beat, 50.0)
+        watch.receive(beat, 50.0)
 
 
 def test_copies_and_nonsense_change_nothing():
@@ -188,16 +188,16 @@ def test_copies_and_nonsense_change_nothing():
     hear_all(watch, [left, left._replace(state=State.ENDED), Beat(1, 1, State.ENDED, 6)])
     strangers = [Beat(9, 9, State.ENDED, 8), Beat(3, 1, State.LOST, 8), Beat(9, 1, State.LOST, 8)]
     hear_all(watch, [*strangers, Beat(1, 3, State.LOST, 8), Beat(1, 9, State.LOST, 8)])
-    watch.hear(Beat(0, 1, State.LOST, 9), 50.0)  # its own
+    watch.receive(Beat(0, 1, State.LOST, 9), 50.0)  # its own
     assert watch.lost == {}
 
 
 def test_who_was_lost_first_is_known_whatever_came_first():
     watch = Watch(0, peers(4), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.ENDED, 1, 0.2, "killed, too"), 51.0)
-    watch.hear(Beat(3, 2, State.LOST, 1, 0.5, "killed"), 51.1)
-    watch.hear(Beat(2, 0, State.LOST, 1, 9.0, "itself"), 51.2)
-    watch.hear(Beat(2, 2, State.ENDED, 2, 0.0, "again"), 51.3)
+    watch.receive(Beat(1, 1, State.ENDED, 1, 0.2, "killed, too"), 51.0)
+    watch.receive(Beat(3, 2, State.LOST, 1, 0.5, "killed"), 51.1)
+    watch.receive(Beat(2, 0, State.LOST, 1, 9.0, "itself"), 51.2)
+    watch.receive(Beat(2, 2, State.ENDED, 2, 0.0, "again"), 51.3)
     assert watch.lost_before(52.0) == 2
     assert watch.lost_before(50.7) == 2
     assert watch.lost_before(50.6) is None
@@ -205,7 +205,7 @@ def test_who_was_lost_first_is_known_whatever_came_first():
 
 def look_on(watch: Watch, begin: float, seconds: float) -> float:
     for number in range(round(seconds / PAUSE)):
-        watch.look(begin + (number + 1) * PAUSE, False)
+        watch.check_timeouts(begin + (number + 1) * PAUSE, False)
     return begin + seconds
 
 
@@ -216,10 +216,10 @@ def test_a_companion_that_was_kept_from_looking_counts_anew_and_what_it_never_he
     state, befell
 ):
     watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, state, 1), 50.0)
-    watch.look(50.0, False)
+    watch.receive(Beat(1, 1, state, 1), 50.0)
+    watch.check_timeouts(50.0, False)
     late = 50.0 + 3 * TIMEOUT
-    watch.look(late, False)
+    watch.check_timeouts(late, False)
     late = look_on(watch, late, TIMEOUT)
     assert watch.lost == {}
     look_on(watch, late, PAUSE)
@@ -230,15 +230,15 @@ def test_a_companion_that_was_kept_from_looking_counts_anew_and_what_it_never_he
 @pytest.mark.parametrize("last", [State.LEFT, State.ENDED])
 def test_nobody_is_warned_of_the_silence_of_who_left_or_is_lost(last):
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
-    watch.hear(Beat(1, 1, last, 2), 50.0)
+    watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.receive(Beat(1, 1, last, 2), 50.0)
     look_on(watch, 50.0, 3 * TIMEOUT)
     assert watch.news == []
 
 
 def test_of_two_ranks_none_blames_its_own_network_and_warns_once():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     look_on(watch, look_on(watch, 50.0, TIMEOUT), PAUSE)
     assert len(watch.news) == 1
     assert watch.lost == {1: "silent for 4.5 s: its host or its network is down"}
@@ -247,7 +247,7 @@ def test_of_two_ranks_none_blames_its_own_network_and_warns_once():
 @pytest.mark.parametrize(("warning", "half"), [(1.0, 1.0), (3.0, 2.0)])
 def test_a_warning_comes_after_half_the_timeout_at_the_latest(warning, half):
     watch = Watch(0, peers(2), TIMEOUT, warning, 50.0)
-    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     late = look_on(watch, 50.0, half)
     assert watch.news == []
     look_on(watch, late, PAUSE)
@@ -257,16 +257,16 @@ def test_a_warning_comes_after_half_the_timeout_at_the_latest(warning, half):
 @pytest.mark.parametrize(("pause", "is_lost"), [(1.0, True), (1.5, False)])
 def test_timeouts_begin_anew_where_a_quarter_of_one_passed_between_looks(pause, is_lost):
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     for number in range(10):
-        watch.look(50.0 + number * pause, False)
+        watch.check_timeouts(50.0 + number * pause, False)
     assert bool(watch.lost) == is_lost
 
 
 def test_a_stopped_rank_whose_companion_reports_a_loss_is_stopped_all_the_same():
     watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.STOPPED, 1), 50.0)
-    watch.hear(Beat(1, 2, State.LOST, 2, 0.0, "killed"), 51.0)
+    watch.receive(Beat(1, 1, State.STOPPED, 1), 50.0)
+    watch.receive(Beat(1, 2, State.LOST, 2, 0.0, "killed"), 51.0)
     look_on(watch, 50.0, TIMEOUT + PAUSE)
     assert watch.lost == {2: "killed", 1: "stopped for 4.5 s (SIGSTOP?)"}
 
@@ -274,16 +274,16 @@ def test_a_stopped_rank_whose_companion_reports_a_loss_is_stopped_all_the_same()
 @pytest.mark.parametrize(("heard", "blames_itself"), [(52.0, True), (52.5, False)])
 def test_who_heard_another_rank_since_the_time_to_warn_does_not_blame_itself(heard, blames_itself):
     watch = Watch(0, peers(3), TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, State.ALIVE, 1), 50.0)
+    watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     look_on(watch, 50.0, TIMEOUT)
-    watch.hear(Beat(2, 2, State.ALIVE, 1), heard)
-    watch.look(54.5, False)
+    watch.receive(Beat(2, 2, State.ALIVE, 1), heard)
+    watch.check_timeouts(54.5, False)
     assert ("which hears no other rank" in watch.lost[1]) == blames_itself
 
 
 def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.look(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
+    watch.check_timeouts(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
     assert watch.news == []
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     late = look_on(watch, 50.0, WARNING)
@@ -306,5 +306,5 @@ def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
 def test_when_a_rank_was_lost_is_told_by_the_clock_of_its_host(host, said, lost_at, state):
     own, other = peers(2)
     watch = Watch(0, [own, other._replace(host=host)], TIMEOUT, WARNING, 50.0)
-    watch.hear(Beat(1, 1, state, round(said * 1e9), 0.25, "killed"), 51.0)
+    watch.receive(Beat(1, 1, state, round(said * 1e9), 0.25, "killed"), 51.0)
     assert watch.lost_at == {1: lost_at}

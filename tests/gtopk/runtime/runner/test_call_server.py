@@ -12,7 +12,12 @@ import pytest
 
 from gtopk import settings
 from gtopk.runtime.launch import LaunchError
-from gtopk.runtime.runner.call_server import AuthenticatedConnection, CallServer, own_address, visit
+from gtopk.runtime.runner.call_server import (
+    AuthenticatedConnection,
+    CallServer,
+    fetch_call,
+    own_address,
+)
 
 PLENTY_SECONDS = 30.0
 
@@ -34,7 +39,7 @@ def wait_until(server: CallServer, condition: object) -> None:
 
 def come(server: CallServer, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
     found = server.environment()
-    return visit(found[settings.RUN_ADDRESS.name], found[settings.RUN_SECRET.name], rank)
+    return fetch_call(found[settings.RUN_ADDRESS.name], found[settings.RUN_SECRET.name], rank)
 
 
 def test_every_rank_gets_the_call_and_leaves_its_report(server: CallServer) -> None:
@@ -64,7 +69,7 @@ def test_a_rank_that_goes_without_a_report_is_seen(server: CallServer) -> None:
 def test_who_does_not_know_the_secret_gets_nothing(server: CallServer) -> None:
     address = server.environment()[settings.RUN_ADDRESS.name]
     with pytest.raises(ConnectionError):
-        visit(address, "00" * 32, 0)
+        fetch_call(address, "00" * 32, 0)
     assert server.came == set()
 
 

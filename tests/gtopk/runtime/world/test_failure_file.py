@@ -18,7 +18,7 @@ from collectives.errors import PeerError
 from collectives.transports.departure import DepartureNotice
 from gtopk import settings
 from gtopk.errors import HorovodInternalError
-from gtopk.runtime.liveness.heartbeat import Lost
+from gtopk.runtime.liveness.heartbeat import LostRank
 from gtopk.runtime.world import guard, world
 from gtopk.runtime.world.guard import Guard
 
@@ -100,7 +100,7 @@ def test_a_ranks_own_exception_is_there_with_its_traceback(tmp_path):
 
 def test_what_another_rank_is_the_cause_of_names_operation_and_rank(tmp_path):
     error = HorovodInternalError("rank 0 is lost; at step 7")
-    write(tmp_path, error, [Lost(0, "it was killed")], "gradients.0")
+    write(tmp_path, error, [LostRank(0, "it was killed")], "gradients.0")
     found = read(tmp_path)
     assert (found["operation"], found["text"]) == ("gradients.0", "rank 0 is lost; at step 7")
     assert found["lost"] == [{"rank": 0, "why": "it was killed"}]
@@ -108,7 +108,7 @@ def test_what_another_rank_is_the_cause_of_names_operation_and_rank(tmp_path):
 
 
 def test_who_is_ended_says_how_and_in_what(tmp_path):
-    write(tmp_path, None, [Lost(0, "why")], "barrier", "was stopped, in barrier")
+    write(tmp_path, None, [LostRank(0, "why")], "barrier", "was stopped, in barrier")
     found = read(tmp_path)
     assert (found["error"], found["text"]) == (None, "was stopped, in barrier")
     assert found["operation"] == "barrier"
@@ -206,7 +206,7 @@ def fail(failing):
 def be_stuck(failing):
     """Be in an operation that takes no notice of a lost rank."""
     failing.member.engine.activity, failing.member.engine.cycles = "allreduce", 5
-    failing._end_if_stuck(Lost(0, "it is silent"))
+    failing._end_if_stuck(LostRank(0, "it is silent"))
 
 
 def be_preempted(failing):
@@ -235,7 +235,7 @@ def lost(brief, monkeypatch):
     def make(member, folder=""):
         made = Guard(member, 0, folder)
         made._heartbeat = SimpleNamespace(
-            lost=lambda seconds=0.0: Lost(0, "it is silent"), explain=lambda how: None
+            lost=lambda seconds=0.0: LostRank(0, "it is silent"), explain=lambda how: None
         )
         return made
 
@@ -368,9 +368,9 @@ def test_the_first_loss_is_named_first(monkeypatch):
             return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
 
     guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
-    alone = [Lost(0, "was stopped by SIGTERM"), Lost(2, "as another rank says")]
+    alone = [LostRank(0, "was stopped by SIGTERM"), LostRank(2, "as another rank says")]
     assert guard._lost() == alone
-    first = Lost(2, "its process has died")
+    first = LostRank(2, "its process has died")
     guard._heartbeat = SimpleNamespace(lost=lambda: first)
     assert guard._lost() == [first, alone[0]]
     guard._heartbeat = SimpleNamespace(lost=lambda: None)

@@ -266,7 +266,7 @@ def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capf
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=released.wait))
     guard = object.__new__(Guard)
     guard.name, guard.place = "rank 1 of 2", "host one, pid 7"
-    guard._say("was stopped by SIGTERM")
+    guard._print("was stopped by SIGTERM")
     released.set()
     monkeypatch.undo()
     assert "rank 1 of 2 (host one, pid 7) was stopped by SIGTERM" in capfd.readouterr().err

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gtopk.runtime.launch import launched_by
-from gtopk.runtime.world.joining import join, left_apart, transport_for
+from gtopk.runtime.world.joining import join, missing_ranks_warning, transport_for
 from tests.matrix import some_of
 from tests.started import STARTED_PATH
 
@@ -95,7 +95,7 @@ def test_ranks_that_local_leaves_apart_are_warned_once(
     environ: dict[str, str], size: int, launcher: str | None
 ) -> None:
     first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
-    said = left_apart(size, first | {"GTOPK_TRANSPORT": "local"})
+    said = missing_ranks_warning(size, first | {"GTOPK_TRANSPORT": "local"})
     assert (said is None) == (launcher is None)
     if said is not None and launcher is not None:
         assert (
@@ -103,13 +103,13 @@ def test_ranks_that_local_leaves_apart_are_warned_once(
             in said
         )
         assert said.endswith("unset GTOPK_TRANSPORT to have them train one")
-    assert left_apart(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
+    assert missing_ranks_warning(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
     with pytest.raises(RuntimeError, match="gtopk doctor") as caught:
-        left_apart(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
+        missing_ranks_warning(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
     said = "a world of 1 in each of the 4 processes that a PMI launcher has started"
     assert said in str(caught.value)
 
@@ -117,7 +117,7 @@ def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
     with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
-        left_apart(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
+        missing_ranks_warning(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
 
 
 def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:

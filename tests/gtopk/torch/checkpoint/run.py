@@ -18,10 +18,10 @@ class Modelled:
     def __init__(self, speed):
         self.speed = speed
 
-    def hand_over(self, samples):
+    def start(self, samples):
         self.samples = samples
 
-    def take(self):
+    def elapsed_seconds(self):
         return self.samples / self.speed
 
 

@@ -18,7 +18,7 @@ import gtopk.torch as hvd
 from gtopk.errors import CheckpointError
 from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.archive import Archive, Snapshot
-from gtopk.torch.checkpoint.files import list_parts, seal, unseal
+from gtopk.torch.checkpoint.files import decode_with_checksum, encode_with_checksum, list_parts
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 
@@ -259,7 +259,7 @@ def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
     """Else an old version, started by mistake, would go on from what is older, and remove it."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     (path,) = tmp_path.glob("*-step-50/rank-1-of-2.json")
-    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
+    path.write_bytes(encode_with_checksum({**decode_with_checksum(path.read_bytes()), "format": 2}))
 
     def program(rank):
         with pytest.raises(CheckpointError, match=r"rank 1 .*format is 2.*version of gtopk"):
@@ -397,7 +397,7 @@ def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
         if rank == 0:
             shutil.rmtree(lost)
         hvd.barrier()
-        archive.look()
+        archive.scan()
         assert archive.find() is None
         archive.finish(archive.write(snapshot(rank, "last")))
 

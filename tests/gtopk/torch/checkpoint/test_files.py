@@ -21,13 +21,13 @@ from gtopk.torch.checkpoint import files
 from gtopk.torch.checkpoint.files import (
     Content,
     Part,
+    decode_with_checksum,
+    encode_with_checksum,
     list_parts,
     name_of,
     parts_of,
     read_part,
     remove_checkpoints,
-    seal,
-    unseal,
     write_part,
 )
 from gtopk.torch.checkpoint.tree import take_apart
@@ -124,7 +124,7 @@ def test_another_parts_file_in_its_place_is_found(tmp_path):
 def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
     write_part(tmp_path, PART, content())
     path = tmp_path / PART.file
-    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
+    path.write_bytes(encode_with_checksum({**decode_with_checksum(path.read_bytes()), "format": 2}))
     with pytest.raises(FormatError, match=r"rank-1-of-2\.json: its format is 2, .* reads 1"):
         read_part(tmp_path, PART)
 
@@ -132,7 +132,7 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
 def test_what_is_wrong_with_a_record_is_said(tmp_path):
     write_part(tmp_path, PART, content())
     path = tmp_path / PART.file
-    whole = unseal(path.read_bytes())
+    whole = decode_with_checksum(path.read_bytes())
     lacking = {key: value for key, value in whole.items() if key != "step"}
     for record, said in [
         ([1, 2], "it must hold a dict, got list"),
@@ -141,7 +141,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path):
         (lacking, "it lacks 'step'"),
         ({**whole, "step": None}, "it is checkpoint-00000042-step-None/rank-1-of-2.json"),
     ]:
-        path.write_bytes(seal(record))
+        path.write_bytes(encode_with_checksum(record))
         with pytest.raises(DamagedError) as error:
             read_part(tmp_path, PART)
         assert str(error.value) == f"{PART.file}: {said}"

@@ -13,7 +13,13 @@ import torch
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
 from gtopk.errors import DamagedError
-from gtopk.torch.checkpoint.files import FORMAT, LAST_NUMBER, LAST_STEP, seal, unseal
+from gtopk.torch.checkpoint.files import (
+    FORMAT,
+    LAST_NUMBER,
+    LAST_STEP,
+    decode_with_checksum,
+    encode_with_checksum,
+)
 from gtopk.torch.checkpoint.state import NOTHING_OWN
 from tests.gtopk.torch.checkpoint.run import Run
 
@@ -29,7 +35,9 @@ def record(name, state, **more):
 def write_all(folder, alike, own, **more):
     for name in NAMES:
         state = alike if name == "all" else own
-        (folder / f"{name}-of-2.json").write_bytes(seal(record(name, state, **more)))
+        (folder / f"{name}-of-2.json").write_bytes(
+            encode_with_checksum(record(name, state, **more))
+        )
 
 
 def nested_deep(folder):
@@ -56,7 +64,9 @@ FAULTS = {
     "devices": lambda f: [(f / f"{name}-of-2.json").symlink_to("/dev/zero") for name in NAMES],
     "larger than the memory": sparse,
     "nested deep": nested_deep,
-    "a list": lambda f: [(f / f"{n}-of-2.json").write_bytes(seal([1, 2])) for n in NAMES],
+    "a list": lambda f: [
+        (f / f"{n}-of-2.json").write_bytes(encode_with_checksum([1, 2])) for n in NAMES
+    ],
     "nothing own": lambda f: write_all(f, ALIKE, {}),
     "own text": lambda f: write_all(f, ALIKE, "text"),
     "nothing alike": lambda f: write_all(f, {}, NOTHING_OWN),
@@ -164,9 +174,9 @@ SHAPES = {
 
 def reseal(path, name, value):
     """Give the state of a part this in the place of what it holds, under a right checksum."""
-    told = unseal(path.read_bytes())
+    told = decode_with_checksum(path.read_bytes())
     told["state"][name] = value
-    path.write_bytes(seal(told))
+    path.write_bytes(encode_with_checksum(told))
 
 
 class Schedule:
@@ -278,7 +288,7 @@ LEAVES = [
 def mutate(folder, part, path, value):
     """Give a part this at a place of its record, under a right checksum."""
     file = folder / "checkpoint-00000002-step-5" / f"{part}-of-2.json"
-    told = unseal(file.read_bytes())
+    told = decode_with_checksum(file.read_bytes())
     at = told
     for key in path[:-1]:
         at = at[key]
@@ -338,7 +348,7 @@ def test_whatever_leaf_is_another_a_run_goes_on_or_is_told_of_the_checkpoint(ran
     places = [
         (part, path)
         for part in NAMES
-        for path in places_of(unseal(whole[part]))
+        for path in places_of(decode_with_checksum(whole[part]))
         if path and "note" not in path
     ]
     dice = random.Random(39)

@@ -13,7 +13,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, nccl_start
-from collectives.transports.device_choice import Carrying, Choice, Facts
+from collectives.transports.device_choice import GpuFacts, GpuRoute, RouteChoice
 from collectives.transports.nccl import NcclTransport
 from gtopk.runtime.coordinator import fusion
 from gtopk.runtime.coordinator.fusion import ON_GPU, ON_HOST, Finish, all_on_gpu
@@ -36,8 +36,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
     """Run `ranks(size, program)`; ranks have tensors carried, but for those `on_host`."""
 
-    def signature(host: Any, device: int | None) -> Facts:
-        return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
+    def signature(host: Any, device: int | None) -> GpuFacts:
+        return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
     monkeypatch.setattr(nccl_start, "facts_here", signature)
 
@@ -150,8 +150,8 @@ def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, capl
         assert isinstance(over, NcclTransport)
         assert over.automatic
         assert (over.name, over.choice) == ("local", None)
-        over.on_choice(Choice(Carrying.NCCL, "each of 2 ranks has a GPU of its own"))
-        over.on_choice(Choice(Carrying.NCCL, "each of 2 ranks has a GPU of its own"))
+        over.on_choice(RouteChoice(GpuRoute.NCCL, "each of 2 ranks has a GPU of its own"))
+        over.on_choice(RouteChoice(GpuRoute.NCCL, "each of 2 ranks has a GPU of its own"))
 
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(2, program)
@@ -193,8 +193,10 @@ def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
     threads, monkeypatch, gpus: int, says: str
 ) -> None:
     monkeypatch.setattr(state, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(nccl_start, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
-    told = threads(2, lambda transport: state.choose_gpu_carrying(transport, {}))
+    monkeypatch.setattr(
+        nccl_start, "facts_here", lambda host, device: GpuFacts("GPU-0", nccl=22703)
+    )
+    told = threads(2, lambda transport: state.choose_gpu_route(transport, {}))
     assert told[0] == told[1]
     assert says in told[0]
     assert bool(told[0]) == bool(gpus)

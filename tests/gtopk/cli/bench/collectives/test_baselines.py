@@ -79,7 +79,7 @@ def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> 
             lambda: library.broadcast(np.zeros(50, np.uint8), 0),
         ):
             operation()
-            sent.append(library.traffic.take().sent_bytes)
+            sent.append(library.traffic.read_and_reset().sent_bytes)
         return sent
 
     *passing_on, last = threads(size, program)

@@ -8,7 +8,7 @@ import pytest
 from collectives import reduce
 from collectives.transports import Transport
 from gtopk.cli.bench.collectives.cases import picks
-from gtopk.cli.bench.collectives.contenders import Outcome
+from gtopk.cli.bench.collectives.contenders import ContenderResult
 from gtopk.cli.bench.collectives.run import (
     WrongResultError,
     check_agreement,
@@ -20,8 +20,8 @@ SIZE = 3
 EVERYONE = [picks("uniform", 500, 50, rank, seed=1) for rank in range(SIZE)]
 
 
-def outcome(transport: Transport) -> Outcome:
-    return Outcome(*reduce(EVERYONE[transport.rank], 50, transport))
+def outcome(transport: Transport) -> ContenderResult:
+    return ContenderResult(*reduce(EVERYONE[transport.rank], 50, transport))
 
 
 def test_what_conserves_passes(threads) -> None:
@@ -35,7 +35,7 @@ def test_a_lost_entry_is_found(threads) -> None:
     def program(transport: Transport) -> None:
         update, returned = outcome(transport)
         assert returned is not None
-        short = Outcome(update, returned.where(np.arange(returned.entries) > 0))
+        short = ContenderResult(update, returned.where(np.arange(returned.entries) > 0))
         with pytest.raises(WrongResultError, match="lose nothing"):
             check_conservation("gtopk", EVERYONE, short, transport)
 

@@ -110,9 +110,9 @@ def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
         sent = []
         for _ in range(3):
             go = contender.prepare(Task(picks, 10, transport, library))
-            transport.traffic.take()
+            transport.traffic.read_and_reset()
             go()
-            sent.append(transport.traffic.take().sent_messages)
+            sent.append(transport.traffic.read_and_reset().sent_messages)
         return sent
 
     assert run_ranks(local_world(2), program) == [[3] * 3] * 2  # a part, and two allgathers

@@ -1,14 +1,19 @@
-"""Traffic: what a rank sent, and how long it waited."""
+"""Counters: what a rank sent and how long it waited; and numbers that all ranks share.
+
+A rank adds to a shared number without the others' taking part.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
 class Traffic:
-    """Counts messages and bytes that this rank sent, and its waits, since the last `take`.
+    """Counts messages and bytes that this rank sent, and its waits, since `read_and_reset`.
 
     wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
     parent:       counts the same, too: a view's messages are also those of its parent.
@@ -38,10 +43,47 @@ class Traffic:
         if self.parent is not None:
             self.parent.count_wait(seconds)
 
-    def take(self) -> Traffic:
+    def read_and_reset(self) -> Traffic:
         """Return the counters and set them to zero; the parent's stay."""
         with self._lock:
             taken = Traffic(self.sent_bytes, self.sent_messages, self.wait_seconds)
             self.sent_bytes = self.sent_messages = 0
             self.wait_seconds = 0.0
         return taken
+
+
+class Counter(Protocol):
+    """A number that all ranks share, 0 at first."""
+
+    def add(self, amount: int) -> int:
+        """Add at once for all ranks, and return what the number was before.
+
+        Raises PeerError, or PeerTimeoutError, where the rank that keeps the number is gone.
+        """
+
+
+class Counts:
+    """Numbers that threads of one process share, by name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number, and return what it was before."""
+        with self._lock:
+            before = self._numbers[name]
+            self._numbers[name] = before + amount
+        return before
+
+
+class LocalCounter:
+    """A counter of the ranks of one process."""
+
+    def __init__(self, counts: Counts | None = None, name: str = "") -> None:
+        self._counts = counts or Counts()
+        self._name = name
+
+    def add(self, amount: int) -> int:
+        """Add, and return what the number was before."""
+        return self._counts.add(self._name, amount)

@@ -15,8 +15,12 @@ import pytest
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
 from collectives.transports import nccl_communicator
-from collectives.transports.announcement import ANNOUNCEMENT_BYTES, Announcement, Way
 from collectives.transports.nccl import NcclTransport
+from collectives.transports.transfer_header import (
+    TRANSFER_HEADER_BYTES,
+    TransferHeader,
+    TransferMethod,
+)
 from tests.collectives import fake_cuda
 from tests.collectives.transports.nccl.on_model import SIZES, message, on_ranks
 from tests.matrix import some_of
@@ -173,8 +177,8 @@ def test_a_rank_may_send_to_itself(cuda: Any) -> None:
 
 
 def test_messages_of_hosts_and_gpus_keep_their_order(cuda: Any) -> None:
-    like_an_announcement = Announcement(Way.NCCL, 7).encode()
-    sent = [message(5, 1), up, message(0, 2), up, like_an_announcement, message(24, 3), up]
+    like_a_header = TransferHeader(TransferMethod.NCCL, 7).encode()
+    sent = [message(5, 1), up, message(0, 2), up, like_a_header, message(24, 3), up]
 
     def program(transport: NcclTransport) -> None:
         waits = []
@@ -308,23 +312,23 @@ def test_what_nobody_waited_for_is_sent_before_its_rank_leaves(cuda: Any) -> Non
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_gpus_send_is_counted_with_its_announcements(cuda: Any, size: int) -> None:
+def test_what_gpus_send_is_counted_with_its_headers(cuda: Any, size: int) -> None:
     def program(transport: NcclTransport) -> None:
-        transport.traffic.take()
+        transport.traffic.read_and_reset()
         transport.exchange(up(message(100)), transport.rank)
-        counted = transport.traffic.take()
-        assert counted.sent_bytes == 100 + ANNOUNCEMENT_BYTES
+        counted = transport.traffic.read_and_reset()
+        assert counted.sent_bytes == 100 + TRANSFER_HEADER_BYTES
         assert counted.sent_messages == 2
         transport.allgather(message(50))
-        agreement = transport.traffic.take()
+        agreement = transport.traffic.read_and_reset()
         transport.allgather(up(message(1000)))
-        counted = transport.traffic.take()
+        counted = transport.traffic.read_and_reset()
         own = dense_bytes(0, size) + (size - 1) * 1000
         assert counted.sent_bytes - own == agreement.sent_bytes - (size - 1) * (
-            50 - ANNOUNCEMENT_BYTES
+            50 - TRANSFER_HEADER_BYTES
         )
         transport.allreduce(up(np.zeros(1000, np.float32)))
-        counted = transport.traffic.take()
+        counted = transport.traffic.read_and_reset()
         assert counted.sent_messages == (3 * rounds(size) if size > 1 else 0)
         assert counted.sent_bytes >= dense_bytes(1000, size)
 

@@ -35,8 +35,8 @@ def test_the_counters_are_taken_once() -> None:
     (transport,) = local_world(1)
     transport.send(MESSAGE, 0)()
     assert transport.traffic == Traffic(10, 1)
-    assert transport.traffic.take() == Traffic(10, 1)
-    assert transport.traffic.take() == Traffic(0, 0)
+    assert transport.traffic.read_and_reset() == Traffic(10, 1)
+    assert transport.traffic.read_and_reset() == Traffic(0, 0)
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, nccl_start
-from collectives.transports.device_choice import Carrying, Facts
+from collectives.transports.device_choice import GpuFacts, GpuRoute
 from collectives.transports.nccl import NcclTransport
 from gtopk.exchange import exchange
 from gtopk.runtime.world import world
@@ -18,8 +18,8 @@ from gtopk.runtime.world import world
 
 @pytest.fixture(autouse=True)
 def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def signature(host: Any, device: int | None) -> Facts:
-        return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
+    def signature(host: Any, device: int | None) -> GpuFacts:
+        return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
     monkeypatch.setattr(nccl_start, "facts_here", signature)
 
@@ -64,10 +64,10 @@ def test_training_is_the_same_as_through_the_host(threads, monkeypatch) -> None:
     def program(host: LocalTransport) -> tuple[Any, Any]:
         transport = over(host)
         found = trained(transport)
-        return found, transport.choice and transport.choice.carrying
+        return found, transport.choice and transport.choice.route
 
     for (found, carrying), wanted in zip(threads(3, program), expected, strict=True):
-        assert carrying is Carrying.TORCH
+        assert carrying is GpuRoute.TORCH
         for mine, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=1e-8)
     assert len(sums) >= 3 * 3
@@ -117,9 +117,9 @@ def test_a_model_may_have_some_of_its_buckets_on_the_host(threads) -> None:
                     values = torch.arange(float(parameter.numel()))
                     parameter.grad = values * (step + 1 + transport.rank)
                 optimizer.step()
-            choice = transport.choice.carrying if over_gpus else None
+            choice = transport.choice.route if over_gpus else None
             return [large.tolist(), small.tolist()], choice
 
     expected = [found for found, _ in threads(2, lambda host: program(host, False))]
     found = threads(2, lambda host: program(host, True))
-    assert found == [(each, Carrying.TORCH) for each in expected]
+    assert found == [(each, GpuRoute.TORCH) for each in expected]
