@@ -199,6 +199,9 @@ class ObjectState(State):
             self._is_resumed = False
             self._archive = open_archive(self._archive)
             found = self._archive and self._archive.find()
+        elif self._archive:
+            # Not in `on_reset`: after a failure in the first `sync` some ranks may have no archive.
+            self._archive.scan()
         if found:
             self._check_names(found)
             run_on_all(partial(self._load, found), f"{found.path} cannot be loaded")
@@ -211,11 +214,6 @@ class ObjectState(State):
             self.save()
         self._is_resumed = True
         self._advise()
-
-    def on_reset(self) -> None:
-        if self._archive:
-            self._archive.scan()
-        super().on_reset()
 
     def _load(self, found: Found) -> None:
         """Load, on rank 0, what `_share` then sends."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
 import gtopk.torch as hvd
+from collectives.transports import local_world, run_ranks
 from gtopk.errors import CheckpointError, HorovodInternalError
-from gtopk.torch.elastic import ElasticSampler, TorchState, run_fn, state
+from gtopk.runtime.world import world
+from gtopk.torch.elastic import ElasticSampler, TorchState, base, run_fn, state
 from gtopk.torch.elastic.state import (
     LRSchedulerStateHandler,
     ModelStateHandler,
@@ -305,6 +309,43 @@ def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_t
     ranks(2, begin)
     assert ranks(2, go_on) == [(7, 5.0)] * 2
     assert ranks(2, go_on) == [(7, 5.0)] * 2  # from what was committed after that
+
+
+def test_so_it_is_where_one_rank_had_opened_the_folder_and_the_other_had_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+    opening, worlds = base.open_archive, [local_world(2, timeout_seconds=30) for _ in range(3)]
+
+    def program(transport):
+        with ExitStack() as stack:
+            attempts: list[int] = []
+
+            def enter():
+                stack.close()
+                attempts.append(1)
+                world_of_all = worlds[len(attempts) - 1][transport.rank]
+                stack.enter_context(world.entered(world_of_all))
+
+            def train(one):
+                one.epoch += 1
+                one.commit()
+                return one.epoch
+
+            enter()
+            run_fn(train, enter)(TorchState(epoch=6))
+            enter()
+            again = TorchState(epoch=0)
+            return run_fn(train, enter)(again), len(attempts)
+
+    def open_archive(before):
+        archive = opening(before)
+        if hvd.rank() == 1 and len(list(tmp_path.iterdir())) == 1 and not failed:
+            failed.append(1)
+            raise HorovodInternalError("a link was down")
+        return archive
+
+    failed: list[int] = []
+    monkeypatch.setattr(base, "open_archive", open_archive)
+    assert run_ranks(local_world(2), program) == [(8, 3)] * 2
 
 
 def test_a_commit_that_rank_0_cannot_load_is_said_on_every_rank(ranks, tmp_path, monkeypatch):
