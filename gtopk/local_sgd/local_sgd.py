@@ -306,7 +306,7 @@ class _LocalSGD(Wrapping):
         self.last_step = report_of(
             outcome,
             before,
-            step=self._world.step - 1,
+            step=max(0, self._world.step - 1),
             compute_seconds=self._ended - began - before.waited,
             elements=sum(p.numel() for p in fragment.parameters),
             model_elements=sum(p.numel() for p in self._names),

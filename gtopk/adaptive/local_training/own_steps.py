@@ -151,7 +151,7 @@ class LocalSteps:
         waits = self.spent.pop_waits()
         self._optimizer.last_step = done = report(
             seen,
-            step=step,
+            step=max(0, step),  # -1: this rank has had no batch so far
             compute_seconds=sum(ended - began for began, ended in computed),
             waits=waits,
             synchronize_seconds=sum(ended - began for began, ended in waits),

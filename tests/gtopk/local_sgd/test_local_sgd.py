@@ -247,6 +247,23 @@ def test_an_epoch_whose_rounds_are_all_over_ends_with_no_step_that_is_skipped(
         assert [step.report.skipped for step in record.steps] == [False] * 4
 
 
+def test_a_rank_without_a_step_so_far_writes_a_record_like_others(tmp_path: Path) -> None:
+    def rank(transport: LocalTransport) -> None:
+        gtopk.record(str(tmp_path))
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), inner_steps=None)
+        for step in range(2 * transport.rank):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        assert optimizer.outer_step()
+
+    on_ranks(2, rank)
+    run = read_run(tmp_path)
+    assert run.unread() is None
+    found = [[(s.report.step, s.report.local_steps) for s in each.steps] for each in run.ranks]
+    assert found == [[(0, 0)], [(1, 2)]]
+
+
 def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()

@@ -170,6 +170,34 @@ def test_a_mega_batch_and_its_merge_are_a_step(tmp_path: Path, threads: Callable
     assert [line.split()[2] for line in table.splitlines()[1:]] == [str(quick - 1), str(slow - 1)]
 
 
+@pytest.mark.parametrize("mode", ["adaptive-sgd", "hogbatch"])
+def test_a_rank_without_a_batch_so_far_writes_a_record_like_others(
+    tmp_path: Path, threads: Callable[..., Any], mode: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            gtopk.record(str(tmp_path))
+            layer = torch.nn.Linear(30, 4)
+            for parameter in layer.parameters():
+                parameter.data.fill_(0.1)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(layer.parameters(), lr=0.01), layer.named_parameters()
+            )
+            samples = DataLoader(TensorDataset(torch.zeros(1, 30)), 8)
+            loader = hvd.adapt(samples, optimizer, mode)
+            for (x,) in loader:
+                layer(x).square().mean().backward()
+                optimizer.step()
+            loader.drain()
+            assert here.step <= 1
+
+    threads(RANKS, rank)
+    run = read_run(tmp_path)
+    assert run.unread() is None
+    assert {step.report.step for step in steps_of(run)} == {0}
+    assert sum(step.report.local_steps for step in steps_of(run)) == 1
+
+
 def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
     run, _ = record(
         threads, tmp_path, "adaptive-sgd", spoils=lambda here, step: step == 0, epochs=1,
