@@ -22,8 +22,8 @@ from ...runtime.world.state import World
 from ..functions import allgather_object
 from .archive import Archive, Found, PendingWrite, gather_outcomes
 from .files import whole_number
-from .soundness import run_on_all
 from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state
+from .validation import run_on_all
 
 _log = logging.getLogger("gtopk")
 

@@ -15,8 +15,8 @@ from ... import settings
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..checkpoint.archive import Archive, Snapshot
-from ..checkpoint.soundness import run_on_all
 from ..checkpoint.tree import take_apart
+from ..checkpoint.validation import run_on_all
 from ..functions import allgather_object
 from ..mpi_ops import rank
 
