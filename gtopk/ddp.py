@@ -49,7 +49,7 @@ from .integrations.ddp_passes import (
     write_flat_gradients,
 )
 from .integrations.frameworks import Stateful
-from .integrations.hook_steps import NOT_FINITE, PREEMPTED, HookSkips, HookSteps, OneStep, flags_of
+from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
 from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
@@ -176,7 +176,7 @@ class GTopKState:
         # One thread, so that buckets end in order: the last one's task finds all before it done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
-        self._step = OneStep()  # used by the engine's thread only
+        self._step = PassTransaction()  # used by the engine's thread only
         self._buckets = 0  # how many the step has; 0: not known yet
         # Used by the engine's thread only: ranks that had SIGTERM in the step.
         self._preempted: set[int] = set()
@@ -254,7 +254,7 @@ class GTopKState:
         if pending.is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.add_bucket(bucket_exchange)
-        preempted = PREEMPTED if self._world.termination_requested else 0
+        preempted = PassFlags.PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{pending.number}",
             [
@@ -352,9 +352,9 @@ class GTopKState:
         began = time.perf_counter()
         self._buckets = bucket + 1 if is_last else self._buckets
         for rank, flags in zip(self._members.ranks, all_flags, strict=True):
-            if flags & PREEMPTED:
+            if flags & PassFlags.PREEMPTED:
                 self._preempted.add(rank)
-            if flags & NOT_FINITE:
+            if flags & PassFlags.NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
         exchanged = self._step.run(bucket_exchange, transport, all_flags)
         self._steps.note_exchange(number, began, exchanged)

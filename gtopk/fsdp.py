@@ -58,17 +58,7 @@ from .integrations.fsdp_units import (
     stand_in,
     units_of,
 )
-from .integrations.hook_steps import (
-    CLEARED,
-    NOT_FINITE,
-    SPOILT,
-    VOID,
-    HookSkips,
-    HookSteps,
-    OneStep,
-    flags_of,
-    is_void,
-)
+from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
 from .integrations.optimizer_checks import check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
@@ -208,7 +198,7 @@ class ReplicaState:
         }
         # Residuals of names that no parameter has; saved again
         self._unmatched: dict[str, ResidualState] = {}
-        self._step = OneStep()
+        self._step = PassTransaction()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
@@ -406,7 +396,7 @@ class ReplicaState:
         ).wait()
         self._nonfinite, self._finite = [], True
         # From all ranks' flags: the shards of all ranks are dropped, or those of none.
-        if is_void(all_flags):
+        if PassFlags.is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
@@ -419,18 +409,20 @@ class ReplicaState:
         if self._adam is not None:
             (self._adam.note if counted else self._adam.forget)()
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
-        where = [f"rank {rank}" for rank, flags in ranks if flags & NOT_FINITE]
+        where = [f"rank {rank}" for rank, flags in ranks if flags & PassFlags.NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
         self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
 
     def _flags_of_pass(self) -> int:
         """Return this rank's flags of the pass that ends (`hook_steps`)."""
-        flags = (VOID if self._step.is_void else 0) | (0 if self._finite else NOT_FINITE)
+        flags = (PassFlags.VOID if self._step.is_void else 0) | (
+            0 if self._finite else PassFlags.NOT_FINITE
+        )
         for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):
-                flags |= CLEARED
+                flags |= PassFlags.CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                flags |= SPOILT if bool(gradient.isnan().any()) else CLEARED
+                flags |= PassFlags.SPOILT if bool(gradient.isnan().any()) else PassFlags.CLEARED
         return flags
 
     def state_dict(self) -> dict[str, Any]:

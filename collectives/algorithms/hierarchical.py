@@ -12,7 +12,7 @@ A node sends as much as one rank would alone: its shards have k entries together
 each node this is the reduction across, bit for bit. Shi et al. 2021 (HiTopKComm) reduce dense
 gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one residual, in shards.
 
-Across: the sparse reduction that a hierarchy runs between its nodes.
+InterNodeReduction: the sparse reduction that a hierarchy runs between its nodes.
 """
 
 from __future__ import annotations

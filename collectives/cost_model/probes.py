@@ -134,7 +134,7 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
     latency, per_byte, burst_bytes = link_of(samples)
     latency /= 2  # of a word, and of the swap that answers it
     if (largest := max(samples)) >= SMALLEST_IN_PIECES:
-        per_byte = _later_seconds_per_byte(arrivals[largest], largest)
+        per_byte = _marginal_seconds_per_byte(arrivals[largest], largest)
         burst_bytes = _burst_bytes(burst, Link(latency, per_byte), largest, budget_seconds / 2)
     if burst_bytes:  # the small swaps' bytes took no time either
         latency = min(samples[SMALLEST_BYTES]) / 2
@@ -142,13 +142,13 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
     return Link(latency, per_byte, burst_bytes)
 
 
-def _later_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> float:
+def _marginal_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> float:
     """Return the median of the later halves of swaps in pieces."""
-    seconds = statistics.median(map(_later_seconds_per_piece, arrivals))
+    seconds = statistics.median(map(_marginal_seconds_per_piece, arrivals))
     return max(0.0, seconds) / ((size - WORD_BYTES) // PIECES)
 
 
-def _later_seconds_per_piece(come: Sequence[float]) -> float:
+def _marginal_seconds_per_piece(come: Sequence[float]) -> float:
     """Return the median slope between points of the later half, so that one held up does not count.
 
     A network hands on several short pieces together: 31 % too fast was a link whose half began
@@ -212,7 +212,7 @@ def follow_swaps(transport: Transport, peer: int, clock: Clock) -> Link:
     if not arrivals:
         return NOT_MEASURED
     largest = max(arrivals)
-    per_byte = _later_seconds_per_byte(arrivals[largest], largest)
+    per_byte = _marginal_seconds_per_byte(arrivals[largest], largest)
     return NOT_MEASURED._replace(seconds_per_byte=per_byte)
 
 

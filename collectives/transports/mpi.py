@@ -128,7 +128,9 @@ class MpiTransport(Carrier):
         self._has_departed = False
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
-        self._here: dict[int, int] = {}  # by rank: the last gather in which it said that it waits
+        self._arrived: dict[
+            int, int
+        ] = {}  # by rank: the last gather in which it said that it waits
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
@@ -301,7 +303,7 @@ class MpiTransport(Carrier):
         try:
             wait_until(tested, self, [], self.timeout_seconds, exchange_notes)
         except PeerTimeoutError as error:
-            late = [r for r in range(self.size) if self._here.get(r, 0) < self._gathers]
+            late = [r for r in range(self.size) if self._arrived.get(r, 0) < self._gathers]
             names = " and ".join(f"rank {rank}" for rank in late if rank != self.rank)
             raise PeerTimeoutError(str(error).replace("its peers", names or "its peers")) from None
 
@@ -320,7 +322,7 @@ class MpiTransport(Carrier):
                 if message is None:
                     return
                 message.Recv([number.view(np.uint8), self._mpi.BYTE])
-            self._here[status.source] = int(number[0])
+            self._arrived[status.source] = int(number[0])
 
     @contextmanager
     def _keep_on_error(self, request: MPI.Request, memory: Array) -> Iterator[None]:

@@ -91,7 +91,7 @@ class NcclTransport(StagedTransport):
         """
         self.automatic: bool = automatic if parent is None else parent.automatic
         super().__init__(bootstrap, parent, needs_cupy=False)
-        self._under = (
+        self._staged_host = (
             bootstrap
             if isinstance(bootstrap, StagedTransport)
             else StagedTransport(bootstrap, needs_cupy=False)
@@ -159,7 +159,7 @@ class NcclTransport(StagedTransport):
                 f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
                 "vectors on a GPU: move it there, or set GTOPK_TRANSPORT=staged"
             )
-        return self if self._all_on_gpu[what] else self._under
+        return self if self._all_on_gpu[what] else self._staged_host
 
     @property
     def tensor_place(self) -> str:
@@ -221,7 +221,7 @@ class NcclTransport(StagedTransport):
         self._collectives = opened
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        under = self._under.view(step, ranks)
+        under = self._staged_host.view(step, ranks)
         with self._making_a_view:
             if under.path not in self._views:
                 self._views[under.path] = NcclTransport(
@@ -232,15 +232,15 @@ class NcclTransport(StagedTransport):
     def send(self, message: Array, to: int) -> Callable[[], None]:
         self._stage_undecided()
         if not is_on_device(message):
-            return self._under.send(message, to)
+            return self._staged_host.send(message, to)
         self._checked(message)
         if not self.sends_from_device or to == self.rank:
-            return self._under.send(message, to)
+            return self._staged_host.send(message, to)
         finish: Callable[[], None] | None = None
 
         def stage() -> None:
             nonlocal finish
-            finish = self._under.send(message, to)
+            finish = self._staged_host.send(message, to)
 
         def sent() -> None:
             nonlocal finish
@@ -270,7 +270,7 @@ class NcclTransport(StagedTransport):
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
         if header.method is not TransferMethod.NCCL or not self.sends_from_device:
             with self._current():
-                return self._under._receive_body(header, source)
+                return self._staged_host._receive_body(header, source)
         received = self._empty(header.message_bytes)
         self._transfer([], [(received, source)])
         return received
@@ -287,7 +287,7 @@ class NcclTransport(StagedTransport):
                 outgoing.append((self._checked(message), to))
                 sends.append(self._send_header(message, to))
             else:
-                sends.append(self._under.send(message, to))
+                sends.append(self._staged_host.send(message, to))
         received, incoming = [], []
         for source in sources:
             message = self.host.receive(source)
@@ -333,7 +333,7 @@ class NcclTransport(StagedTransport):
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():
-                return self._under.allgather(message)
+                return self._staged_host.allgather(message)
         everyones = self._empty(bounds[-1])
         with self._current():
             everyones[bounds[self.rank] : bounds[self.rank + 1]] = message
@@ -352,7 +352,7 @@ class NcclTransport(StagedTransport):
         span = span_of(array)
         collectives = self._agree("allreduce", array, reduction)
         if collectives is None or loses_nan(reduction, span.dtype):
-            self._under.allreduce(array, reduction)
+            self._staged_host.allreduce(array, reduction)
             return
         if self.size > 1 and span.size:
             collectives.allreduce(array, reduction)
@@ -366,7 +366,7 @@ class NcclTransport(StagedTransport):
             return
         collectives = self._agree("reduce_scatter", array, reduction, f" cut at {list(bounds)}")
         if collectives is None or loses_nan(reduction, span_of(array).dtype):
-            self._under.reduce_scatter(array, bounds, reduction)
+            self._staged_host.reduce_scatter(array, bounds, reduction)
             return
         if self.size > 1 and parts_of(bounds):
             collectives.reduce_scatter(array, bounds, reduction)
@@ -379,7 +379,7 @@ class NcclTransport(StagedTransport):
             return
         collectives = self._agree("allgather_into", array, detail=f" cut at {list(bounds)}")
         if collectives is None:
-            self._under.allgather_into(array, bounds)
+            self._staged_host.allgather_into(array, bounds)
             return
         self._fill(array, bounds)
 
@@ -396,7 +396,7 @@ class NcclTransport(StagedTransport):
         source = f" from rank {self.ranks[root]}"
         collectives = self._agree("broadcast_into", array, detail=source)
         if collectives is None:
-            self._under.broadcast_into(array, root)
+            self._staged_host.broadcast_into(array, root)
             return
         span = span_of(array)
         if self.size > 1 and span.size:
@@ -410,7 +410,7 @@ class NcclTransport(StagedTransport):
             return self.host.alltoall(array, bounds)
         collectives = self._agree("alltoall", array, any_size=True)
         if collectives is None:
-            return self._under.alltoall(array, bounds)
+            return self._staged_host.alltoall(array, bounds)
         said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
         sizes = [int(message.view(np.int64)[self.rank]) for message in said]
         ends = [0, *itertools.accumulate(sizes)]

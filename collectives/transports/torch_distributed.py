@@ -45,7 +45,7 @@ from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .reductions import loses_nan
 from .rendezvous import StoreCounter, call_within, connect, import_torch
-from .roll_call import call_roll, missing_ranks_error, no_answer_error
+from .start_token import agree_on_start_token, missing_ranks_error, no_answer_error
 from .transport import Transport, print_line
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ def join_at(
         # A request to a store that is frozen, or whose host is gone, waits for ever.
         word = call_within(
             start_timeout_seconds + _GRACE_SECONDS,
-            lambda: call_roll(store, rank, size, start_timeout_seconds),
+            lambda: agree_on_start_token(store, rank, size, start_timeout_seconds),
         )
         # `meet` exchanges the hosts and connects gloo: each may take that long.
         return call_within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))

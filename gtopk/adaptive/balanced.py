@@ -76,8 +76,8 @@ class BalancedLoader(LoaderBase):
         self._current_batch = CurrentBatch.of(job.optimizer)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
-        self._aims = options.policy == "goodput"
-        needed = self._aims or options.lr_scaling == "adascale"
+        self._targets_goodput = options.policy == "goodput"
+        needed = self._targets_goodput or options.lr_scaling == "adascale"
         probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
@@ -232,7 +232,7 @@ class BalancedLoader(LoaderBase):
         regular = self._cut.sizes == self._plan.at(self._cut.step)
         if seconds is not None and regular and self._controller.counts(self.step):
             self._seconds.append(seconds)
-            if self._aims and (step := self._optimizer.last_step) is not None:
+            if self._targets_goodput and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
         self._finish_batch()
         if self._controller.is_due(self.step):
@@ -275,7 +275,7 @@ class BalancedLoader(LoaderBase):
         takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
-        if self._aims and self._noise.is_sure:
+        if self._targets_goodput and self._noise.is_sure:
             # The last rank waited for nobody: the least is the time of the exchange alone.
             sizes = self._goodput_sizes(min(each for *_, each in records), takes_effect)
         if tuple(sizes) != before:

@@ -148,14 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = launcher.wait()
             if code and "torch.distributed.run" not in start.command:  # it reports each rank
-                print(f"gtopk run: {_said_of(code)}", file=sys.stderr)
+                print(f"gtopk run: {_message_of(code)}", file=sys.stderr)
             return code
         except _TerminationRequested as request:
             _let_save(launcher, start.command)
             return int(request.args[0])
 
 
-def _said_of(code: int) -> str:
+def _message_of(code: int) -> str:
     """Return a text on what an exit code of mpirun or srun means for the ranks."""
     try:
         by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"

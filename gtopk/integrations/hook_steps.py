@@ -1,7 +1,7 @@
 """The steps of a hook, whose buckets DDP or FSDP hands over one by one.
 
-OneStep: all buckets of a step count, or none. HookSteps: measures and reports each step. HookSkips:
-counts the passes that do not count, and drops their gradients.
+PassTransaction: all buckets of a step count, or none. HookSteps: measures and reports each step.
+HookSkips: counts the passes that do not count, and drops their gradients.
 
 program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
 engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
@@ -35,25 +35,38 @@ from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
 
-# Flags of a bucket; NOT_FINITE also of the end of a pass.
-NOT_FINITE: Final = 1  # this rank's gradients are not finite
-PREEMPTED: Final = 2  # this rank had SIGTERM
-# Further flags of the end of a pass.
-VOID: Final = 2  # the pass does not count
-SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
-CLEARED: Final = 8  # some of those gradients were cleared since
+
+class PassFlags:
+    """The flags of a bucket, and of the end of a pass; NOT_FINITE is one of both."""
+
+    NOT_FINITE: Final = 1  # this rank's gradients are not finite
+    PREEMPTED: Final = 2  # of a bucket: this rank had SIGTERM
+    VOID: Final = 2  # of the end: the pass does not count
+    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+    CLEARED: Final = 8  # some of those gradients were cleared since
+
+    @classmethod
+    def is_void(cls, all_flags: Sequence[int]) -> bool:
+        """Tell whether a pass is void, from all ranks' flags.
+
+        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
+        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
+        void no further pass.
+        """
+        said = functools.reduce(operator.or_, all_flags)
+        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
 
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
     """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
     return (
-        NOT_FINITE
+        PassFlags.NOT_FINITE
         if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
         else 0
     )
 
 
-class OneStep:
+class PassTransaction:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
@@ -82,7 +95,7 @@ class OneStep:
         )  # a module that is used twice: keep what was remembered before the step
         self._exchanged.append(bucket_exchange)
         self.not_finite = []
-        self._void |= any(flags & NOT_FINITE for flags in all_flags)
+        self._void |= any(flags & PassFlags.NOT_FINITE for flags in all_flags)
         exchanged = None
         if not self._void:
             if not again:
@@ -127,17 +140,6 @@ class OneStep:
             bucket_exchange.release_gradients()
         self._exchanged, self._void = [], False
         return counted
-
-
-def is_void(all_flags: Sequence[int]) -> bool:
-    """Tell whether a pass is void, from all ranks' flags.
-
-    It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and none
-    was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they void no
-    further pass.
-    """
-    said = functools.reduce(operator.or_, all_flags)
-    return bool(said & VOID) or said & (SPOILT | CLEARED) == SPOILT
 
 
 class HookSteps:

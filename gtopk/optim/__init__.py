@@ -2,7 +2,7 @@
 
 distributed.py      DistributedOptimizer; adasum.py: the same for op=Adasum
 options.py          its arguments, checked; momentum.py: momentum that would count twice
-reduced_twice.py    refuses gradients that DDP, or another optimizer, has already reduced
+double_reduction.py refuses gradients that DDP, or another optimizer, has already reduced
 wrapped/            the optimizer that a script made, its Adam moments, and its state
 hooks.py            backward hooks: which gradients and buckets are complete
 bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py

@@ -23,6 +23,7 @@ from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum
+from .double_reduction import SharedParameters
 from .grad_scaler import (
     RECIPE,
     begin_to_read_scale,
@@ -32,7 +33,6 @@ from .grad_scaler import (
 )
 from .momentum import CorrectedGradients, log_advice, require_one_momentum
 from .options import Groups, Options, warn_of_few_entries
-from .reduced_twice import SharedParameters
 from .reducer import Reducer
 from .replica_check import ReplicaCheck
 from .samples import Samples, shorten

@@ -82,9 +82,9 @@ class ExpectedStep:
         self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
         self.expect(bucket_exchanges)
         if self._calibration is not None and here.rank == 0 and not here.advised:
-            self._say(here, bucket_exchanges, self._calibration)
+            self._log_advice(here, bucket_exchanges, self._calibration)
 
-    def _say(
+    def _log_advice(
         self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
     ) -> None:
         """Log the advice on what is compressed, or on what could be where nothing is."""

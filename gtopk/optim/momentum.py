@@ -60,7 +60,7 @@ def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str =
     """
     if isinstance(compression, ErrorFeedback):
         _warn_of_second_moments(optimizer, compression, way)
-        _tell_of_momentum(optimizer, compression)
+        _log_momentum_advice(optimizer, compression)
 
 
 def _warn_of_second_moments(
@@ -95,7 +95,7 @@ def _warn_of_second_moments(
     )
 
 
-def _tell_of_momentum(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
+def _log_momentum_advice(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
     """Log how to take SGD's momentum before the selection, where SGD takes it after.
 
     Only for plain momentum: `momentum_correction` is neither Nesterov's nor dampened.

@@ -29,13 +29,13 @@ from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.state import World
 from ..telemetry.stragglers import Stragglers
+from .double_reduction import refuse_ddp
 from .expected_step import ExpectedStep
 from .grad_scaler import loss_scale
 from .hooks import BackwardHooks
 from .options import Options
 from .peers import Peers, peers_in, register_shadow
 from .planned_buckets import PlannedBuckets
-from .reduced_twice import refuse_ddp
 from .samples import LocalClip, Samples, note_stepper
 from .step_transaction import StepTransaction
 

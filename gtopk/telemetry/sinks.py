@@ -354,7 +354,7 @@ class Wandb:
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _tell_of_failure(lines)
+        self._has_failed |= _warn_of_failure(lines)
         for line in lines:
             if values := dict(self._sent.scalars(line)):
                 self._run.log({**values, "gtopk/step": line["step"]})
@@ -394,7 +394,7 @@ class MLflow:
         self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _tell_of_failure(lines)
+        self._has_failed |= _warn_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [
             self._metric(_metric_name(name), value, now, line["step"])
@@ -410,7 +410,7 @@ class MLflow:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
 
 
-def _tell_of_failure(lines: Sequence[Line]) -> bool:
+def _warn_of_failure(lines: Sequence[Line]) -> bool:
     """Tell whether this rank has left out of order."""
     return any(line["what"] == "end" and not left_in_order(line) for line in lines)
 

@@ -21,7 +21,7 @@ from collectives.transports import Transport
 from gtopk.cli.arguments import above_zero, as_argument, number_in, output_file, share
 from gtopk.cli.bench.collectives.library import open_library
 from gtopk.cli.bench.collectives.run import count_hosts
-from gtopk.cli.bench.harness import NETWORKS, add_words, one_of, real, silent, tell
+from gtopk.cli.bench.harness import NETWORKS, add_words, one_of, real, show_progress, silent
 from gtopk.cli.bench.optimizer import open_gloo, own_host
 from gtopk.runtime.machine import load, this_machine
 from gtopk.runtime.world import world
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
         Clock(here.engine, options.interface),
         options.rounds,
         options.budget_seconds,
-        tell if here.rank == 0 else silent,
+        show_progress if here.rank == 0 else silent,
     )
     machine["load_after"] = load()
     cores = options.shared_cores or here.size * usable_cores()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from gtopk.cli.bench.collectives.library import Reckoning
+from gtopk.cli.bench.collectives.library import ModelledLibrary
 from gtopk.cli.bench.harness import Compute
 from gtopk.cli.bench.optimizer import WHOLE_MODEL_MB, register_power
 from gtopk.compression import Compression, SparseCompression
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     compute: Compute
     density: float
     ranks: int
-    library: Reckoning
+    library: ModelledLibrary
     group: Any
 
 

@@ -46,7 +46,7 @@ from collectives.transports import Transport
 from ...optim.replica_check import Divergence, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
-from ..local_training.own_steps import LocalSteps, TimedOperation
+from ..local_training.local_steps import LocalSteps, TimedOperation
 from ..local_training.replica import RoundExchange
 
 
@@ -174,10 +174,10 @@ class Wire(Protocol):
     """The operations of all ranks; neither call waits."""
 
     def ready(self, samples: int, is_last: bool) -> Pending:
-        """Announce that this rank may end the round; the result is Ready."""
+        """Announce that this rank may end the round; the result is RoundReadiness."""
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
-        """Reduce sums over samples to their mean over all ranks' samples; the result is Reduced."""
+        """Reduce sums over samples to their mean over all ranks'; the result is RoundReduction."""
 
 
 class Rounds:

@@ -13,7 +13,8 @@ they see its earlier writes, on processors of every kind.
 A round is an epoch or an evaluation; round 1 is the time before them. The notes of two rounds take
 turns in memory: while a worker waits for one round's end, another may have begun the next.
 
-Board: a row for each worker of a node, in shared memory, with its counts and its device class.
+WorkerTable: a row for each worker of a node, in shared memory, with its counts and its device
+    class.
 
 A worker's device class decides how it updates the model, and its batch sizes.
 

@@ -2,7 +2,7 @@
 
 | board: head, a row for each worker | ledger: notes of two rounds | the model |
 
-Merging: the models of several nodes, merged at intervals while their workers go on.
+NodeMerges: the models of several nodes, merged at intervals while their workers go on.
 
     node 0   ...updates...| snapshot o_0 = x_0 - z |...updates... | + (z' + o_0' - snapshot) |...
                             \\                                      /
@@ -42,7 +42,7 @@ from ...runtime.coordinator import Engine, Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world.state import World
 from ...units import count_text
-from ..local_training.own_steps import LocalSteps
+from ..local_training.local_steps import LocalSteps
 from ..local_training.replica import Replica
 from ..options import Job
 from .ledger import CLASSES, NAMES, DeviceClass, Ledger, WorkerTable

@@ -6,7 +6,7 @@ at first     the next places of the epoch's order, as many as the worker's curre
 all taken    places left undone by workers that died or whose scripts broke off
 broken off   places claimed and not handed out are given back to workers that still compute
 
-BatchInHand: the batch that a worker computes on, until its one step is taken.
+WorkersBatch: the batch that a worker computes on, until its one step is taken.
 
 hand-over    fast classes: the shared model is copied into the worker's own
 script       forward, backward
@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
 from ..current_batch import LearningRate
-from ..local_training.own_steps import WallClock, replace_step
+from ..local_training.local_steps import WallClock, replace_step
 from ..memory import Memory
 from ..options import Job
 from .ledger import now_nanoseconds

@@ -1,5 +1,5 @@
 """Parts of the modes whose ranks step by themselves between exchanges.
 
-own_steps.py        a mode's own step in place of the distributed optimizer's, and its step reports
+local_steps.py      a mode's own step in place of the distributed optimizer's, and its step reports
 replica.py          a rank's own model, the center, and their merge; sums of gradients
 """

@@ -26,7 +26,7 @@ from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.own_steps import (
+from ..local_training.local_steps import (
     LocalSteps,
     TimedOperation,
     replace_step,

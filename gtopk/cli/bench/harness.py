@@ -80,7 +80,7 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
     return read
 
 
-def tell(text: str = "") -> None:
+def show_progress(text: str = "") -> None:
     """Show a text in place of the last one; none clears the line, for what is printed next."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -50,8 +50,8 @@ from .harness import (
     real,
     refuse,
     shapes,
+    show_progress,
     silent,
-    tell,
     write_json,
 )
 
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compute,
         {name: known[name] for name in names},
         options.rounds,
-        tell if here.rank == 0 else silent,
+        show_progress if here.rank == 0 else silent,
     )
     if here.rank == 0:
         facts = {

@@ -81,17 +81,17 @@ class SimulatedWire:
 
     def ready(self, samples: int, is_last: bool) -> Seat:
         """Announce that this rank may end the round."""
-        return self._meet("ready", (samples, is_last))
+        return self._join_meeting("ready", (samples, is_last))
 
     def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
         """Reduce the sums of a round."""
-        return self._meet("reduce", (gradients, samples, batches))
+        return self._join_meeting("reduce", (gradients, samples, batches))
 
     def meet(self) -> Seat:
         """Come to where all ranks go on from together, between two passes."""
-        return self._meet("pass", None)
+        return self._join_meeting("pass", None)
 
-    def _meet(self, kind: str, what: Any) -> Seat:
+    def _join_meeting(self, kind: str, what: Any) -> Seat:
         meeting = self._ends.meeting(kind, self._met[kind])
         self._met[kind] += 1
         meeting.arrived[self._rank] = what

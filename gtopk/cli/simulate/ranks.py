@@ -27,23 +27,23 @@ from ...runtime.world import world
 from ...runtime.world.state import World
 
 
-class _Hush(logging.Filter):
+class _LogFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._seen_lines: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         said = record.getMessage()
-        if record.module == "stragglers" or said in self._said:
+        if record.module == "stragglers" or said in self._seen_lines:
             return False
-        self._said.add(said)
+        self._seen_lines.add(said)
         return True
 
 
 @contextlib.contextmanager
 def filtered_logs() -> Iterator[None]:
     """Pass over what is no word on the cluster that is simulated: ranks share these cores."""
-    logger, hush = logging.getLogger("gtopk"), _Hush()
+    logger, hush = logging.getLogger("gtopk"), _LogFilter()
     logger.addFilter(hush)
     try:
         yield

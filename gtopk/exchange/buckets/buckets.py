@@ -300,7 +300,7 @@ class Bucket:
             return None
         if not whole:
             largest = max(self.gradients, key=torch.Tensor.numel)
-            return _some_of(largest.reshape(-1))
+            return _sample_of(largest.reshape(-1))
         ordered = zip(self.gradients, self.strides, strict=True)
         marks = [_checksum(gradient, stride) for gradient, stride in ordered if gradient.numel()]
         return torch.stack([mark.to(self.device) for mark in marks])
@@ -422,10 +422,10 @@ def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
     )
-    return torch.stack([bits, _some_of(flat)])
+    return torch.stack([bits, _sample_of(flat)])
 
 
-def _some_of(flat: torch.Tensor) -> torch.Tensor:
+def _sample_of(flat: torch.Tensor) -> torch.Tensor:
     """Return the bits of a sum of values from all over a tensor, int64."""
     some = flat[:: max(1, flat.numel() // _SOME)].sum()
     return some.double().view(torch.int64)

@@ -376,12 +376,12 @@ class Engine:
             self._table.capacity = self._limits[0]
         now = time.perf_counter()
         if self._observers:
-            self._tell_who_is_ready(announcements, now)
+            self._notify_ready(announcements, now)
         outcome = self._table.enter(announcements)
         grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
         if self._observers:
-            self._tell_what_follows(outcome, now)
+            self._notify_negotiated(outcome, now)
         for name, error in outcome.refused:
             self._refuse(name, error)
         self._execute(outcome.ready, now)
@@ -478,7 +478,7 @@ class Engine:
         for observer in self._observers:
             observer(event)
 
-    def _tell_who_is_ready(self, announcements: Sequence[Announcement], now: float) -> None:
+    def _notify_ready(self, announcements: Sequence[Announcement], now: float) -> None:
         self._notify(Event("mark", "cycle", "", now))
         for rank, announcement in zip(self.transport.ranks, announcements, strict=True):
             for name in self._table.names_in(announcement):
@@ -487,7 +487,7 @@ class Engine:
                     self._notify(Event("begin", "negotiate", name, now))
                 self._notify(Event("mark", "ready", name, now, rank))
 
-    def _tell_what_follows(self, outcome: CycleOutcome, now: float) -> None:
+    def _notify_negotiated(self, outcome: CycleOutcome, now: float) -> None:
         for name, *_ in (*outcome.ready, *outcome.refused):
             if name in self._negotiating:
                 self._negotiating.remove(name)

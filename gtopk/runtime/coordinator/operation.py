@@ -247,7 +247,7 @@ class Operation:
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished: threading.Event | None = None  # made for the first that waits
-        self._hurry = hurry
+        self._wake_for = hurry
         self._where = where
         self._traffic: Traffic | None = None
 
@@ -259,7 +259,7 @@ class Operation:
 
     def wait(self) -> Any:
         """Return the result, or raise HorovodInternalError (or what `work` raised)."""
-        if not self.done and (finished := self._hurry(self)):
+        if not self.done and (finished := self._wake_for(self)):
             finished.wait()
         if isinstance(self.error, CollectiveError):
             raise self._failure(self.error) from None

@@ -95,7 +95,7 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if error is None and not self and self._world_or_last().termination_requested:
-            self._say(
+            self._print(
                 "had SIGTERM after the last step, of which no other rank knows: a step within "
                 "another block tells them, or ask() of this one at the same place on all ranks"
             )
@@ -106,7 +106,7 @@ class Termination:
         here = self._world_or_last()
         by = f"as {name_ranks(here.preempted)} had SIGTERM"
         here.note_end(f"ended at step {here.step}, {by}", in_order=True)
-        self._say(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
+        self._print(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
         sys.exit(EXIT_CODE)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -117,7 +117,7 @@ class Termination:
         if world.has_lost_rank():  # the launcher ends those that are left: nothing can be saved
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self._say(
+        self._print(
             f"had SIGTERM at step {here.step}: all ranks will know after one of the next two "
             "steps; a second one ends this rank at once"
         )
@@ -128,7 +128,7 @@ class Termination:
             self._world = world.current()
         return self._world
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         """Write a line on stderr in one write, as a signal's handler can."""
         name = f"rank {self._world.rank} of {self._world.size}"
         place = f"host {socket.gethostname()}, pid {os.getpid()}"

@@ -134,7 +134,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
         logs.install_handler(transport.rank)
         if transport.rank == 0 and transport.size > 1:
-            _tell_of_slow_kernels()
+            _warn_of_slow_kernels()
         here = World(transport, before)
         guard = Guard(here, heartbeat_seconds, failures)
     except BaseException as amiss:
@@ -159,7 +159,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
     atexit.register(_at_exit)
 
 
-def _tell_of_slow_kernels() -> None:
+def _warn_of_slow_kernels() -> None:
     """Log which kernels run where they are not the compiled ones."""
     if reason := why_not_compiled():
         _log.warning(

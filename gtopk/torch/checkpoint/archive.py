@@ -47,8 +47,8 @@ from .files import (
     remove_checkpoints,
     write_part,
 )
-from .soundness import broadcast_tensors, by_rank, problem_text, run_on_all, take_on_all
 from .tree import Json, Taken, put_together
+from .validation import broadcast_tensors, by_rank, problem_text, run_on_all, take_on_all
 
 T = TypeVar("T")
 

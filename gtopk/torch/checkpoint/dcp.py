@@ -105,7 +105,7 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Return the newest whole checkpoint's metadata; raise CheckpointError where none is."""
         self._part, self._values = self._newest()
-        self._tell_of_other_ranks()
+        self._warn_of_other_ranks()
         layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, value in self._values.items():
             if isinstance(value, torch.Tensor):
@@ -116,7 +116,7 @@ class Reader(StorageReader):
                 layout[name] = BytesStorageMetadata()
         return Metadata(layout)
 
-    def _tell_of_other_ranks(self) -> None:
+    def _warn_of_other_ranks(self) -> None:
         """Warn where more ranks load than saved: DCP may miss keys of the new ranks' residuals."""
         found = [_OF_A_RANK.search(name) for name in self._values]
         saved = 1 + max((int(rank[1]) for rank in found if rank), default=-1)

@@ -21,8 +21,8 @@ from ...runtime.world import world
 from ...runtime.world.state import World
 from .archive import Archive, Found, PendingWrite, gather_outcomes
 from .files import whole_number
-from .soundness import run_on_all
 from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state
+from .validation import run_on_all
 
 _log = logging.getLogger("gtopk")
 

@@ -40,7 +40,8 @@ from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
-from .soundness import (
+from .tree import Taken, put_together, take_apart
+from .validation import (
     broadcast_tensors,
     check_alike,
     check_model,
@@ -48,7 +49,6 @@ from .soundness import (
     check_residual,
     run_on_all,
 )
-from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 

@@ -17,8 +17,8 @@ from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.world import world
 from ...runtime.world.state import World
 from ..checkpoint.archive import Archive, Snapshot
-from ..checkpoint.soundness import run_on_all
 from ..checkpoint.tree import take_apart
+from ..checkpoint.validation import run_on_all
 from ..functions import allgather_object
 
 FOLDER: Final = settings.ELASTIC_DIR.name

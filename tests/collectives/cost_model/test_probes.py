@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.cost_model.probes import PIECES, WORD_BYTES, _later_seconds_per_byte
+from collectives.cost_model.probes import PIECES, WORD_BYTES, _marginal_seconds_per_byte
 
 PIECE_BYTES = 2000
 SIZE = PIECES * PIECE_BYTES + WORD_BYTES
@@ -21,7 +21,7 @@ def arrivals(seconds: float, at_once: int, first: int) -> list[float]:
 def test_pieces_that_come_together_make_a_link_no_faster(at_once: int) -> None:
     for first in range(at_once):
         for seconds in (3e-3, 2e-6):
-            found = _later_seconds_per_byte([arrivals(seconds, at_once, first)] * 3, SIZE)
+            found = _marginal_seconds_per_byte([arrivals(seconds, at_once, first)] * 3, SIZE)
             assert found == pytest.approx(seconds / PIECE_BYTES, rel=1e-9)
 
 
@@ -30,9 +30,9 @@ def test_a_moment_in_which_nothing_is_read_does_not_count() -> None:
     for held_up in range(PIECES // 2 - 1, PIECES):
         read = come[held_up] + 3e-3
         late = np.where((come >= come[held_up]) & (come < read), read, come).tolist()
-        found = _later_seconds_per_byte([late], SIZE)
+        found = _marginal_seconds_per_byte([late], SIZE)
         assert found == pytest.approx(1e-3 / PIECE_BYTES, rel=0.15)
 
 
 def test_pieces_that_all_come_at_once_are_no_error() -> None:
-    assert _later_seconds_per_byte([[1.0] * PIECES], SIZE) == 0.0
+    assert _marginal_seconds_per_byte([[1.0] * PIECES], SIZE) == 0.0

@@ -88,7 +88,7 @@ def test_those_of_oktopk_are_counted_once_its_boundaries_stand(ranks):
     def program(transport):
         regions = Regions()
         for _ in range(2):
-            transport.traffic.take()
+            transport.traffic.read_and_reset()
             reduce(own_picks(transport.rank, ranks), K, transport, "oktopk", regions=regions)
 
     run_ranks(world, program)
@@ -176,7 +176,7 @@ def test_oktopk_sends_what_lists_of_its_regions_take_in_any_format(format):
     def program(transport):
         regions, picks = Regions(), uniform(transport.rank, k, length)
         for _ in range(2):
-            transport.traffic.take()
+            transport.traffic.read_and_reset()
             reduce(picks, k, transport, "oktopk", format=format, regions=regions)
 
     run_ranks(world, program)

@@ -19,7 +19,7 @@ from collectives.transports import Transport
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Exchanged, Progress
 from gtopk.exchange.residual import Residual
-from gtopk.integrations.hook_steps import OneStep
+from gtopk.integrations.hook_steps import PassTransaction
 from gtopk.torch import Compression
 
 Seconds = Counter[str]
@@ -96,7 +96,7 @@ def test_the_ranges_add_up_to_the_seconds_of_the_report(
             "bucket", [parameter], ["weight"], Compression.gtopk(0.1), Progress()
         )
         bucket_exchange.capture_gradients(0.5, 1.0)
-        exchanged = OneStep().run(bucket_exchange, transport, [0, 0])
+        exchanged = PassTransaction().run(bucket_exchange, transport, [0, 0])
         assert exchanged is not None
         return exchanged, ranges.seconds
 

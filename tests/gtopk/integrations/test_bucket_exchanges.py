@@ -17,7 +17,7 @@ from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
 from gtopk.integrations.bucket_exchanges import BucketExchanges, split
-from gtopk.integrations.hook_steps import OneStep
+from gtopk.integrations.hook_steps import PassTransaction
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -66,7 +66,7 @@ class Hook:
         bucket_exchange = self.bucket_exchanges.bucket_exchange_of(members, buffer)
         bucket_exchange.parameters[0].grad = buffer
         bucket_exchange.capture_gradients(1.0 / self._transport.size, 1.0)
-        step = OneStep()
+        step = PassTransaction()
         step.run(bucket_exchange, self._transport, [0] * self._transport.size)
         assert step.close()
         for parameter, part in zip(members, split(buffer, members), strict=True):

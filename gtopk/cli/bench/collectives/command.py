@@ -49,7 +49,7 @@ from ..harness import (
     write_json,
 )
 from .cases import DISTRIBUTIONS, Record, Results, checked
-from .contenders import BASELINES, KNOWN, parse, spelled
+from .contenders import BASELINES, KNOWN, formats_of, parse
 from .run import Plan, run
 
 Panel = tuple[int, int, float, str]  # ranks, length, density, distribution
@@ -414,7 +414,7 @@ def known_algorithm(word: str) -> str:
 
 def known_format(word: str) -> str:
     """Return the name of a format, or of its value code; raise ValueError for an unknown one."""
-    spelled(word)
+    formats_of(word)
     return word
 
 

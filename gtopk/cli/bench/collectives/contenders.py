@@ -29,7 +29,7 @@ from collectives.wire.format import check
 from collectives.wire.indices import INDEX_CODES
 
 from ....compression import Shards
-from .library import Library, Reckoning
+from .library import Library, ModelledLibrary
 
 
 def plain_allgather(selected: SparseVector, k: int, size: int, library: Library) -> SparseVector:
@@ -133,7 +133,7 @@ class Task(NamedTuple):
     selected: SparseVector
     k: int
     transport: Transport
-    library: Reckoning
+    library: ModelledLibrary
 
 
 class ContenderResult(NamedTuple):
@@ -268,14 +268,14 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
 
 def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format]:
     """Return the formats whose coding is to be measured: those spelled, and those of shards."""
-    asked = [format for word in formats for format in spelled(word)]
+    asked = [format for word in formats for format in formats_of(word)]
     for name, options in map(parse, algorithms):
         if name == Shards.algorithm:
             asked += [format._replace(indices="raw") for format in Shards(**options).formats()]
     return [*dict.fromkeys(asked)]
 
 
-def spelled(word: str) -> list[Format]:
+def formats_of(word: str) -> list[Format]:
     """Return the formats a word leaves open: "packed+bf16" one, "bf16" one for each index code.
 
     Raises ValueError for codes that there are not.
@@ -298,7 +298,7 @@ def own_contenders(
              model finds quickest here.
     """
     found = [
-        min(spelled(word), key=lambda f: modelled_gtopk(f, length, k, network, rates))
+        min(formats_of(word), key=lambda f: modelled_gtopk(f, length, k, network, rates))
         for word in formats
     ]
     contenders = []

@@ -140,7 +140,7 @@ class OfTransport:
         self._transport.barrier()
 
 
-class Reckoning:
+class ModelledLibrary:
     """A library, with the least bytes that its operations send.
 
     Only messages given to `send` can be counted; the others are reckoned: an allreduce at the
@@ -181,7 +181,7 @@ class Reckoning:
         self.traffic.count(0, self._rounds)
 
 
-def open_library(transport: Transport, ranks: Sequence[int]) -> Reckoning:
+def open_library(transport: Transport, ranks: Sequence[int]) -> ModelledLibrary:
     """Return the library below a transport for some of its ranks, in order; all must call it.
 
     On a rank that is not among them, what is returned must not be used.
@@ -196,4 +196,4 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> Reckoning:
     else:
         library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)
     place = ranks.index(transport.rank) if transport.rank in ranks else 0
-    return Reckoning(library, place, len(ranks))
+    return ModelledLibrary(library, place, len(ranks))

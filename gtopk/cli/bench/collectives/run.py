@@ -36,7 +36,7 @@ from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 
 from ....runtime.machine import load, this_machine
-from ..harness import per_rank, silent, spread, tell
+from ..harness import per_rank, show_progress, silent, spread
 from .cases import SCHEMA, Case, ModelLink, Record, Results, Run, cases, picks
 from .contenders import (
     BASELINES,
@@ -47,7 +47,7 @@ from .contenders import (
     reference_of,
     to_measure,
 )
-from .library import Reckoning, open_library
+from .library import ModelledLibrary, open_library
 
 
 class Plan(NamedTuple):
@@ -183,7 +183,7 @@ def measure(
     case: Case,
     contenders: Sequence[Contender],
     transport: Transport,
-    library: Reckoning,
+    library: ModelledLibrary,
     rounds: int,
     budget_seconds: float,
     seed: int,
@@ -275,7 +275,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     """Return the results; every rank must call it, rank 0's are whole."""
     plan.check(transport.size)
     machine = this_machine()
-    say = tell if transport.rank == 0 else silent
+    say = show_progress if transport.rank == 0 else silent
     formats = to_measure(plan.algorithms, plan.formats)
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
@@ -321,7 +321,7 @@ def run(plan: Plan, transport: Transport) -> Results:
 def on_these_ranks(
     plan: Plan,
     transport: Transport,
-    library: Reckoning,
+    library: ModelledLibrary,
     calibration: Calibration,
     say: Callable[[str], None],
 ) -> list[Record]:

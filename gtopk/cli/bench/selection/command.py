@@ -26,7 +26,7 @@ from collectives.kernels.device.timing import measure as measure_kernels
 from collectives.kernels.device.timing import table as kernel_table
 
 from ...arguments import as_argument, share, whole_number
-from ..harness import add_words, bench_parser, one_of, refuse, tell, write_json
+from ..harness import add_words, bench_parser, one_of, refuse, show_progress, write_json
 from .measure import (
     MAKERS,
     MergeRecord,
@@ -201,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if ADVERSE in options.data:
             device = machine["processor"]
             for found in measure_cases(
-                elements, options.density, device, options.methods, options.rounds, tell
+                elements, options.density, device, options.methods, options.rounds, show_progress
             ):
-                tell()
+                show_progress()
                 print(table(found))
                 records += found
         for name in options.data:
@@ -213,8 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             places += [] if no_gpu else [open_gpu()]
             chosen = {place: wanted(place.names, options.methods) for place in places}
             source = open_source(name, elements)
-            found = measure(source, options.density, chosen, options.rounds, options.warm_up, tell)
-            tell()
+            found = measure(
+                source, options.density, chosen, options.rounds, options.warm_up, show_progress
+            )
+            show_progress()
             for place in places:
                 print(table([record for record in found if record.device == place.device]))
             records += found
@@ -244,10 +246,10 @@ def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
         for name in options.data
         if name != ADVERSE
         for record in count_rescans(
-            open_source(name, elements), options.density, options.rescans, tell
+            open_source(name, elements), options.density, options.rescans, show_progress
         )
     ]
-    tell()
+    show_progress()
     for record in counted:
         right = "exact" if record.exact else "NOT EXACT"
         print(

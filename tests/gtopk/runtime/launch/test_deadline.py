@@ -96,11 +96,11 @@ import math, time
 from gtopk.runtime.world.joining import deadline
 from gtopk.runtime.launch.job import Launched
 from gtopk.runtime.launch.job import ranks_here
-from gtopk.runtime.launch.watchdog import WatchdogSettings, Roll
+from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
 
 variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 here = ranks_here(Launched("mpirun", 0, 3, variables))
-with deadline(WatchdogSettings(math.inf, "", roll=Roll("{}", variables[0], 0, here, True))):
+with deadline(WatchdogSettings(math.inf, "", siblings=Siblings("{}", variables[0], 0, here, True))):
     time.sleep(1)
     print("waits", flush=True)
     time.sleep(WAITS)

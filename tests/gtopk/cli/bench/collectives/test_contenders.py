@@ -17,11 +17,11 @@ from collectives.wire.indices import INDEX_CODES
 from gtopk.cli.bench.collectives.contenders import (
     BASELINES,
     Task,
+    formats_of,
     own,
     own_contenders,
     parse,
     reference_of,
-    spelled,
     to_measure,
 )
 from gtopk.cli.bench.collectives.library import open_library
@@ -44,7 +44,7 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
     (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, SLOW, RATES)
     seconds = {
         format: predict(Candidate("gtopk", K / LENGTH, format), LENGTH, SLOW, RATES)
-        for format in spelled("bf16")
+        for format in formats_of("bf16")
     }
     assert found.format == min(seconds, key=lambda format: seconds[format].exchange_seconds)
     assert found.format == Format("packed", "bf16")  # the fewest bytes, where bytes are dear
@@ -143,4 +143,4 @@ def test_options_are_read_from_words() -> None:
     with pytest.raises(ValueError, match="'gtpok'"):
         parse("gtpok")
     with pytest.raises(ValueError, match="zipped"):
-        spelled("zipped+exact")
+        formats_of("zipped+exact")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from collectives.errors import CollectiveError, MismatchError, PeerTimeoutError
-from collectives.transports.roll_call import call_roll
+from collectives.transports.start_token import agree_on_start_token
 
 torch = pytest.importorskip("torch")
 
@@ -18,7 +18,7 @@ def start(store, size: int, ranks: list[int] | None = None, timeout_seconds: flo
 
     def rank(number: int):
         try:
-            return call_roll(store, number, size, timeout_seconds)
+            return agree_on_start_token(store, number, size, timeout_seconds)
         except CollectiveError as error:
             return error
 

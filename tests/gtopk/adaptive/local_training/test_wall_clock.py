@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.adaptive.local_training import own_steps as spent
+from gtopk.adaptive.local_training import local_steps
 
 
 class Clock:
@@ -18,8 +18,8 @@ class Clock:
 
 def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(spent, "time", clock)
-    counted = spent.WallClock()
+    monkeypatch.setattr(local_steps, "time", clock)
+    counted = local_steps.WallClock()
     with counted.waiting():
         clock.now += 50  # before the beginning
     counted.begin()

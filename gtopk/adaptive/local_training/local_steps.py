@@ -1,6 +1,6 @@
-"""OwnSteps: the step reports of a mode whose optimizer does not exchange gradients in each step.
+"""LocalSteps: the step reports of a mode whose optimizer does not exchange gradients in each step.
 
-Spent measures where a rank's time goes:
+WallClock measures where a rank's time goes:
 
 |-- computed --|waits|----- computed -----|waits|-- computed --   all of the wall clock, once
 
