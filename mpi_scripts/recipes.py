@@ -259,6 +259,9 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "AdamW before, shards, 1.3 times the rate": lambda s: Recipe(
         Compression.shards(4, 3), adam=True, rate=1.3, ramp=RAMP
     ),
+    "AdamW before, shards of 2, 2 bits": lambda s: Recipe(
+        Compression.shards(2, 2), adam=True, rate=1.2, ramp=RAMP
+    ),
     "AdamW before, shards of 8, 2 bits": lambda s: Recipe(
         Compression.shards(8, 2), adam=True, rate=1.2, ramp=RAMP
     ),

@@ -31,7 +31,7 @@ import torch
 from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
-from ..checkpoint.soundness import run_on_all
+from ..checkpoint.validation import run_on_all
 from ..checkpoint.tree import put_together
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
