@@ -16,12 +16,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from collectives.cost import Link
-from collectives.cost_model import Budget, Calibration, Prediction, calibrate, choose
-from collectives.cost_model.schedules import FORMATS
-from collectives.transports import Transport
-
-from ... import __version__, settings
+from ... import settings
 from ...runtime.launch import (
     Launched,
     LaunchError,
@@ -222,6 +217,8 @@ def add_up(measure_network: bool = True) -> None:
         "gpus": choose_gpu_route(world),
     }
     if measure_network and world.size > 1:
+        from .network import describe_network
+
         sums["network"] = describe_network(world)
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
@@ -248,42 +245,3 @@ def _find_report(lines: list[str]) -> dict[str, Any] | None:
             found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return found
     return None
-
-
-# What compression would bring is told for a model of a well-known size.
-MODEL, LENGTH, DENSITY = "ResNet-50", 25_557_032, 0.001
-_EXACT: Final = [format for format in FORMATS if format.values == "exact"]
-
-
-def describe_network(transport: Transport) -> str:
-    """Return a sentence on the links, and one on what pays; every rank must call it."""
-    calibration = calibrate(transport, FORMATS, {"gtopk": __version__})
-    return describe(calibration)
-
-
-def describe(calibration: Calibration) -> str:
-    """Return the meaning of a calibration for a model of a well-known size."""
-    network = calibration.network
-    links = []
-    if network.ranks > network.ranks_per_node:
-        links.append(f"between hosts {_link(network.between)}")
-    if network.within is not None:
-        links.append(f"inside a host {_link(network.within)}")
-    choices = choose(LENGTH, calibration, Budget(density=DENSITY), _EXACT)
-    seconds = {each.candidate.algorithm: each for each in reversed(choices)}
-    dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)
-    pays = choices[0].candidate.algorithm != "dense"
-    step = (
-        f"a step of {MODEL}'s size at density {DENSITY:g} would take "
-        f"{_milliseconds(dense)} dense, {_milliseconds(best)} by {best.candidate.algorithm}: "
-        f"compression {'pays' if pays else 'would not pay'} here ({calibration.origin})"
-    )
-    return f"{', '.join(links)}; {step}" if links else step
-
-
-def _link(link: Link) -> str:
-    return f"{link.bits_per_second / 1e9:.3g} Gbit/s and {1e6 * link.latency_seconds:.3g} us"
-
-
-def _milliseconds(found: Prediction) -> str:
-    return f"{1e3 * found.seconds:.3g} ms"
