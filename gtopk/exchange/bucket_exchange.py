@@ -70,11 +70,13 @@ def require_compression(compression: object) -> None:
     is_class = isinstance(compression, type) and hasattr(compression, "compress")
     if is_class or isinstance(compression, ErrorFeedback):
         return
+    if isinstance(compression, type) and issubclass(compression, ErrorFeedback):
+        name = compression.__name__.lower().replace("automatic", "auto")
+        raise TypeError(f"compression is the class of Compression.{name}(...): call it")
     raise TypeError(
         "compression must be Compression.none, .fp16, .bf16, Compression.topk(density=...), "
-        "Compression.gtopk(density=...), .oktopk, .hierarchical, .shards, .auto or a Compressor "
-        "class, "
-        f"got {compression!r}"
+        "Compression.gtopk(density=...), .oktopk(density=...), .hierarchical(density=...), "
+        f".shards(), .auto() or a Compressor class, got {compression!r}"
     )
 
 

@@ -234,8 +234,7 @@ class _DistributedOptimizer(Readings):
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(): the gradients are exchanged twice. Use\n"
-                    "    optimizer.synchronize()\n"
-                    "    with optimizer.skip_synchronize():\n"
+                    "    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n"
                     "        optimizer.step()",
                     stacklevel=2,
                 )
@@ -247,6 +246,10 @@ class _DistributedOptimizer(Readings):
                 "step() within skip_synchronize() takes the agreed steps of AdamW, and there are "
                 "none: call synchronize() first; adam_steps='after' steps with any gradients"
             )
+        elif not self._synchronized and self._reducer.exchanges:  # as in Horovod it steps
+            said = f"rank {self._world.rank} steps with its own gradients, and replicas will differ"
+            way_out = "call synchronize() before step() within skip_synchronize()"
+            warnings.warn(f"{said}: {way_out}", stacklevel=2)
         self._synchronized = False
         if not self._skip:
             self._corrected.require_unchanged(self)
@@ -277,7 +280,6 @@ class _DistributedOptimizer(Readings):
         """Step as the wrapped optimizer does, or by the agreed AdamW steps where there are some."""
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
-
             # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
             self._take_agreed_step(partial(adam_step.step, agreed=agreed))
         else:

@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import check_count
+
 
 class BackwardHooks:
     """Counts the backward passes of each parameter, and tells when a bucket is complete.
@@ -66,6 +68,7 @@ class BackwardHooks:
 
     def set_limit(self, passes: int) -> None:
         """Set the limit; raise ValueError where it is below 1."""
+        check_count("backward_passes_per_step", passes)
         if passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self._count()  # by the limit that they were made under

@@ -58,6 +58,11 @@ class Options:
 
     def __post_init__(self) -> None:
         require_compression(self.compression)
+        if not isinstance(self.process_set, ProcessSet):
+            raise TypeError(
+                "process_set must be a ProcessSet, such as add_process_set returns, got "
+                f"{self.process_set!r}"
+            )
         if self.op not in (Average, Sum, Adasum):
             raise ValueError(
                 f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"

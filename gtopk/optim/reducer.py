@@ -180,6 +180,12 @@ class Reducer:
             for p in group["params"]
         )
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether steps are to be agreed with other ranks."""
+        peers = self.peers
+        return peers.takes_part and peers.size > 1 and not self.stepping_mode and self.trains()
+
     def stop_exchanging(self, mode: str) -> None:
         """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
         self.stepping_mode, self.overlap.is_on = mode, False

@@ -265,8 +265,9 @@ def _log_earlier_run(world: World, settings: Settings) -> None:
     _written.add(path)
     if has_ended(path):
         _log.info(
-            "'%s' holds the record of an earlier run; this one is added, and `gtopk report` shows "
-            "the last: give each run a folder of its own to see both",
+            "'%s' holds the record of an earlier run, and this one is added: `gtopk report` shows "
+            "both as one where this goes on from a checkpoint, else this one alone; give each run "
+            "a folder of its own to see both",
             settings.run,
         )
 

@@ -440,6 +440,21 @@ def test_arguments_out_of_range_are_refused() -> None:
             lambda f=factor: gtopk(momentum_correction=f),
             "momentum_correction must lie in [0, 1)",
         )
+    for uncalled in ("topk", "gtopk", "oktopk", "hierarchical", "shards", "auto"):
+        raises(
+            TypeError,
+            lambda name=uncalled: distribute(model, getattr(hvd.Compression, name)),
+            f"compression is the class of Compression.{uncalled}(...): call it",
+        )
+    raises(
+        TypeError, lambda: distribute(model, process_set=3), "process_set must be a ProcessSet", "3"
+    )
+    for passes in (1.5, True, "2"):
+        raises(
+            TypeError,
+            lambda n=passes: distribute(model, backward_passes_per_step=n),
+            f"backward_passes_per_step must be an integer, got {passes!r}",
+        )
     for compression in ("gtopk", gtopk, None, 0.01, object()):
         raises(
             TypeError,

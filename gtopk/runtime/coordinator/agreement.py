@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+_CHECKPOINT: Final = ".checkpoint."  # in the names of all operations of checkpoints
+_GRADIENTS: Final = "gradients."  # how the names of all exchanges of gradients begin
+# Advice where some ranks have ended, or have gone on to what follows a loop.
+UNEVEN: Final = (
+    "; give all ranks as many batches (drop_last=True, a DistributedSampler), or have each "
+    "call hvd.join() when it is done"
+)
 
 
 def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
@@ -43,7 +52,20 @@ def _differing_options(signature: Mapping[int, str]) -> dict[int, str] | None:
 
 def describe_deadlock(waiting: Mapping[int, str]) -> str:
     """Return the text about ranks that wait for different operations; waiting: by rank."""
-    return f"the ranks disagree about their next operation: {_ranks_by_text(waiting)}"
+    said = _ranks_by_text(waiting)
+    in_a_step = {name.startswith(_GRADIENTS) for name in waiting.values()}
+    advice = advice_on(waiting.values()) or UNEVEN * (len(in_a_step) == 2)
+    return f"the ranks disagree about their next operation: {said}{advice}"
+
+
+def advice_on(names: Iterable[str]) -> str:
+    """Return advice for operations that some ranks alone have begun; "" where none is known."""
+    if any(_CHECKPOINT in f".{name}" for name in names):
+        return (
+            "; gtopk's save_checkpoint and load_latest are for every rank to call, also where rank "
+            "0 alone writes: not under `if hvd.rank() == 0`"
+        )
+    return ""
 
 
 def _ranks_by_text(texts: Mapping[int, str]) -> str:

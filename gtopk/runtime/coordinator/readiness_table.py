@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
-from .agreement import describe_deadlock, describe_mismatch, name_ranks
+from .agreement import UNEVEN, advice_on, describe_deadlock, describe_mismatch, name_ranks
 from .operation import Announcement, OperationSpec, Request
 
 
@@ -301,7 +301,7 @@ class ReadinessTable:
             self._bits = [own & ~union for own in self._bits]
             for name in names:
                 self._open.pop(name, None)
-                why = f"{who} {name}: gtopk has been shut down there{_way_out(reason)}"
+                why = f"{who} {name}: gtopk has been shut down there{_way_out(reason, name)}"
                 refused.append((name, PeerError(why)))
         return refused
 
@@ -393,14 +393,14 @@ _NOTHING = Announcement()
 PROGRAM_ENDED: Final = "its program ended"  # the reason of a rank that leaves without a failure
 
 
-def _way_out(reason: str) -> str:
-    """Return advice for a rank that ended before the others without a failure; else ""."""
+def _way_out(reason: str, name: str) -> str:
+    """Return advice where a rank ended before the others without a failure; else "".
+
+    name: of the operation in which it was waited for.
+    """
     if not reason.startswith(PROGRAM_ENDED):
         return ""
-    return (
-        "; give all ranks as many batches (drop_last=True, a DistributedSampler), or have each "
-        "call hvd.join() when it is done"
-    )
+    return advice_on([name]) or UNEVEN
 
 
 @functools.lru_cache(maxsize=256)

@@ -31,8 +31,8 @@ import torch
 from ...errors import HorovodInternalError, HostsUpdatedInterrupt
 from ...runtime.world import world
 from ..checkpoint.archive import Archive, Found
-from ..checkpoint.validation import run_on_all
 from ..checkpoint.tree import put_together
+from ..checkpoint.validation import run_on_all
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
 from .archive import ADVICE, FOLDER, Commit, advice_of, open_archive, write

@@ -276,6 +276,26 @@ def test_stepping_after_synchronize_without_skipping_warns(threads):
     threads(1, program)
 
 
+def test_stepping_with_ones_own_gradients_warns(threads):
+    """As in Horovod it steps, and there is no exchange in which the replicas are compared."""
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss(model, *batch(transport.rank, 0)).backward()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+        return flat(model)
+
+    threads(1, program)  # alone there is nobody to differ from
+    said = r"rank \d steps with its own gradients.*call synchronize\(\) before"
+    with pytest.warns(UserWarning, match=said):
+        one, other = threads(2, program)
+    assert not torch.equal(one, other)
+
+
 def test_a_closure_computes_the_gradients_that_are_exchanged(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()

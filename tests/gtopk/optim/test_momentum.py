@@ -123,7 +123,8 @@ def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
             with optimizer.skip_synchronize():  # a local step
                 optimizer.step()
 
-    threads(2, program)
+    with pytest.warns(UserWarning, match="steps with its own gradients"):
+        threads(2, program)
 
 
 def test_a_hook_looks_at_each_of_the_models_optimizers():

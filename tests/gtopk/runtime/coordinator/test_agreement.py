@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.agreement import describe_mismatch, name_ranks
+from gtopk.runtime.coordinator.agreement import describe_deadlock, describe_mismatch, name_ranks
 
 
 def test_a_mismatch_quotes_only_what_differs():
@@ -30,6 +30,22 @@ def test_a_rank_that_has_less_to_say_is_named_too():
 def test_the_same_in_another_order_is_a_mismatch():
     text = describe_mismatch({0: ["a", "x", "y"], 1: ["a", "y", "x"]})
     assert text == "the ranks disagree about a: rank 0: x; rank 1: y"
+
+
+def test_of_a_deadlock_the_likely_cause_is_told():
+    uneven = describe_deadlock({0: "gradients.0.bias.0", 1: "allreduce.loss", 2: "allreduce.loss"})
+    assert uneven.startswith(
+        "the ranks disagree about their next operation: rank 0: gradients.0.bias.0; "
+        "ranks 1, 2: allreduce.loss; give all ranks as many batches"
+    )
+    assert uneven.endswith("call hvd.join() when it is done")
+    alone = describe_deadlock({0: "allgather.checkpoint.problem", 1: "gradients.0.bias.0"})
+    assert "save_checkpoint and load_latest are for every rank" in alone
+    assert "batches" not in alone
+    for others in ("gradients.1", "allreduce.a"):  # all of one kind: nothing is known
+        kind = others.rpartition(".")[0]
+        text = describe_deadlock({0: f"{kind}.x", 1: others})
+        assert text.endswith(f"rank 0: {kind}.x; rank 1: {others}")
 
 
 def test_ranks_are_named_as_people_do():

@@ -47,6 +47,15 @@ def test_a_rank_that_ran_out_of_batches_is_told_of_with_a_way_out():
         assert ("hvd.join()" in str(error)) == has_way_out
 
 
+def test_who_alone_saves_a_checkpoint_is_told_that_all_have_to():
+    table = ReadinessTable(range(2), capacity=2)
+    table.enter([fresh("allgather.checkpoint.problem.label"), Announcement()])
+    ended = Announcement(leaves="its program ended at step 8")
+    ((_, error),) = table.enter([Announcement(), ended]).refused
+    assert "save_checkpoint and load_latest are for every rank to call" in str(error)
+    assert "batches" not in str(error)
+
+
 def test_the_name_that_was_used_least_recently_makes_way():
     table = ReadinessTable(range(2), capacity=2)
     for name in "ab":
