@@ -384,6 +384,9 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
         if met == next(iter(attempts)):
             record.began_seconds = start
+        if record.end is not None and not record.in_order:  # why this attempt was needed
+            step = record.steps[-1].report.step if record.steps else 0
+            record.messages.append(Note(record.last_seconds, step, {"text": record.end}))
         record.end, record.earlier = None, len(record.steps)
         goes_on_from: int | None = begin["step"]
         for line in lines:

@@ -137,6 +137,21 @@ def test_a_run_that_was_resumed_after_its_begin_is_one_run(
         assert len(run.first.messages) == 3
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_why_a_run_had_to_be_resumed_is_told(tmp_path: Path, in_order: bool) -> None:
+    how = "failed at step 2: PeerError: rank 2 is lost"
+    file = LineFile(path_of(tmp_path, 0))
+    end = {"what": "end", "seconds": 2.0, "step": 2, "how": how, "in_order": in_order}
+    steps = [step_line(report(step), 0.5, 1200, 32) for step in range(2)]
+    file.take([begin(0, 1), *steps, end, begin(0, 1, unix_seconds=1.7e9 + 60)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 2}, step_line(report(2), 0.5, 1, 1)])
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert rank.end is None
+    assert [note.content["text"] for note in rank.messages] == [how] * (not in_order)
+    assert [note.step for note in rank.messages] == [1] * (not in_order)
+
+
 @pytest.mark.parametrize("recent_steps", [None, 1000])
 def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
     tmp_path: Path, recent_steps: int | None
