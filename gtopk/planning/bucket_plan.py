@@ -31,9 +31,9 @@ WORTH_AN_OPERATION: Final = 1.0
 WORTH_CLOSING: Final = 4.0
 # Limits, as links may be faster than assumed, while the engine's own time stays.
 MOST_FULL_BUCKETS: Final = 16
-# Dense, on two ranks over loopback, ResNet-50's gradient took 1.5 times as long in buckets of a
-# 16th as in those of a quarter; from DDP's 25 MiB on larger ones gain nothing.
-FULL_DENSE_SHARE: Final = 4
+# Over gloo on one host ResNet-50's gradient took 1.3 times as long, dense, in buckets of a 16th as
+# in those of an eighth; over MPI as long. From DDP's 25 MiB on larger ones gain nothing.
+FULL_DENSE_SHARE: Final = 8
 FULL_DENSE_BYTES: Final = 25 << 20
 # A GPU selects from any model in less than the host takes to launch that and to wait for it, so
 # more than three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
