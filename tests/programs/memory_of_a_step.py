@@ -41,15 +41,18 @@ def measure(kind: type[torch.optim.Optimizer], compression: Any) -> dict[str, fl
         optimizer.step()
     before = megabytes("VmRSS")
     optimizer = hvd.DistributedOptimizer(optimizer, [("weight", weight)], compression)
-    for step in range(3):
-        if step == 1:
-            RESET.write_text("5")  # the peak is counted from here on
+    peaks = []
+    for _ in range(4):
+        RESET.write_text("5")  # the peak is counted from here on
         weight.grad.fill_(1.0)
         optimizer.step()
+        peaks.append(megabytes("VmHWM"))
     scale = 1e6 / VALUES
+    # The least of the steps after the first: where cores are busy, the engine's thread may let go
+    # of a step's arrays only when the next has begun.
     return {
         "kept": scale * (megabytes("VmRSS") - before),
-        "most": scale * (megabytes("VmHWM") - before),
+        "most": scale * (min(peaks[1:]) - before),
     }
 
 
