@@ -50,8 +50,8 @@ MEMORY: Final = {
     "sparse": 9,
     "momentum": 16,
     "adam_correction": 28,
-    "adam": 29,
-    "adam, shards": 46,
+    "adam": 30,
+    "adam, shards": 48,
 }
 _MEMORY = (
     f"Memory on each rank beside the model: about {MEMORY['sparse']} bytes a parameter "
