@@ -51,7 +51,7 @@ MEMORY: Final = {
     "momentum": 16,
     "adam_correction": 28,
     "adam": 30,
-    "adam, shards": 47,
+    "adam, shards": 46,
 }
 _MEMORY = (
     f"Memory on each rank beside the model: about {MEMORY['sparse']} bytes a parameter "
