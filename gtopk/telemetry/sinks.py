@@ -190,7 +190,11 @@ class Metrics:
     def take(self, lines: Sequence[Line]) -> None:
         with self._lock:
             for line in lines:
-                self._values |= _metrics_of(line)
+                for metric, value in _metrics_of(line).items():
+                    if value is None:  # not in this step: an old value would be taken for a new one
+                        self._values.pop(metric, None)
+                    else:
+                        self._values[metric] = value
                 if line["what"] == "step":
                     self._steps = line["step"] + 1
                     self._skipped += line["skipped"]
@@ -216,8 +220,8 @@ class Metrics:
         return "\n".join(said) + "\n"
 
 
-def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
-    """Return the values in a line, by metric and label."""
+def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
+    """Return the values in a line, by metric and label; None for one that it has no value for."""
     if line["what"] == "values":
         return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
     found: dict[str, float | None] = {}
@@ -229,7 +233,7 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
     if line["what"] == "score":
         found = {"gtopk_straggler_score": line["score"]}
     if line["what"] != "step":
-        return {(name, ""): value for name, value in found.items() if value is not None}
+        return {(name, ""): value for name, value in found.items()}
     step = report_of(line)
     seconds = parts(step)
     found = {
@@ -243,7 +247,7 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
     }
     return {
         **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},
-        **{(name, ""): value for name, value in found.items() if value is not None},
+        **{(name, ""): value for name, value in found.items()},
     }
 
 

@@ -368,6 +368,18 @@ def test_no_digit_of_a_count_is_lost() -> None:
     assert 'gtopk_sent_bytes_total{rank="0"} 1234567890123\n' in metrics.text()
 
 
+def test_a_metric_that_the_last_step_has_no_value_for_is_gone() -> None:
+    metrics = Metrics(rank=0)
+    metrics.take([step_line(report(1, predicted_seconds=0.25), 1.0, 1, 0)])
+    assert "gtopk_predicted_seconds{" in metrics.text()
+    metrics.take([{"what": "withheld", "norm": 2.5, "age_steps": 3.0}])
+    metrics.take([step_line(report(2, predicted_seconds=None), 2.0, 2, 0)])
+    assert "gtopk_predicted_seconds{" not in metrics.text()
+    assert 'gtopk_residual_age_steps{rank="0"} 3.0' in metrics.text()
+    metrics.take([{"what": "withheld", "norm": 2.5, "age_steps": None}])
+    assert "gtopk_residual_age_steps{" not in metrics.text()
+
+
 # ---- the residual
 
 
