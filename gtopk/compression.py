@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from collectives.algorithms import Regions
-from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.gtopk import USUAL_GROWTH
 from collectives.cost_model import Candidate
 from collectives.wire import WHOLE, Format
@@ -226,8 +225,6 @@ class GTopK(SparseCompression):
         `warmup_steps`.
     growth: the update holds up to growth * k entries. Higher: it converges better, for few bytes
         more; 1 is the paper's.
-    put_back: who keeps entries that a merge drops: "owners", or "spread" over the ranks that
-        merged.
     momentum_correction: take SGD's momentum, say 0.9, before the selection, and set the
         optimizer's own to 0: better than momentum after it. factor_masking: clear the velocity of
         sent entries.
@@ -243,15 +240,12 @@ class GTopK(SparseCompression):
     # Higher: updates of up to growth * k entries, for few more bytes in the last rounds. 1 is the
     # paper's; 2 sends no byte more on a power of two ranks, and loses less (docs/tuning.md).
     growth: float = USUAL_GROWTH
-    # Who keeps entries that a merge drops: their "owners", or "spread" over the ranks that merged.
-    put_back: str = "owners"
 
     algorithm: ClassVar[str] = "gtopk"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_widening("growth", self.growth)
-        check_choice("put_back", self.put_back, PUT_BACK)
 
     def widening(self) -> float:
         return self.growth
@@ -260,7 +254,7 @@ class GTopK(SparseCompression):
         return replace(self, growth=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        return {"growth": self.growth, "put_back": self.put_back}
+        return {"growth": self.growth}
 
 
 @dataclass(frozen=True)

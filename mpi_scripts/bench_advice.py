@@ -29,9 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -44,7 +44,10 @@ from gtopk.units import bandwidth_text
 from mpi_scripts.bench_scaling import ROOT, environment
 from mpi_scripts.predictions import Forecast, row
 
-COMPRESSIONS: Final = {"gtopk": hvd.Compression.gtopk, "oktopk": hvd.Compression.oktopk}
+COMPRESSIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    "gtopk": hvd.Compression.gtopk,
+    "oktopk": hvd.Compression.oktopk,
+}
 NO_DELAY: Final = "0"
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 # Edges without a bandwidth: in the line's words, and as `said_edge` tells them.

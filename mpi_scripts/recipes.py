@@ -169,11 +169,7 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "published": lambda s: Recipe(PublishedTree(s.density)),
     "published, corrected": lambda s: corrected(PublishedTree, s.density),
     "gtopk, momentum after": lambda s: Recipe(gtopk(s.density)),
-    "gtopk, momentum after, spread": lambda s: Recipe(gtopk(s.density, put_back="spread")),
     "gtopk, momentum after, int8": lambda s: Recipe(gtopk(s.density, wire="packed", values="int8")),
-    "gtopk, momentum after, spread, int8": lambda s: Recipe(
-        gtopk(s.density, put_back="spread", wire="packed", values="int8")
-    ),
     "gtopk, momentum after, int8, growth 2": lambda s: Recipe(
         gtopk(s.density, wire="packed", values="int8", growth=2.0)
     ),
@@ -204,7 +200,6 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, by parameter": lambda s: corrected(gtopk, s.density)._replace(
         options={"bucket_bytes": 1}
     ),
-    "gtopk, spread": lambda s: corrected(gtopk, s.density, put_back="spread"),
     "gtopk, growth 4": lambda s: corrected(gtopk, s.density, growth=4.0),
     "gtopk, int8": lambda s: corrected(gtopk, s.density, wire="packed", values="int8"),
     "gtopk, int8, growth 4": lambda s: corrected(

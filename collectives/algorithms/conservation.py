@@ -1,11 +1,8 @@
 """Track, merge by merge, which of this rank's picks survive and what returns to its residual.
 
-"owners"   a pick whose index a merge dropped is dead: it returns whole to the rank that picked
-           it, also when another branch brings the index back. What its value lost to rounding
-           on the way is part of the pick: it is struck off.
-"spread"   what a merge of lists dropped is divided evenly among the ranks that hold the merged
-           list (a power of two: the division is exact). Only the merge with a folded rank's
-           list, which one rank alone holds, goes by owners.
+A pick whose index a merge dropped is dead: it returns whole to the rank that picked it, also when
+another branch brings the index back. What its value lost to rounding on the way is part of the
+pick: it is struck off.
 
 A rank that finds NaN or infinity refuses, in the messages of the reduction itself. From there on
 ranks send empty lists, so that none waits and little is sent. Their headers hold the number of the
@@ -30,8 +27,8 @@ from ..wire import NOBODY, Format
 class ReductionResult(NamedTuple):
     """One rank's result of a sparse reduction, before it is split into (update, returned).
 
-    dead:  this rank's picks that are no part of the update; they return whole.
-    extra: rounding errors, and shares of what merges dropped.
+    dropped_picks:  this rank's picks that are no part of the update; they return whole.
+    extra_returned: rounding errors.
     refused_by: the lowest rank that found NaN or infinity, or NOBODY; the same on every rank.
     """
 
@@ -76,7 +73,7 @@ def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
     filled = [vector for vector in vectors if vector.entries]
     if len(filled) == 2:
         one, other = filled
-        return merge(one, other, one.entries + other.entries)[0]  # in one walk
+        return merge(one, other, one.entries + other.entries)  # in one walk
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 
@@ -87,33 +84,23 @@ def intersect(vector: SparseVector, others: SparseVector) -> SparseVector:
     return vector.where(contains(others.indices, vector.indices))
 
 
-PUT_BACK = ("owners", "spread")
-
-
 class Conservation:
     """One rank's picks, which of them are alive, and the further entries it must put back."""
 
-    def __init__(self, picks: SparseVector, put_back: str) -> None:
+    def __init__(self, picks: SparseVector) -> None:
         self.picks = picks
         # A comparison makes the mask on the device of the picks.
         self.alive = picks.indices == picks.indices  # all of them
-        self._spread = put_back == "spread"
         self._errors = picks.take(slice(0))
-        self._shares: list[SparseVector] = []
 
     def note_rounding(self, error: SparseVector) -> None:
         """Add errors that are this rank's to put back."""
         self._errors = sum_vectors([self._errors, error])
 
-    def note_merge(self, merged: SparseVector, dropped: SparseVector, holders: int) -> None:
-        """Take in a merge whose result `holders` ranks hold."""
-        # What is spread are rounded values, so errors stay. Where picks return whole to their
-        # owners, the errors of their indices go.
-        if self._spread and holders > 1:
-            self._shares.append(dropped._replace(values=dropped.values / holders))
-        else:
-            self.alive = self.alive & contains(merged.indices, self.picks.indices)
-            self._errors = intersect(self._errors, merged)
+    def note_merge(self, merged: SparseVector) -> None:
+        """Take in a merge: picks that it dropped return whole, so their errors go."""
+        self.alive = self.alive & contains(merged.indices, self.picks.indices)
+        self._errors = intersect(self._errors, merged)
 
     def note_alive(self, alive: Array) -> None:
         """Take in which picks are alive, bool [picks], as another rank found out for this one."""
@@ -122,8 +109,7 @@ class Conservation:
 
     def close(self, update: SparseVector) -> ReductionResult:
         """Return the outcome."""
-        extra = sum_vectors([self._errors, *self._shares])
-        return ReductionResult(update, self.picks.where(~self.alive), extra)
+        return ReductionResult(update, self.picks.where(~self.alive), self._errors)
 
 
 def alive_bytes(count: int) -> int:

@@ -26,7 +26,6 @@ from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
-    PUT_BACK,
     Conservation,
     ReductionResult,
     alive_bytes,
@@ -69,24 +68,11 @@ class GtopkOptions(NamedTuple):
 
     format: Format = EXACT
     growth: float = 1.0  # the last round keeps growth * k: wider updates for few more bytes
-    put_back: str = "owners"  # or "spread": who gets what a merge drops
 
     def checked(self) -> GtopkOptions:
         """Return the options; raise ValueError where one is out of bounds."""
         check_growth(self.growth)
-        if self.put_back not in PUT_BACK:
-            raise ValueError(
-                f"put_back must be one of {', '.join(PUT_BACK)}; got {self.put_back!r}"
-            )
         return self
-
-    def stamp(self) -> Array:
-        """Return the options' bytes in a message, uint8 [0 or 1]: none by default.
-
-        The header holds how many, k and the format: a peer with other options is told from it.
-        """
-        number = PUT_BACK.index(self.put_back)
-        return np.array([number] if number else [], np.uint8)
 
 
 def reduce(
@@ -96,15 +82,12 @@ def reduce(
     *,
     format: Format = EXACT,
     growth: float = 1.0,
-    put_back: str = "owners",
 ) -> tuple[SparseVector, SparseVector]:
     """Agree on the k largest of the pairwise merged sums.
 
-    growth:   the last rounds keep more, up to growth * k entries.
-    put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
-              the merged list (`conservation`).
+    growth: the last rounds keep more, up to growth * k entries.
     """
-    options = GtopkOptions(format, growth, put_back).checked()
+    options = GtopkOptions(format, growth).checked()
     return split_result(reduce_list(selected, k, transport, options))
 
 
@@ -137,18 +120,18 @@ def _reduce_with_folded_rank(
     paired = 1 << len(kept)
     guest = rank + paired
     folds = guest < transport.size
-    conservations = [Conservation(picks, options.put_back)]
+    conservations = [Conservation(picks)]
     guests = picks.take(slice(0))
     if folds:
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
         # Only its `alive` is used: the guest itself puts back the errors of its picks.
-        conservations.append(Conservation(guests, options.put_back))
+        conservations.append(Conservation(guests))
     merged = picks
     if folds or not kept:  # otherwise the first merge of a round drops zeros
-        merged, dropped = merge(picks, guests, k)
+        merged = merge(picks, guests, k)
         merged, refused_by = check_finite(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
-            conservation.note_merge(merged, dropped, holders=1)
+            conservation.note_merge(merged)
 
     holders = 1
     for keep in kept:
@@ -163,7 +146,7 @@ def _reduce_with_folded_rank(
         # Again after each merge: finite values may add up to infinity.
         merged, refused_by = check_finite(swapped.merged, finder, swapped.refused_by)
         for conservation in conservations:
-            conservation.note_merge(merged, swapped.dropped, holders)
+            conservation.note_merge(merged)
 
     if folds:
         bits = pack_alive(conservations[1].alive)
@@ -184,12 +167,10 @@ def _reduce_with_folded_rank(
 class MergedExchange(NamedTuple):
     """The merged list that both ranks hold after a swap, and the entries that are not in it.
 
-    dropped: the other nonzero entries of the sum.
-    error:   this rank's share of the rounding of the list it sent.
+    error: this rank's share of the rounding of the list it sent.
     """
 
     merged: SparseVector
-    dropped: SparseVector
     error: SparseVector
     refused_by: int
 
@@ -211,7 +192,6 @@ def exchange_and_merge(
         mine,
         keep,
         options.format,
-        extra=options.stamp(),
         refused_by=refused_by,
         number=transport.begun,
     )
@@ -220,8 +200,8 @@ def exchange_and_merge(
     error = rounding_error(mine, encoded.vector, options.format, place, holders)
     theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
     # The rounded list, not `mine`: the peer merges what it has received.
-    merged, dropped = merge(encoded.vector, theirs, keep)
-    return MergedExchange(merged, dropped, error, lowest_refusing(refused_by, their_refusal))
+    merged = merge(encoded.vector, theirs, keep)
+    return MergedExchange(merged, error, lowest_refusing(refused_by, their_refusal))
 
 
 def _read(
@@ -233,10 +213,8 @@ def _read(
     options: GtopkOptions,
 ) -> tuple[SparseVector, int]:
     """Return the list that a peer has sent, and the rank that refused, or NOBODY."""
-    sender, stamp_bytes = transport.ranks[peer], options.stamp().size
-    decoded = wire.decode(
-        message, like, k, sender, options.format, stamp_bytes, number=transport.begun
-    )
+    sender = transport.ranks[peer]
+    decoded = wire.decode(message, like, k, sender, options.format, number=transport.begun)
     return decoded.vector, decoded.refused_by
 
 
@@ -262,12 +240,11 @@ def _reduce_as_folded_rank(
     options: GtopkOptions,
 ) -> ReductionResult:
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
-    conservation = Conservation(picks, options.put_back)
+    conservation = Conservation(picks)
     encoded = wire.encode(
         picks,
         k,
         options.format,
-        extra=options.stamp(),
         refused_by=refused_by,
         number=transport.begun,
     )

@@ -67,14 +67,14 @@ def reduce(
                 message, selected, k, ranks[child], format, number=number
             )
             inputs.append((child, theirs, merged))
-            merged, _ = merge(merged, theirs, k)
+            merged = merge(merged, theirs, k)
             refused_by = lowest_refusing(refused_by, theirs_refused)
             merged, refused_by = check_finite(merged, ranks[rank], refused_by)
         distance *= 2
 
     error = merged.take(slice(0))
     if rank == 0:
-        update = survivors = merge(merged, error, k)[0]  # without zeros, also of a single rank
+        update = survivors = merge(merged, error, k)  # without zeros, also of a single rank
     else:
         parent = rank - distance
         encoded = wire.encode(merged, k, format, refused_by=refused_by, number=number)

@@ -246,7 +246,7 @@ class _Step:
         kept = part
         if inside.size > 1:
             total, refused_by = check_finite(sum_by_index(lists), inside.ranks[place], refused_by)
-            kept, _ = merge(total, total.take(slice(0)), k)
+            kept = merge(total, total.take(slice(0)), k)
         across = self.hierarchy.across
         assert across is not None  # of the owner of a shard
         outcome = self.how.reduce(kept, k, k_out, across, refused_by)

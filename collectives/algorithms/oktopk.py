@@ -139,7 +139,7 @@ def reduce_list(
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
     nothing = vector.take(slice(0))
-    return merge(vector, nothing, count)[0] if count else nothing
+    return merge(vector, nothing, count) if count else nothing
 
 
 class _Step:

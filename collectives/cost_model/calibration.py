@@ -252,7 +252,7 @@ def measure_rates(
         a, b = picks(k, random), picks(k, random)
 
         def go() -> None:
-            merged, _ = merge(a, b, k)
+            merged = merge(a, b, k)
             all_finite(merged.values)
             contains(merged.indices, a.indices)
 

@@ -29,7 +29,7 @@ import numpy as np
 from .. import wire
 from ..algorithms import ALGORITHMS
 from ..algorithms.conservation import rounding_error
-from ..algorithms.gtopk import GtopkOptions, reduce
+from ..algorithms.gtopk import reduce
 from ..algorithms.regions import Regions
 from ..transports.local import local_world
 from ..transports.reductions import Endpoint
@@ -80,7 +80,7 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
     """
     here, there = local_world(2)
     mine = picks(_FEW, random)
-    message = wire.encode(mine, mine.entries, EXACT, extra=GtopkOptions().stamp()).message
+    message = wire.encode(mine, mine.entries, EXACT).message
 
     def swap() -> float:
         there.send(message, 0)()
@@ -92,7 +92,7 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
 
     def read() -> float:
         begun = stopwatch()
-        wire.decode(message, mine, mine.entries, 0, EXACT, GtopkOptions().stamp().size)
+        wire.decode(message, mine, mine.entries, 0, EXACT)
         return stopwatch() - begun
 
     def send() -> float:

@@ -101,8 +101,8 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
     return picked, following
 
 
-def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Return the k largest entries of a + b, and the other nonzero entries of a + b.
+def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b, without zeros.
 
     One float addition for an index in both, hence the same bits for (a, b) and (b, a). Raises
     ValueError for k < 1, and for vectors of unlike length, or not of float32 or float64.
@@ -114,8 +114,8 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     for vector in (a, b):
         require_values(vector.values)
     with profiled("merge"):
-        kept, dropped = _twin(a.values).merge(a, b, k)
-    return kept, dropped
+        merged: SparseVector = _twin(a.values).merge(a, b, k)
+    return merged
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:

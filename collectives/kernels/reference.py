@@ -276,11 +276,10 @@ def largest(ranks: Array, k: int) -> Array:
     return kept
 
 
-def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Return the k largest entries of a + b, and the other nonzero entries."""
+def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b."""
     total = sum_by_index([a, b])
-    kept = largest(keys(total.values), k)
-    return total.where(kept), total.where(~kept)
+    return total.where(largest(keys(total.values), k))
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:

@@ -31,9 +31,7 @@ from .partitioning.cuts import Cut, Limits, Plan, round_sizes
 from .sources import open_source, require_the_same
 from .throughput.controller import Controller, Window
 from .throughput.policies import (
-    POLICIES,
     GradientTimer,
-    Measured,
     Measurements,
     equal_finish,
     next_total,
@@ -86,9 +84,7 @@ class BalancedLoader(LoaderBase):
         self._limits.check()
         sizes = round_sizes([float(size) for size in self._plan.at(0)], self._limits)
         self._plan.change(0, sizes)
-        self._controller = Controller(
-            sizes, self._limits, options.interval, POLICIES[options.policy]
-        )
+        self._controller = Controller(sizes, self._limits, options.interval)
         self.step = 0  # batches handed out and finished, through all epochs
         self._seconds: list[float] = []  # of each batch in the open window
         self._exchanges: list[float] = []  # seconds of its steps' exchanges, with "goodput"
@@ -294,7 +290,7 @@ class BalancedLoader(LoaderBase):
         if total == now:
             return self._controller.sizes
         self._limits = self._limits_of(total)
-        sizes = equal_finish(Measured([], [], costs), self._limits)
+        sizes = equal_finish(costs, self._limits)
         self._controller.resize(self._limits, sizes, takes_effect)
         return sizes
 

@@ -12,7 +12,7 @@ from ..optim.samples import whole_number
 from ..runtime.world.state import World
 from .current_batch import FACTORS
 from .sources import Order
-from .throughput.policies import POLICIES, Timer
+from .throughput.policies import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 
@@ -96,7 +96,7 @@ class BalancedOptions(Options):
         super().check()
         self._require(1, "interval")
         self._require(0, "noise_every", "min_global_batch", "max_global_batch")
-        self._choose("policy", POLICIES)
+        self._choose("policy", ("equal_finish", "goodput"))
         least, most = self.min_global_batch, self.max_global_batch
         if self.policy != "goodput":
             if least or most:

@@ -69,7 +69,6 @@ def test_a_code_that_there_is_not_is_refused_with_those_there_are(kind, options)
     [
         (lambda: Compression.gtopk(growth=0.5), "growth must be a number from 1 on, got 0.5"),
         (lambda: Compression.gtopk(growth="2"), "growth must be a number, got '2'"),
-        (lambda: Compression.gtopk(put_back="nobody"), "put_back must be one of owners, spread"),
         (lambda: Compression.oktopk(k_out=float("nan")), "k_out must be a number from 1 on"),
         (lambda: Compression.hierarchical(across="topk"), "across must be one of gtopk, oktopk"),
         (lambda: Compression.hierarchical(node_size=0), "node_size must be at least 1, got 0"),
@@ -105,7 +104,7 @@ def test_every_option_is_among_the_facts():
     assert signature == (
         "gtopk density=0.5 momentum_correction=0.9 factor_masking=False "
         "adam_correction=None dense=() dense_vectors=False dense_under=0 wire=blocks "
-        "values=exact warmup_steps=0 warmup_from=0.25 growth=2.0 put_back=owners"
+        "values=exact warmup_steps=0 warmup_from=0.25 growth=2.0"
     )
     assert Compression.auto(hide_behind_backward=True).signature() == (
         "auto momentum_correction=0.0 factor_masking=False adam_correction=None dense=() "

@@ -41,7 +41,7 @@ CASES = [  # length, k, entries picked, dtype
 NODES = [list(range(0, SIZE, 2)), list(range(1, SIZE, 2))]  # ranks of a host, if it were two
 WAYS: list[tuple[str, Format, dict[str, Any]]] = [
     *((algorithm, EXACT, {}) for algorithm in ALGORITHMS),
-    ("gtopk", Format("packed", "int8"), {"growth": 2.0, "put_back": "spread"}),
+    ("gtopk", Format("packed", "int8"), {"growth": 2.0}),
     ("gtopk-tree", Format("blocks", "bf16"), {}),
     ("topk-allgather", Format("blocks", "fp16"), {}),
     ("gtopk", Format("blocks", "int3"), {}),

@@ -67,8 +67,8 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
     return selection.select(cuda.scratch(dense), dense, k, threshold)
 
 
-def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Return the k largest entries of a + b, and the other nonzero entries of a + b."""
+def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b."""
     return entries.merge(cuda.scratch(a.values), a, b, k)
 
 

@@ -13,7 +13,7 @@ __global__ __launch_bounds__(THREADS) void begin(
   typedef Keys<Real> K;
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
   for (u32 group = threadIdx.x; group < group_count; group += THREADS)
-    groups[group] = Tally{0, 0, 0};
+    groups[group] = Tally{0, 0};
   if (threadIdx.x) return;
   const double guess = request ? request->guess : 0;
   const u64 key = guess == guess ? (guess > 0 ? (u64)K::of(narrowed<Real>(guess)) : 0) : search->next;

@@ -1,7 +1,7 @@
 // Count, tile by tile of a list, what the search keeps; the last block knows the outcome.
 //
 // launch: any number of blocks; a block takes tiles of THREADS entries, strided. Zeros (what a sum
-// left of its addends) are no entries: neither kept nor rest.
+// left of its addends) are no entries.
 #include "tally.cuh"
 
 template <class Real>
@@ -13,12 +13,11 @@ __global__ __launch_bounds__(THREADS) void count(
     const u64 at = tile * THREADS + threadIdx.x;
     const u64 key = at < listed ? (u64)Keys<Real>::of(list_values_m[at]) : 0;
     const Tally tally = {(u32)__syncthreads_count(key > floor),
-                         (u32)__syncthreads_count(key && key == floor),
-                         (u32)__syncthreads_count(key > 0)};
+                         (u32)__syncthreads_count(key && key == floor)};
     if (threadIdx.x == 0) note(tallies, groups, tile, tally);
   }
   if (!last_block(&search->ticket)) return;
   const Tally total = scan_groups(groups, tiles);
   if (threadIdx.x) return;
-  conclude<Real>(search, total.above + at_most(total.ties, quota), total.nonzero);
+  conclude<Real>(search, total.above + at_most(total.ties, quota));
 }

@@ -120,21 +120,17 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
     return found
 
 
-def merge(
-    scratch: Scratch, a: SparseVector, b: SparseVector, k: int
-) -> tuple[SparseVector, SparseVector]:
-    """Return the k largest entries of a + b, and the other nonzero entries of a + b.
+def merge(scratch: Scratch, a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b.
 
     One float addition for an index in both, hence the same bits for (a, b) and (b, a).
     """
     indices, values = _interleaved_sum(scratch, [a, b])
     if not indices.size:
-        return a, b
+        return a
     kept = _room(scratch, a, min(k, indices.size))
-    rest = _room(scratch, a, indices.size)
-    search = launch_split(scratch, indices, values, k, kept, rest)
-    found = read_result(scratch.machine, search, values.dtype)
-    return _first(kept, found.kept), _first(rest, found.rest)
+    search = launch_split(scratch, indices, values, k, kept)
+    return _first(kept, read_result(scratch.machine, search, values.dtype).kept)
 
 
 def sum_by_index(scratch: Scratch, vectors: Sequence[SparseVector]) -> SparseVector:
@@ -144,7 +140,7 @@ def sum_by_index(scratch: Scratch, vectors: Sequence[SparseVector]) -> SparseVec
     if not indices.size:
         return first
     kept = _room(scratch, first, indices.size)
-    search = launch_split(scratch, indices, values, indices.size, kept, None)
+    search = launch_split(scratch, indices, values, indices.size, kept)
     return _first(kept, read_result(scratch.machine, search, values.dtype).kept)
 
 

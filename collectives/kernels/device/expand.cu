@@ -48,15 +48,15 @@ __device__ void rank(
   __threadfence();
   __syncthreads();
 
-  Tally before = {0, 0, 0};
+  Tally before = {0, 0};
   for (u64 first = 0; first < listed; first += (u64)THREADS * THREADS) {
     const u64 tile = first / THREADS + threadIdx.x;
-    const Tally mine = tile * THREADS < listed ? list_tallies[tile] : Tally{0, 0, 0};
+    const Tally mine = tile * THREADS < listed ? list_tallies[tile] : Tally{0, 0};
     if (threadIdx.x == 0) list_groups[first / THREADS / THREADS] = before;
     before.above += block_sum(mine.above);
     before.ties += block_sum(mine.ties);
   }
-  if (threadIdx.x == 0) conclude<Real>(search, before.above + at_most(before.ties, quota), listed);
+  if (threadIdx.x == 0) conclude<Real>(search, before.above + at_most(before.ties, quota));
 }
 
 // Of a warp: so many marks of a tile are shared out at once.

@@ -61,7 +61,7 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
     scan_groups(groups, tiles);
   } else {  // `remark` counts anew
     for (u64 group = threadIdx.x; group * THREADS < tiles; group += THREADS)
-      groups[group] = Tally{0, 0, 0};
+      groups[group] = Tally{0, 0};
   }
 }
 
@@ -174,7 +174,7 @@ __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
   __shared__ u32 bins[BINS];
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
   for (u32 at = blockIdx.x * THREADS + threadIdx.x; at < list_tiles; at += gridDim.x * THREADS)
-    list_tallies[at] = Tally{0, 0, 0};
+    list_tallies[at] = Tally{0, 0};
   __syncthreads();
 
   Vectors<Real, Gradient> vectors = {
@@ -201,7 +201,7 @@ __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
     else
       hits = mark_tile<Real, Gradient, SOURCES, ONE_BY_ONE>(vectors, tile, guess, shift, bits, bins);
     hits = block_sum(hits);
-    if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0, 0});
+    if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0});
   }
 
   // Every hit is in: the sum of each tile's was a barrier.

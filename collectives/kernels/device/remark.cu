@@ -26,10 +26,10 @@ __global__ __launch_bounds__(THREADS) void remark(
       above += larger;
       ties += equal;
     }
-    const Tally tally = {block_sum(above), block_sum(ties), 0};
+    const Tally tally = {block_sum(above), block_sum(ties)};
     if (threadIdx.x == 0) note(tallies, groups, tile, tally);
   }
   if (!last_block(&search->ticket)) return;
   scan_groups(groups, tiles);
-  if (threadIdx.x == 0) conclude<Real>(search, search->listed, search->listed);
+  if (threadIdx.x == 0) conclude<Real>(search, search->listed);
 }

@@ -20,8 +20,8 @@ static __device__ u64 aimed_rank(u64 k) { return k * 11 / 5 + 32; }
 
 struct Search {
   // The outcome: what the host reads, in this order.
-  u64 kept, rest, next;  // entries kept and not kept; the next guess, a key
-  u64 dense;             // the marks are of no use (too few, or too many): search the array itself
+  u64 kept, next;  // entries kept; the next guess, a key
+  u64 dense;       // the marks are of no use (too few, or too many): search the array itself
   // The request.
   u64 k, capacity, guess;  // how many to keep; how many the list can hold; mark keys from here on
   // What is known.
@@ -49,9 +49,8 @@ static __device__ __forceinline__ bool in_range(u64 key, u64 lo, u64 shift) {
 
 // Tell what was found, for one thread: no guess where there are fewer than k, or where it would not
 // be finite.
-template <class Real> __device__ void conclude(Search* search, u64 kept, u64 entries) {
+template <class Real> __device__ void conclude(Search* search, u64 kept) {
   search->kept = kept;
-  search->rest = entries - kept;
   if (search->next > search->floor) search->next = search->floor;
   if (kept < search->k || search->next >= Keys<Real>::INFINITE) search->next = 0;
 }
@@ -63,9 +62,9 @@ template <class Real> struct Shift {
   static constexpr int MARKING = (Keys<Real>::MANTISSA_BITS - 8) / BIN_BITS * BIN_BITS;
 };
 
-// How many came before, tile by tile: of keys above the floor, equal to it, and nonzero at all.
+// How many came before, tile by tile: of keys above the floor, and equal to it.
 struct Tally {
-  u32 above, ties, nonzero;
+  u32 above, ties;
 };
 
 struct Crossing {

@@ -28,9 +28,9 @@ from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_t
 from .source import instance
 
 # The sizes of `Search` and `Tally` of search.cuh, in words.
-SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
-OUTCOME_WORDS: Final = 4
-TALLY_WORDS: Final = 3  # uint32
+SEARCH_WORDS: Final = 14  # uint64; the first three are the outcome: kept, next guess, dense
+OUTCOME_WORDS: Final = 3
+TALLY_WORDS: Final = 2  # uint32
 WARP: Final = 32  # threads
 BINS: Final = 2048
 # The k-th key is one of a few: of normal and Laplace numbers the marks' histogram leaves k / 400
@@ -48,7 +48,6 @@ class SearchResult(NamedTuple):
     """The result of a search; dense: the guess was bad, so the whole vector must be searched."""
 
     kept: int
-    rest: int
     threshold: float
     dense: bool
 
@@ -230,7 +229,7 @@ def launch_selection(
         candidates.tallies,
         candidates.groups,
     )
-    _split(machine, candidates, chosen.indices, chosen.values, None, None)
+    _split(machine, candidates, chosen.indices, chosen.values)
 
 
 def finish(
@@ -276,11 +275,10 @@ def launch_split(
     list_values: Array,
     k: int,
     kept: SparseVector,
-    rest: SparseVector | None,
 ) -> Array:
-    """Launch the split of a sorted list into its k largest entries and the rest, without zeros.
+    """Launch the copying of a sorted list's k largest entries, without zeros.
 
-    kept, rest: memory for the most entries; rest: None where it is not wanted.
+    kept: memory for the most entries.
     """
     machine, m = scratch.machine, list_indices.size
     tiles = ceil_divide(m, machine.threads)
@@ -298,7 +296,6 @@ def launch_split(
     _begin(machine, entries, groups, k, m, None)
     if k < m:
         _search(machine, entries.search, entries.histogram, list_values, over_list=True)
-    rest_indices, rest_values = (None, None) if rest is None else (rest.indices, rest.values)
     machine.launch(
         instance("count", list_values.dtype),
         blocks_for(machine, m),
@@ -307,7 +304,7 @@ def launch_split(
         entries.tallies,
         groups,
     )
-    _split(machine, entries, kept.indices, kept.values, rest_indices, rest_values)
+    _split(machine, entries, kept.indices, kept.values)
     return entries.search
 
 
@@ -349,8 +346,6 @@ def _split(
     of: ListSearch,
     kept_indices: Array,
     kept_values: Array,
-    rest_indices: Array | None,
-    rest_values: Array | None,
 ) -> None:
     machine.launch(
         instance("split", of.values.dtype, of.indices.dtype),
@@ -362,13 +357,11 @@ def _split(
         of.groups,
         kept_indices,
         kept_values,
-        rest_indices,
-        rest_values,
     )
 
 
 def read_result(machine: Machine, search: Array, real: np.dtype[Any]) -> SearchResult:
-    """Return the result of a search: copies 32 bytes to the host, the one wait for the device."""
-    kept, rest, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
+    """Return the result of a search: copies 24 bytes to the host, the one wait for the device."""
+    kept, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
     bits = np.uint32 if real == np.float32 else np.uint64
-    return SearchResult(kept, rest, float(np.array(key, bits).view(real)), bool(dense))
+    return SearchResult(kept, float(np.array(key, bits).view(real)), bool(dense))

@@ -13,7 +13,7 @@ from .. import reference
 from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
 from .library import library
 
-_merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, COUNT, POINTER)
+_merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER)
 _sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTER)
 _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
 _add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
@@ -32,25 +32,21 @@ def clear(dense: Array) -> None:
 SLACK = 16
 
 
-def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Return the k largest entries of a + b, and the other nonzero entries."""
+def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b."""
     suffix = _suffix([a, b])
     a_indices, a_values, b_indices, b_values = map(packed, (*a[:2], *b[:2]))
     room = a_indices.size + b_indices.size
-    dropped_at = min(k, room) + SLACK
-    indices = np.empty(room + 2 * SLACK, a_indices.dtype)
-    values = np.empty(room + 2 * SLACK, a_values.dtype)
-    kept = ctypes.c_int64()
-    count = enough_memory(
+    indices = np.empty(room + SLACK, a_indices.dtype)
+    values = np.empty(room + SLACK, a_values.dtype)
+    kept = enough_memory(
         _merge[suffix](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
-            *(k, address(indices), address(values), dropped_at, ctypes.addressof(kept)),
+            *(k, address(indices), address(values)),
         )
     )
-    parts = slice(kept.value), slice(dropped_at, dropped_at + count - kept.value)
-    selected, dropped = (SparseVector(indices[part], values[part], a.length) for part in parts)
-    return selected, dropped
+    return SparseVector(indices[:kept], values[:kept], a.length)
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -59,7 +55,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     lists = [(packed(vector.indices), packed(vector.values)) for vector in vectors]
     counts = [indices.size for indices, _ in lists]
     first = vectors[0]
-    indices = np.empty(sum(counts) + 2 * SLACK, first.indices.dtype)
+    indices = np.empty(sum(counts) + SLACK, first.indices.dtype)
     values = np.empty(indices.size, first.values.dtype)
     number = len(lists)
     found = enough_memory(

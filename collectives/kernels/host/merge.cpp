@@ -1,4 +1,4 @@
-// Merge: lists sorted by index become one; then the k largest, and the rest.
+// Merge: lists sorted by index become one; then the k largest.
 //
 //   a  (1: 4.0) (5: 1.0) (7: -2.0)                            k = 2
 //   b  (5: 2.5) (7:  2.0) (9: 0.5)
@@ -6,8 +6,8 @@
 //   =  (1: 4.0) (5: 1.0) (5: 2.5) (7: -2.0) (7: 2.0) (9: 0.5)
 //      the first of two becomes the sum, the second zero      add_neighbours
 //   =  (1: 4.0) (5: 3.5) (5: 0.0) (7: 0.0) (7: 0.0) (9: 0.5)
-//      zeros are left out             split
-//   =  (1: 4.0) (5: 3.5) | (9: 0.5)   kept | dropped
+//      the k largest stay, no zeros   filter
+//   =  (1: 4.0) (5: 3.5)
 //
 // Each pass is free of branches on what it reads: of sparse lists every guess would be a coin's.
 #include <algorithm>
@@ -206,29 +206,27 @@ List<T, I> add(const List<T, I>& a, const List<T, I>& b, std::int64_t* nonzeros)
 }
 
 template <class T, class I>
-void split(const List<T, I>& all, Key<T> floor, Parts<T, I>& parts) {
-  split_one_by_one(all.indices, all.values, all.count, floor, parts);
+void filter(const List<T, I>& all, Key<T> floor, Output<T, I>& output) {
+  filter_one_by_one(all.indices, all.values, all.count, floor, output);
 }
 
 template <>
-void split(const List<float, std::int32_t>& all, std::int32_t floor,
-           Parts<float, std::int32_t>& parts) {
-  instructions().split(all.indices, all.values, all.count, floor, parts);
+void filter(const List<float, std::int32_t>& all, std::int32_t floor,
+            Output<float, std::int32_t>& output) {
+  instructions().filter(all.indices, all.values, all.count, floor, output);
 }
 
-// Write the k largest entries, and the other nonzero ones from `dropped_at` on, which is at least
-// SLACK behind the last kept one; return the number of both. *kept: how many of the first.
+// Write the k largest entries; return how many there are. Room for SLACK entries more than that.
 template <class T, class I>
 std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* indices,
-                   T* values, std::int64_t dropped_at, std::int64_t* kept) {
+                   T* values) {
   return guarded([&]() -> std::int64_t {
     std::int64_t nonzeros;
     const List<T, I> all = add(a, b, &nonzeros);
-    Parts<T, I> parts{indices, values, 0, dropped_at};
-    *kept = std::min(k, nonzeros);
+    Output<T, I> output{indices, values, 0};
     if (nonzeros <= k) {
-      split(all, 0, parts);
-      return nonzeros;
+      filter(all, 0, output);
+      return output.count;
     }
     const auto at_k = place_among(all.values, all.count, k, values);
     // Of those equal to the k-th only the first few are kept: the ones in front of `cut`.
@@ -236,15 +234,15 @@ std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* 
     if (ties < static_cast<std::int64_t>(at_k.equal)) {
       for (cut = 0; ties > 0; cut++) ties -= key(all.values[cut]) == at_k.key;
     }
-    split({all.indices, all.values, cut}, at_k.key - 1, parts);
-    split(all.from(cut), at_k.key, parts);
-    return nonzeros;
+    filter({all.indices, all.values, cut}, at_k.key - 1, output);
+    filter(all.from(cut), at_k.key, output);
+    return output.count;
   });
 }
 
 // Write the sum of all lists, each index summed in the order of the lists; return how many entries
 // are not zero. Lists are merged in pairs, equal indices side by side, and summed at the end.
-// Room for 2 * SLACK entries more than there are in all lists.
+// Room for SLACK entries more than there are in all lists.
 template <class T, class I>
 std::int64_t sum(const I* const* indices, const T* const* values, const std::int64_t* counts,
                  std::int64_t lists, I* out_indices, T* out_values) {
@@ -252,10 +250,10 @@ std::int64_t sum(const I* const* indices, const T* const* values, const std::int
     std::vector<List<T, I>> runs, fewer;
     for (std::int64_t i = 0; i < lists; i++) runs.push_back({indices[i], values[i], counts[i]});
     if (lists == 2) {
-      Parts<T, I> parts{out_indices, out_values, 0, counts[0] + counts[1] + SLACK};
+      Output<T, I> output{out_indices, out_values, 0};
       std::int64_t nonzeros;
-      split(add(runs[0], runs[1], &nonzeros), 0, parts);
-      return nonzeros;
+      filter(add(runs[0], runs[1], &nonzeros), 0, output);
+      return output.count;
     }
     static thread_local Scratch<I> index_memory[2];
     static thread_local Scratch<T> value_memory[2];
@@ -294,10 +292,9 @@ std::int64_t sum(const I* const* indices, const T* const* values, const std::int
   GTOPK_API std::int64_t merge_##SUFFIX(const I* a_indices, const T* a_values,                    \
                                         std::int64_t a_count, const I* b_indices,                 \
                                         const T* b_values, std::int64_t b_count, std::int64_t k,  \
-                                        I* indices, T* values, std::int64_t dropped_at,           \
-                                        std::int64_t* kept) {                                     \
+                                        I* indices, T* values) {                                  \
     return gtopk::merge<T, I>({a_indices, a_values, a_count}, {b_indices, b_values, b_count}, k,  \
-                              indices, values, dropped_at, kept);                                 \
+                              indices, values);                                                   \
   }                                                                                               \
   GTOPK_API std::int64_t sum_by_index_##SUFFIX(const I* const* indices, const T* const* values,   \
                                                const std::int64_t* counts, std::int64_t lists,    \

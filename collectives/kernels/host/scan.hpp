@@ -17,19 +17,18 @@ constexpr std::size_t MANY = 256;  // one hit in so many elements
 
 constexpr std::int64_t SLACK = 16;  // a vector of what is found is stored whole
 
-// Two lists that are written into the same arrays, each with room for SLACK more behind its last.
+// A list that is being written, with room for SLACK entries more behind its last.
 template <class T, class I>
-struct Parts {
+struct Output {
   I* indices;
   T* values;
-  std::int64_t kept, dropped;  // where the next one is written
+  std::int64_t count;
 };
 
-// Append the entries whose keys are above the floor to those kept, the others, but for zeros, to
-// those dropped.
+// Append the entries whose keys are above the floor.
 template <class T, class I>
-using Split = void (*)(const I* indices, const T* values, std::int64_t count, Key<T> floor,
-                       Parts<T, I>& parts);
+using Filter = void (*)(const I* indices, const T* values, std::int64_t count, Key<T> floor,
+                        Output<T, I>& output);
 
 // float16 to float32.
 using Widen = void (*)(const std::uint16_t* halves, std::size_t count, float* into);
@@ -55,14 +54,14 @@ struct Instructions {
   Scan<float> scan_float;
   Scan<double> scan_double;
   Widen widen;
-  Split<float, std::int32_t> split;
+  Filter<float, std::int32_t> filter;
 };
 extern const Instructions portable;
 #if defined(__x86_64__)
 extern const Instructions avx2, avx512;
 void widen_f16c(const std::uint16_t* halves, std::size_t count, float* into);
-void split_avx2(const std::int32_t* indices, const float* values, std::int64_t count,
-                std::int32_t floor, Parts<float, std::int32_t>& parts);
+void filter_avx2(const std::int32_t* indices, const float* values, std::int64_t count,
+                 std::int32_t floor, Output<float, std::int32_t>& output);
 #endif
 
 const Instructions& instructions();
@@ -91,20 +90,17 @@ inline std::size_t scan_one_by_one(T* dense, const T* before, const T* addend, s
   return found;
 }
 
-// The tail of every split, and the whole of one without vectors.
+// The tail of every filter, and the whole of one without vectors.
 template <class T, class I>
-void split_one_by_one(const I* indices, const T* values, std::int64_t count, Key<T> floor,
-                      Parts<T, I>& parts) {
-  Parts<T, I> to = parts;  // in registers
-  for (std::int64_t i = 0; i < count; i++) {
-    const std::int64_t keeps = key(values[i]) > floor, nonzero = key(values[i]) > 0;
-    const std::int64_t at = to.dropped ^ ((to.dropped ^ to.kept) & -keeps);  // without a branch
-    to.indices[at] = indices[i];
-    to.values[at] = values[i];
-    to.kept += keeps;
-    to.dropped += nonzero - keeps;
+void filter_one_by_one(const I* indices, const T* values, std::int64_t count, Key<T> floor,
+                       Output<T, I>& output) {
+  Output<T, I> to = output;  // in registers
+  for (std::int64_t i = 0; i < count; i++) {  // without a branch
+    to.indices[to.count] = indices[i];
+    to.values[to.count] = values[i];
+    to.count += key(values[i]) > floor;
   }
-  parts = to;
+  output = to;
 }
 
 }  // namespace gtopk

@@ -87,34 +87,27 @@ AVX2 std::size_t scan_double(double* dense, const double* before, const double* 
   return scan_one_by_one(dense, before, addend, i, count, floor, offsets, found);
 }
 
-AVX2 inline std::int64_t append(__m256i indices, __m256i values, __m256i which,
-                                const Parts<float, std::int32_t>& to, std::int64_t at) {
-  const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(which));
-  const __m256i order = lanes(mask);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.indices + at),
-                      _mm256_permutevar8x32_epi32(indices, order));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.values + at),
-                      _mm256_permutevar8x32_epi32(values, order));
-  return at + __builtin_popcount(static_cast<unsigned>(mask));
-}
-
 }  // namespace
 
-AVX2 void split_avx2(const std::int32_t* indices, const float* values, std::int64_t count,
-                     std::int32_t floor, Parts<float, std::int32_t>& parts) {
+AVX2 void filter_avx2(const std::int32_t* indices, const float* values, std::int64_t count,
+                      std::int32_t floor, Output<float, std::int32_t>& output) {
   const __m256i sign = _mm256_set1_epi32(LARGEST<float>), floors = _mm256_set1_epi32(floor);
-  Parts<float, std::int32_t> to = parts;  // in registers
+  Output<float, std::int32_t> to = output;  // in registers
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(indices + i));
     const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
-    const __m256i keys = _mm256_and_si256(y, sign), above = _mm256_cmpgt_epi32(keys, floors);
-    const __m256i nonzero = _mm256_cmpgt_epi32(keys, _mm256_setzero_si256());
-    to.kept = append(x, y, above, to, to.kept);
-    to.dropped = append(x, y, _mm256_andnot_si256(above, nonzero), to, to.dropped);
+    const __m256i above = _mm256_cmpgt_epi32(_mm256_and_si256(y, sign), floors);
+    const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(above));
+    const __m256i order = lanes(mask);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.indices + to.count),
+                        _mm256_permutevar8x32_epi32(x, order));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.values + to.count),
+                        _mm256_permutevar8x32_epi32(y, order));
+    to.count += __builtin_popcount(static_cast<unsigned>(mask));
   }
-  parts = to;
-  split_one_by_one(indices + i, values + i, count - i, floor, parts);
+  output = to;
+  filter_one_by_one(indices + i, values + i, count - i, floor, output);
 }
 
 __attribute__((target("f16c"))) void widen_f16c(const std::uint16_t* halves, std::size_t count,
@@ -127,7 +120,7 @@ __attribute__((target("f16c"))) void widen_f16c(const std::uint16_t* halves, std
   for (; i < count; i++) into[i] = from_float16(halves[i]);
 }
 
-const Instructions avx2 = {"AVX2", scan_float, scan_double, widen_f16c, split_avx2};
+const Instructions avx2 = {"AVX2", scan_float, scan_double, widen_f16c, filter_avx2};
 
 }  // namespace gtopk
 #endif

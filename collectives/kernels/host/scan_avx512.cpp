@@ -66,7 +66,7 @@ AVX512 std::size_t scan_double(double* dense, const double* before, const double
 
 }  // namespace
 
-const Instructions avx512 = {"AVX-512", scan_float, scan_double, widen_f16c, split_avx2};
+const Instructions avx512 = {"AVX-512", scan_float, scan_double, widen_f16c, filter_avx2};
 
 }  // namespace gtopk
 #endif

@@ -29,6 +29,6 @@ void widen_portable(const std::uint16_t* halves, std::size_t count, float* into)
 }  // namespace
 
 const Instructions portable = {"portable", scan_portable<float>, scan_portable<double>,
-                               widen_portable, split_one_by_one<float, std::int32_t>};
+                               widen_portable, filter_one_by_one<float, std::int32_t>};
 
 }  // namespace gtopk

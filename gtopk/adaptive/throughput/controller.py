@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ..partitioning.cuts import Limits, round_sizes
-from .policies import Cost, Measured, Policy, SpeedModel, equal_finish, spread_of
+from .policies import Cost, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
 SETTLING_STEPS: Final = 2  # after the prefetched ones
@@ -67,13 +67,11 @@ class Controller:
         sizes: Sequence[int],
         limits: Limits,
         interval: int = 20,
-        policy: Policy = equal_finish,
     ) -> None:
         limits.check()
         self.sizes = list(sizes)
         self.limits = limits
         self.interval = interval
-        self.policy = policy
         self.measuring_from = WARMUP_STEPS
         self._models = [SpeedModel() for _ in sizes]
         self._holding = False
@@ -121,8 +119,8 @@ class Controller:
         if self._stays(spread):
             return self._refined(now, seconds, limits)
         self._held.clear()
-        measured = Measured(now, seconds, self.costs())
-        wanted = self.policy(measured, limits)
+        costs = self.costs()
+        wanted = equal_finish(costs, limits)
         if spread > self._above(APART) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
             self._last_moves = [0] * len(now)
@@ -131,7 +129,7 @@ class Controller:
         else:
             self._fine_left = max(0, self._fine_left - 1)
             sizes = self._damped(now, wanted, limits)
-        if self._gain(now, sizes, measured.costs) < LEAST_GAIN:
+        if self._gain(now, sizes, costs) < LEAST_GAIN:
             self._hold()
             return round_sizes([float(size) for size in now], limits)
         return sizes
@@ -155,7 +153,7 @@ class Controller:
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
             for cost, mean, size in zip(self.costs(), means, now, strict=True)
         ]
-        sizes = self.policy(Measured(now, means, costs), limits)
+        sizes = equal_finish(costs, limits)
         gain = self._gain(now, sizes, costs)
         return sizes if gain >= max(LEAST_GAIN_HELD, NOISE_IN_SPREAD * unsure) else now
 

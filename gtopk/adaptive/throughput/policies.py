@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import statistics
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -40,7 +40,7 @@ import torch
 from ...exchange.buckets.arrays import Timestamp
 from ...exchange.buckets.parameters import trained_by
 from ...telemetry.step_report import StepReport
-from ..partitioning.cuts import Limits, round_sizes
+from ..partitioning.cuts import Limits
 
 
 class Timer(Protocol):
@@ -218,23 +218,7 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
     return Cost(mean_seconds - slope * mean_size, slope)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measurements, by rank, from which a policy chooses sizes.
-
-    sizes, seconds: of the last window; 0 and 0 for a rank without samples.
-    costs: the speed models.
-    """
-
-    sizes: Sequence[int]
-    seconds: Sequence[float]
-    costs: Sequence[Cost]
-
-
-Policy = Callable[[Measured, Limits], list[int]]
-
-
-def equal_finish(measured: Measured, limits: Limits) -> list[int]:
+def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     """Return the sizes with which the slowest rank ends its batch soonest.
 
     The time at which all ranks end together is found by filling (ranks at a bound are set aside).
@@ -247,11 +231,11 @@ def equal_finish(measured: Measured, limits: Limits) -> list[int]:
     """
     limits.check()
     low, high, grain = limits.lowest(), limits.highest(), limits.grain
-    exact = _filled(measured.costs, limits)
+    exact = _filled(costs, limits)
     sizes = [max(math.floor(size / grain) * grain, a) for size, a in zip(exact, low, strict=True)]
     for _ in range((limits.total - sum(sizes)) // grain):
         open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
-        first = min(open_ranks, key=lambda rank: measured.costs[rank].seconds(sizes[rank] + grain))
+        first = min(open_ranks, key=lambda rank: costs[rank].seconds(sizes[rank] + grain))
         sizes[first] += grain
     return sizes
 
@@ -285,76 +269,12 @@ def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
     return at(below)
 
 
-def proportional(measured: Measured, limits: Limits) -> list[int]:
-    """Return sizes in proportion to the speed of the last window.
-
-    LB-BSP (Chen et al. 2018, arXiv 1806.02508) with the last window as the prediction of the next.
-    """
-    speeds = [
-        size / seconds if size else 1.0 / cost.per_sample
-        for size, seconds, cost in zip(
-            measured.sizes, measured.seconds, measured.costs, strict=True
-        )
-    ]
-    return round_sizes([limits.total * speed / math.fsum(speeds) for speed in speeds], limits)
-
-
-def omnilearn(measured: Measured, limits: Limits, deadband: float = 0.2) -> list[int]:
-    """Return b - (b/t)(t - mean t), where one such change is larger than the dead band.
-
-    OmniLearn's proportional controller (Tyagi and Sharma 2025, arXiv 2503.17469).
-    """
-    mean = math.fsum(measured.seconds) / len(measured.seconds)
-    wanted = [
-        size - size / seconds * (seconds - mean) if size else 0.0
-        for size, seconds in zip(measured.sizes, measured.seconds, strict=True)
-    ]
-    wanted = [
-        new if new > 0 and abs(new - old) / new >= deadband else float(old)
-        for new, old in zip(wanted, measured.sizes, strict=True)
-    ]
-    scale = limits.total / math.fsum(wanted)
-    return round_sizes([scale * size for size in wanted], limits)
-
-
-def lbb(measured: Measured, limits: Limits) -> list[int]:
-    """Return LBB's next sizes: none, one grain from the slowest to the fastest, or all anew.
-
-    By the spread of the seconds, (max - min) / mean: up to 0.05, up to 0.30, above; with the
-    speed models here in place of LBB's profiles. github.com/FLYING37520/LBB.
-    """
-    spread = spread_of(measured.seconds)
-    sizes = list(measured.sizes)
-    if spread <= 0.05:
-        return round_sizes([float(size) for size in sizes], limits)
-    if spread > 0.30:
-        return equal_finish(measured, limits)
-    ranks = range(len(sizes))
-    may_give = [r for r in ranks if sizes[r] - limits.grain >= limits.lowest()[r]]
-    may_take = [r for r in ranks if sizes[r] + limits.grain <= limits.highest()[r]]
-    if may_give and may_take:
-        slowest = max(may_give, key=lambda rank: measured.seconds[rank])
-        fastest = min(may_take, key=lambda rank: measured.seconds[rank])
-        sizes[slowest] -= limits.grain
-        sizes[fastest] += limits.grain
-    return round_sizes([float(size) for size in sizes], limits)
-
-
 def spread_of(seconds: Sequence[float]) -> float:
-    """Return (max - min) / mean of the ranks that had samples: LBB's synchronization error."""
+    """Return (max - min) / mean of the ranks that had samples."""
     busy = [each for each in seconds if each > 0]
     if len(busy) < 2:
         return 0.0
     return (max(busy) - min(busy)) * len(busy) / math.fsum(busy)
-
-
-POLICIES: Final[Mapping[str, Policy]] = {
-    "equal_finish": equal_finish,
-    "proportional": proportional,
-    "omnilearn": omnilearn,
-    "lbb": lbb,
-    "goodput": equal_finish,  # of a global batch that `goodput` chooses
-}
 
 
 LEAST_GAIN: Final = 0.05  # more => quieter, further from the best

@@ -1,7 +1,7 @@
 """Harness of all benchmarks: their parser and JSON, their ranks, progress, and spreads over rounds.
 
 Words of an option have spaces between them, not commas, as a word may hold some itself:
-gtopk:growth=2.0,put_back=spread.
+hierarchical:across=gtopk,growth=2.0.
 
 Workloads: the networks that benchmarks take steps of.
 

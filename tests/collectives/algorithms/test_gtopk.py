@@ -36,9 +36,9 @@ def by_hand(picks: list[SparseVector], k: int, growth: float = 1.0) -> SparseVec
     count = paired(len(picks))
     nothing = picks[0].take(slice(0))
     guests = picks[count:] + [nothing] * (2 * count - len(picks))
-    lists = [merge(a, b, k)[0] for a, b in zip(picks[:count], guests, strict=True)]
+    lists = [merge(a, b, k) for a, b in zip(picks[:count], guests, strict=True)]
     for keep in kept_sizes(k, growth, count.bit_length() - 1, picks[0].length):
-        lists = [merge(lists[at], lists[at + 1], keep)[0] for at in range(0, len(lists), 2)]
+        lists = [merge(lists[at], lists[at + 1], keep) for at in range(0, len(lists), 2)]
     return lists[0]
 
 
@@ -100,45 +100,6 @@ def test_owners_get_their_dead_picks_whole(world: tuple[int, list[SparseVector]]
     k, picks = world
     for pick, (_, returned) in zip(picks, run("gtopk", picks, k, growth=2.0), strict=True):
         assert bits(returned) == bits(pick.where(contains(returned.indices, pick.indices)))
-
-
-def test_what_a_merge_drops_is_spread_over_those_who_hold_the_merged_list() -> None:
-    # The four-rank example: 5:1.0 and 9:0.1 are dropped by two ranks each, 7:2.0 by all four.
-    picks = [
-        entries(pairs, 10, np.float64) for pairs in ([(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)])
-    ]
-    outcomes = run("gtopk", picks, 1, put_back="spread")
-    assert [pairs_of(update) for update, _ in outcomes] == [[(5, 3.0)]] * 4
-    assert [pairs_of(returned) for _, returned in outcomes] == [
-        [(5, 0.5), (7, 0.5)],
-        [(5, 0.5), (7, 0.5)],
-        [(7, 0.5), (9, 0.05)],
-        [(7, 0.5), (9, 0.05)],
-    ]
-
-
-def test_of_a_folded_pair_what_is_dropped_returns_to_its_owner() -> None:
-    # Rank 2 is folded into rank 0, which alone holds the merged list.
-    picks = [entries(pairs, 10, np.float64) for pairs in ([(1, 1.0)], [(2, 8.0)], [(3, 2.0)])]
-    outcomes = run("gtopk", picks, 1, put_back="spread")
-    assert [pairs_of(update) for update, _ in outcomes] == [[(2, 8.0)]] * 3
-    assert [pairs_of(returned) for _, returned in outcomes] == [
-        [(1, 1.0), (3, 1.0)],
-        [(3, 1.0)],
-        [],
-    ]
-    # The other way round: rank 0 keeps its own pick, and rank 2's is dropped.
-    picks = [entries(pairs, 10, np.float64) for pairs in ([(1, 3.0)], [(2, 8.0)], [(3, 2.0)])]
-    outcomes = run("gtopk", picks, 1, put_back="spread")
-    assert [pairs_of(returned) for _, returned in outcomes] == [[(1, 1.5)], [(1, 1.5)], [(3, 2.0)]]
-
-
-@pytest.mark.parametrize("size", [4, 8, 16])
-def test_spreading_gives_every_rank_about_as_much(size: int, random: np.random.Generator) -> None:
-    picks = random_picks(random, size, 500, 20, np.float64)
-    outcomes = run("gtopk", picks, 20, put_back="spread")
-    returned = [np.abs(vector.values).sum() for _, vector in outcomes]
-    assert max(returned) < 2 * min(returned)
 
 
 @pytest.mark.parametrize("values", ["bf16", "fp16", "int8", "int4", "int3"])
@@ -215,7 +176,6 @@ def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float
     [
         ({"growth": 0.5}, "growth must be a number from 1 on, got 0.5"),
         ({"growth": math.inf}, "growth must be a number from 1 on, got inf"),
-        ({"put_back": "nobody"}, "put_back must be one of owners, spread; got 'nobody'"),
     ],
 )
 def test_options_out_of_bounds_are_refused_before_anything_is_sent(
@@ -229,22 +189,12 @@ def test_options_out_of_bounds_are_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ({}, {"growth": 2.0}),
-        ({}, {"put_back": "spread"}),
-        ({"put_back": "spread"}, {}),
-    ],
-)
-def test_ranks_with_different_options_get_an_error_that_names_one(
-    size: int, ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
+def test_ranks_with_different_options_get_an_error_that_names_one(size: int) -> None:
     picks = [entries([(rank, 1.0), (7, 1.0)], 9, np.float32) for rank in range(size)]
     with pytest.raises(MessageError, match=r"the message from rank \d "):
         run_ranks(
             local_world(size, 5),
-            lambda t: reduce(picks[t.rank], 2, t, **(theirs if t.rank == size - 1 else ours)),
+            lambda t: reduce(picks[t.rank], 2, t, growth=2.0 if t.rank == size - 1 else 1.0),
         )
 
 
@@ -254,7 +204,7 @@ def test_ranks_with_different_k_get_an_error_that_names_both() -> None:
         run_ranks(local_world(2, 5), lambda t: reduce(pick, 2 + t.rank, t))
 
 
-def test_kept_and_dropped_are_the_whole_sum(random: np.random.Generator) -> None:
+def test_both_ranks_of_an_exchange_get_the_largest_of_the_sum(random: np.random.Generator) -> None:
     lists = [
         entries(
             [
@@ -272,7 +222,6 @@ def test_kept_and_dropped_are_the_whole_sum(random: np.random.Generator) -> None
             lists[t.rank], NOBODY, 700, t, 1 - t.rank, GtopkOptions(), 1
         ),
     )
-    kept, dropped = merge(*lists, 700)
+    merged = merge(*lists, 700)
     for one in swapped:
-        assert bits(one.merged) == bits(kept)
-        assert bits(one.dropped) == bits(dropped)
+        assert bits(one.merged) == bits(merged)

@@ -29,7 +29,7 @@ from tests.collectives.algorithms.worlds import (
 DRAWN = [[0, 1, 2], [3, 4]]
 ACROSS: list[dict[str, Any]] = [
     {"across": "gtopk"},
-    {"across": "gtopk", "growth": 3.0, "put_back": "spread"},
+    {"across": "gtopk", "growth": 3.0},
     {"across": "oktopk"},
     {"across": "oktopk", "k_out": 12},
 ]
@@ -174,7 +174,7 @@ def test_nodes_are_looked_up_where_none_are_given(random: np.random.Generator) -
     ("options", "text"),
     [
         ({"across": "dense"}, "across must be one of gtopk, oktopk; got 'dense'"),
-        ({"k_out": 3}, "algorithm 'gtopk' has no option 'k_out'; it has growth, put_back"),
+        ({"k_out": 3}, "algorithm 'gtopk' has no option 'k_out'; it has growth"),
         ({"across": "oktopk", "growth": 2.0}, "'oktopk' has no option 'growth'; it has k_out, reg"),
         ({"growth": 0.0}, "growth must be a number from 1 on, got 0"),
         ({"across": "oktopk", "k_out": 9}, r"k_out must lie in 1\.\.5 .* got 9"),

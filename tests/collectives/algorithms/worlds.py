@@ -48,11 +48,7 @@ def ragged(size: int) -> list[list[int]]:
 WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     **{name: (name, lambda size, k, length: {}) for name in ALGORITHMS},
     "gtopk growing": ("gtopk", lambda size, k, length: {"growth": 3.0}),
-    "gtopk spread": ("gtopk", lambda size, k, length: {"put_back": "spread"}),
-    "gtopk spread growing": (
-        "gtopk",
-        lambda size, k, length: {"put_back": "spread", "growth": 1.5},
-    ),
+    "gtopk growing little": ("gtopk", lambda size, k, length: {"growth": 1.5}),
     "oktopk wide": ("oktopk", lambda size, k, length: {"k_out": min(length, 4 * k)}),
     "oktopk narrow": ("oktopk", lambda size, k, length: {"k_out": 1}),
     "hierarchical flat": (
@@ -65,7 +61,7 @@ WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     ),
     "hierarchical ragged": (
         "hierarchical",
-        lambda size, k, length: {"nodes": ragged(size), "put_back": "spread"},
+        lambda size, k, length: {"nodes": ragged(size)},
     ),
     "hierarchical oktopk": (
         "hierarchical",

@@ -470,7 +470,7 @@ def test_no_batch_exceeds_its_ranks_most_whatever_the_grain(min_batch: int) -> N
     ("options", "text"),
     [
         ({"mode": "fast"}, "mode must be one of balanced"),
-        ({"policy": "fast"}, "policy must be one of equal_finish"),
+        ({"policy": "fast"}, "policy must be one of equal_finish, goodput"),
         ({"lr_scaling": "fast"}, "lr_scaling must be one of none, linear, sqrt, adascale"),
         ({"loss_reduction": "max"}, "loss_reduction must be one of mean, sum"),
         ({"interval": 0}, "interval must be at least 1"),

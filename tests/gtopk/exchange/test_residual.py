@@ -38,17 +38,16 @@ def test_the_arrays_of_a_gpu_are_added_as_tensors(monkeypatch: pytest.MonkeyPatc
     check_a_dense_step("cpu")
 
 
-@pytest.mark.parametrize("put_back", ["owners", "spread"])
 @pytest.mark.parametrize("size", [2, 4, 5])
-def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str) -> None:
-    """Masked, too. Spread over four ranks, a quarter of it returns to the one that picked it."""
+def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int) -> None:
+    """Masked, too."""
     length, k = 1000, 10
 
     def program(transport: LocalTransport) -> tuple[Residual, SparseVector, SparseVector]:
         held = Residual(length, np.dtype(np.float32), momentum=0.9, masked=True)
         gradient = np.random.default_rng(transport.rank).standard_normal(length)
         picked = held.accumulate_and_select(gradient.astype(np.float32), k)
-        update, returned = reduce(picked, k, transport, "gtopk", put_back=put_back)
+        update, returned = reduce(picked, k, transport, "gtopk")
         held.remove_sent(picked, returned, update)
         return held, picked, update
 

@@ -32,8 +32,8 @@ SPARSE = [Compression.topk, Compression.gtopk, Compression.oktopk, Compression.h
 VARIANTS = [
     partial(Compression.topk, values="fp16", wire="raw"),
     partial(Compression.gtopk, values="int8", wire="packed"),
-    partial(Compression.gtopk, growth=3.0, put_back="spread", values="bf16"),
-    partial(Compression.gtopk, growth=3.0, put_back="spread", values="int2"),
+    partial(Compression.gtopk, growth=3.0, values="bf16"),
+    partial(Compression.gtopk, growth=3.0, values="int2"),
     partial(Compression.topk, values="int3"),
     partial(Compression.oktopk, values="int4"),
     partial(Compression.oktopk, k_out=3.0, values="bf16"),

@@ -243,7 +243,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
 
 
 def parse(words: str) -> tuple[str, dict[str, Any]]:
-    """Return an algorithm and its options from "gtopk" or "gtopk:growth=2.0,put_back=spread"."""
+    """Return an algorithm and its options, as from "hierarchical:across=gtopk,growth=2.0"."""
     name, _, rest = words.partition(":")
     if name not in KNOWN:
         raise ValueError(f"an algorithm must be one of {', '.join(KNOWN)}; got {name!r}")

@@ -188,7 +188,7 @@ def test_the_threshold_of_the_last_step_spares_a_second_look(
         assert_same(scratch.machine, picked, top(residual + gradient, 40))
         residual += gradient
         residual[picked.indices] = 0
-        searched_densely = scratch.array("search", 15, np.uint64)[3]
+        searched_densely = scratch.array("search", selection.SEARCH_WORDS, np.uint64)[2]
         assert searched_densely == (step == 0)
 
 

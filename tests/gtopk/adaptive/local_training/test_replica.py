@@ -17,7 +17,7 @@ SHAPES = [(7, 5), (5,), (3, 2, 2)]
 COMPRESSIONS = [
     hvd.Compression.none,
     hvd.Compression.gtopk(density=0.2),
-    hvd.Compression.gtopk(density=0.1, put_back="spread"),
+    hvd.Compression.gtopk(density=0.1, growth=1.0),
     hvd.Compression.topk(density=0.1),
 ]
 

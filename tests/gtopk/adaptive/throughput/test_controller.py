@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gtopk.adaptive.partitioning.cuts import Limits, round_sizes
 from gtopk.adaptive.throughput.controller import Controller, Window
-from gtopk.adaptive.throughput.policies import Cost, Measured, equal_finish, spread_of
+from gtopk.adaptive.throughput.policies import Cost, equal_finish, spread_of
 
 TOTAL = 256
 Costs = Callable[[int], Sequence[Cost]]  # by step
@@ -89,7 +89,7 @@ def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
     wish = [data.draw(st.floats(1, 100)) for _ in costs]
     controller = Controller(round_sizes(wish, limits(ranks)), limits(ranks), interval=1)
     sizes = run(controller, lambda step: costs, 5 + 3 * 3 + 40)
-    best = equal_finish(Measured(sizes[-1], [1.0] * ranks, costs), limits(ranks))
+    best = equal_finish(costs, limits(ranks))
 
     def ends(sizes: Sequence[int]) -> float:
         return max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True))
@@ -110,7 +110,7 @@ def test_no_size_moves_away_from_its_solution_or_beyond(
     now, seconds = [grain * size for size, _ in ranks], [each for _, each in ranks]
     limits = Limits(sum(now), [0] * len(now), [sum(now)] * len(now), grain)
     costs = [Cost(0.0, each / size) for each, size in zip(seconds, now, strict=True)]
-    solved = equal_finish(Measured(now, seconds, costs), limits)
+    solved = equal_finish(costs, limits)
     windows = [Window(size, each, sum(now)) for size, each in zip(now, seconds, strict=True)]
     sizes = Controller(now, limits, interval=1).decide(windows, 6, 6)
     for size, before, end in zip(sizes, now, solved, strict=True):
@@ -123,7 +123,7 @@ def test_what_a_large_rank_gives_the_small_ones_take() -> None:
     limits = Limits(total, [0] * 3, [total] * 3)
     seconds = [1.13, 0.87, 1.0]
     costs = [Cost(0.0, each / size) for each, size in zip(seconds, now, strict=True)]
-    solved = equal_finish(Measured(now, seconds, costs), limits)
+    solved = equal_finish(costs, limits)
     controller = Controller(now, limits, interval=1)
     windows = [Window(size, each, total) for size, each in zip(now, seconds, strict=True)]
     sizes = controller.decide(windows, 6, 6)

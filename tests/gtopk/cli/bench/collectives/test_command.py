@@ -116,9 +116,9 @@ def test_a_file_that_is_not_there_is_said(capsys) -> None:
 
 
 def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:
-    words = "--algorithms gtopk:growth=2.0,put_back=spread dense --baselines --ranks 2 3"
+    words = "--algorithms hierarchical:across=gtopk,growth=2.0 dense --baselines --ranks 2 3"
     options = parser().parse_args(words.split())
-    assert options.algorithms == ["gtopk:growth=2.0,put_back=spread", "dense"]
+    assert options.algorithms == ["hierarchical:across=gtopk,growth=2.0", "dense"]
     assert options.baselines == []
     assert options.ranks == [2, 3]
 

@@ -134,9 +134,9 @@ def test_baselines_are_modelled_by_what_they_send() -> None:
 
 def test_options_are_read_from_words() -> None:
     assert parse("gtopk") == ("gtopk", {})
-    assert parse("gtopk:growth=2.0,put_back=spread") == (
-        "gtopk",
-        {"growth": 2.0, "put_back": "spread"},
+    assert parse("hierarchical:across=gtopk,growth=2.0") == (
+        "hierarchical",
+        {"across": "gtopk", "growth": 2.0},
     )
     with pytest.raises(ValueError, match="name=value"):
         parse("gtopk:growth")
