@@ -9,7 +9,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Momentum, host_parts, require_selectable
-from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
+from .calls import COUNT, POINTER, address, enough_memory, function, packed, threads
 
 _select = function(
     "select",
@@ -127,7 +127,7 @@ def _search(
     values = np.empty(k, dense.dtype)
     report = Report()
     found = enough_memory(
-        _select[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"](
+        _select[dense.dtype, indices.dtype](
             *(address(before), address(dense), dense.size, *given, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
         )

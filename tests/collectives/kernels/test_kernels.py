@@ -548,6 +548,24 @@ def test_what_does_not_fit_together_is_not_merged() -> None:
         for pair in ((vector, other), (other, vector)):
             with pytest.raises(ValueError, match=rf"float32 or float64, got {dtype}: \.astype\("):
                 merge(*pair, 2)
+    wide = vector._replace(values=vector.values.astype(np.float64))
+    long = vector._replace(indices=vector.indices.astype(np.int64))
+    for other, dtypes in ((wide, "float64 at int32"), (long, "float32 at int64")):
+        for call in (
+            lambda other=other: merge(vector, other, 2),
+            lambda other=other: sum_by_index([vector, other]),
+        ):
+            with pytest.raises(ValueError, match=f"one dtype, got .*{dtypes}"):
+                call()
+    with pytest.raises(ValueError, match="vectors must be of one length, got 4 and 5"):
+        sum_by_index([vector, vector._replace(length=5), vector])
+
+
+@pytest.mark.parametrize("k", [2**63 - 1, 2**63, 2**64, 2**64 + 1])
+def test_a_merge_keeps_all_where_k_is_more_than_64_bits_count(k: int) -> None:
+    vector = SparseVector.from_dense(np.arange(1, 6001, dtype=np.float32))
+    kept, dropped = merge(vector, vector, k)
+    assert (kept.entries, dropped.entries) == (6000, 0)
 
 
 def test_merging_is_not_associative() -> None:
