@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -236,7 +237,7 @@ def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail:
         (rice_bytes([0, 1], 0, 0, 0b111), "padding behind its widths"),
         (rice_bytes([50], 0, 1, 0)[:-8], "rests take 32 bytes, there are 16"),
         (rice_bytes([2], 1 << 6, 1, 0b111), "padding behind its rests"),
-        (rice_bytes([2], 0, 1, 0b111)[:16], "has 0 quotients of 3"),
+        (rice_bytes([2], 0, 1, 0b111)[:16], "0 bytes do not hold its 3 quotients"),
         (rice_bytes([0], 0, 0, 0b11), "has 2 quotients of 3"),
         (rice_bytes([0], 0, 0, 0b1111), "padding behind its quotients"),
         (rice_bytes([0], 0, 0, 1 << 63 | 0b111), "padding behind its quotients"),
@@ -267,6 +268,18 @@ def test_rice_codes_next_to_what_is_refused_are_read() -> None:
 def test_a_count_that_no_bytes_stand_behind_reserves_no_memory(code: str) -> None:
     with pytest.raises(ValueError, match="bytes, there are 100"):
         getattr(codes, f"unpack_{code}")(np.zeros(100, np.uint8), 2**50, 2**60)
+
+
+def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
+    data = np.zeros(1 << 12, np.uint8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="bytes do not hold its 245760 quotients"):
+            codes.unpack_rice(data, 60 * data.size, 2**40)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100 * data.size
 
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
