@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -409,6 +410,21 @@ def test_what_is_not_finite_stays_so(code: str, dtype: type, bad: float) -> None
     else:
         assert np.isnan(seen[70]) == np.isnan(bad)
         assert np.isfinite(np.delete(seen, 70)).all()
+
+
+@by_dtype
+def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero(
+    dtype: type,
+) -> None:
+    """Else the update would depend on a rank's processor: some have an instruction for halves."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    expected = halves.view(np.float16).astype(dtype)
+    torch.set_flush_denormal(True)
+    try:
+        seen = codes.unpack_fp16(halves.view(np.uint8), halves.size, 0, np.dtype(dtype))
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(seen, expected, equal_nan=True)
 
 
 @by_dtype
