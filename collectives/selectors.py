@@ -1,7 +1,8 @@
 """Approximate selectors by name, to compare the exact one with: (dense, k) -> about k entries.
 
-The number of entries that they find depends on the data. `collectives.select` is exact, and takes
-less time than any of them (docs/measured/selection.md).
+The number of entries that they find depends on the data: a NaN is never found, and may hide all
+others. `collectives.select` is exact, and takes less time than any of them
+(docs/measured/selection.md). Each raises ValueError for what `select` refuses, such as k > n.
 
     fixed_threshold   every entry from a given |value| on, however many (Strom 2015)
     sampled_dgc       the sampled top-k of Deep Gradient Compression (Lin et al. 2018, section 3.1
@@ -26,6 +27,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from .kernels import select
+from .kernels.gradients import require_selectable
 from .vector import Array, SparseVector, index_dtype
 
 CHUNK = 1 << 17
@@ -57,6 +59,7 @@ FEWEST = 0.8  # times k; under that the threshold is lowered
 
 def sampled_dgc(dense: Array, k: int) -> SparseVector:
     """Take the threshold from a strided sample, lower it while it finds too few; at most k."""
+    require_selectable(dense, k)
     magnitudes = np.abs(dense)
     stride = max(1, min(round(1 / SHARE), k // 2)) | 1  # odd: rows have even lengths
     sample = magnitudes[::stride]
@@ -78,6 +81,7 @@ CORRECTIONS = 3
 
 def gaussian_k(dense: Array, k: int) -> SparseVector:
     """Fit mean and deviation, and correct the threshold a few times by half."""
+    require_selectable(dense, k)
     mean, deviation = float(dense.mean(dtype=np.float64)), float(dense.std(dtype=np.float64))
     if deviation == 0.0 or k == dense.size:
         return above(dense, np.abs(dense), 0.0)
@@ -99,6 +103,7 @@ PASSES = 30
 
 def mstopk(dense: Array, k: int) -> SparseVector:
     """Search in PASSES passes; take entries just under the threshold to fill up to k."""
+    require_selectable(dense, k)
     magnitudes = np.abs(dense)
     mean, highest = float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())
     low, high = 0.0, 1.0
@@ -126,6 +131,7 @@ FIRST = 0.25  # the share that is to pass the first stage
 
 def sidco(dense: Array, k: int) -> SparseVector:
     """Fit the mean of the exceedances in each stage; the stages' shares multiply to k / n."""
+    require_selectable(dense, k)
     magnitudes = np.abs(dense)
     share = k / dense.size
     first = max(FIRST, share)

@@ -132,10 +132,12 @@ def check(vector: SparseVector) -> SparseVector:
     """Return the vector; raise ValueError, with the reason, where it is not a valid SparseVector.
 
     It is for vectors from outside: from a caller of `reduce`, or a peer's message. On a GPU it
-    waits for the result.
+    waits for the result. Raises TypeError for what is no array.
     """
     indices, values, length = vector
     require_values(values)
+    if is_on_device(indices) != is_on_device(values):
+        raise ValueError("indices and values must both be NumPy's, or both CuPy's")
     if indices.ndim != 1 or indices.shape != values.shape:
         raise ValueError(
             f"indices and values must be one-dimensional and equally long, "

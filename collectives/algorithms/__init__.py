@@ -81,8 +81,8 @@ def reduce(
 
     Vectors of CuPy arrays, on every rank, give vectors of CuPy arrays on the same GPU. They stay
     there where the transport sends from it (NCCL, once connected), by the algorithms `ON_DEVICE` in
-    a format that a GPU codes: indices raw or in blocks, values exact or in 16 bits. Else they go by
-    way of the host, where ranks without a GPU may take part.
+    a format that a GPU codes: indices raw or in blocks, values exact, in 16 bits, or in 2 to 4.
+    Else they go by way of the host, where ranks without a GPU may take part.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
     1..length, more than k entries, or a `selected` that is no SparseVector; TypeError where its

@@ -104,25 +104,42 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
     """Return the k largest entries of a + b, without zeros.
 
-    One float addition for an index in both, hence the same bits for (a, b) and (b, a). Raises
-    ValueError for k < 1, and for vectors of unlike length, or not of float32 or float64.
+    One float addition for an index in both, hence the same bits for (a, b) and (b, a), but for
+    those of a NaN. Raises ValueError for k < 1, and for vectors of unlike length or dtypes, or not
+    of float32 or float64.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    if a.length != b.length:
-        raise ValueError(f"vectors must be of one length, got {a.length} and {b.length}")
-    for vector in (a, b):
-        require_values(vector.values)
+    _require_alike((a, b))
     with profiled("merge"):
         merged: SparseVector = _twin(a.values).merge(a, b, k)
     return merged
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+    """Return the nonzero entries of the sum; each index is summed in the order of the list.
+
+    Raises ValueError for vectors that `merge` refuses.
+    """
+    _require_alike(vectors)
     with profiled("merge"):
         total: SparseVector = _twin(vectors[0].values).sum_by_index(vectors)
     return total
+
+
+def _require_alike(vectors: Sequence[SparseVector]) -> None:
+    """Raise ValueError unless all are of one length and dtype: C and CUDA would misread others."""
+    for vector in vectors:
+        require_values(vector.values)
+    lengths = {vector.length for vector in vectors}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"vectors must be of one length, got {' and '.join(map(str, sorted(lengths)))}"
+        )
+    dtypes = {(vector.values.dtype, vector.indices.dtype) for vector in vectors}
+    if len(dtypes) > 1:
+        got = sorted(f"{values} at {indices}" for values, indices in dtypes)
+        raise ValueError(f"vectors must be of one dtype, got {' and '.join(got)}")
 
 
 def contains(indices: Array, wanted: Array) -> Array:
@@ -142,9 +159,10 @@ def clear_at(dense: Array, indices: Array) -> None:
 
 
 def clear(dense: Array) -> None:
-    """Set all elements of a contiguous array on the host to zero.
+    """Set all elements of an array on the host to zero.
 
-    A large one is written past the caches, in half the time of a memset that reads it first.
+    A large contiguous one is written past the caches, in half the time of a memset that reads it
+    first.
     """
     _for_numpy.clear(dense)
 
@@ -173,7 +191,10 @@ def all_finite(array: Array) -> bool:
 
 
 def squared_norm(array: Array) -> float:
-    """Return the sum of squares of a one-dimensional array, added up in float64."""
+    """Return the sum of squares of a one-dimensional array, added up in float64.
+
+    array: float32 or float64; on a GPU also float16, or uint16 for the bits of bfloat16.
+    """
     norm: float = _twin(array).squared_norm(array)
     return norm
 

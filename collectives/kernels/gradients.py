@@ -59,6 +59,10 @@ def require_parts(
         dtypes, size = {parts.dtype}, sum(parts.sizes)
     else:
         dtypes, size = {part.dtype for part in parts}, sum(part.size for part in parts)
+        for part in parts:
+            if part.ndim != 1:
+                shape = list(part.shape)
+                raise ValueError(f"{what} shape, one-dimensional, got {shape}: pass .reshape(-1)")
     narrow = dtype == np.float32 and len(dtypes) == 1 and dtypes <= set(SIXTEEN_BITS)
     if not (dtypes == {dtype} or narrow) or size != length:
         got = " and ".join(sorted(map(str, dtypes))) or "nothing"
@@ -78,47 +82,58 @@ def require_selectable(dense: Array, k: int) -> None:
         raise ValueError(f"k must lie in 1..{dense.size} (the vector's length), got {k}")
 
 
-def require_addable(
-    residual: Array,
-    gradient: Gradient,
-    k: int,
-    momentum: Momentum | None,
-    into: Array | None = None,
-) -> None:
-    """Raise ValueError or TypeError for arguments that do not fit together."""
-    require_selectable(residual, k)
-    parts = _in_order(gradient)
-    on_host = not is_on_device(residual)
-    if on_host and (isinstance(parts, Located) or any(map(is_on_device, parts))):
-        raise TypeError("the gradient must be NumPy's, as the residual is; got CuPy's")
-    require_parts(parts, residual.dtype, residual.size, "the gradient must be of the residual's")
-    _require_alike(residual, into, "the memory for the sum")
-    if momentum is not None:
-        _require_alike(residual, momentum.velocity, "the velocity")
-        _require_alike(residual, momentum.into, "the memory for the velocity")
-
-
-def _require_alike(residual: Array, other: Array | None, what: str) -> None:
-    if other is not None and (other.dtype, other.shape) != (residual.dtype, residual.shape):
-        raise ValueError(
-            f"{what} must be of the residual's dtype and size, {residual.dtype} "
-            f"[{residual.size}], got {other.dtype} {list(other.shape)}"
-        )
-
-
-def _in_order(gradient: Gradient) -> Sequence[Array] | Located:
-    return gradient if isinstance(gradient, Sequence | Located) else [gradient]
-
-
 def gradient_parts(
     residual: Array,
     gradient: Gradient,
     k: int,
     momentum: Momentum | None,
     into: Array | None = None,
+) -> Sequence[Array] | Located:
+    """Return the gradient's arrays in order.
+
+    Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    require_selectable(residual, k)
+    parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
+    on_device = isinstance(parts, Located) or any(map(is_on_device, parts))
+    if on_device and not is_on_device(residual):
+        raise TypeError("the gradient must be NumPy's, as the residual is; got CuPy's")
+    require_parts(parts, residual.dtype, residual.size, "the gradient must be of the residual's")
+    _require_room(residual, residual, into, "the residual", "the memory for the sum")
+    if momentum is not None:
+        old, new = "the velocity", "the memory for the velocity"
+        _require_room(residual, momentum.velocity, momentum.into, old, new)
+    return parts
+
+
+def _require_room(residual: Array, old: Array, into: Array | None, *names: str) -> None:
+    """Raise ValueError unless the old values, and the memory for new ones, are like the residual.
+
+    New values go to `into`, or to the old ones' place; names: of both arrays, for the error.
+    """
+    for array, name in zip((old, into), names, strict=True):
+        if array is not None and (array.dtype, array.shape) != (residual.dtype, residual.shape):
+            raise ValueError(
+                f"{name} must be of the residual's dtype and size, {residual.dtype} "
+                f"[{residual.size}], got {array.dtype} {list(array.shape)}"
+            )
+    require_writable(*((old, names[0]) if into is None else (into, names[1])))
+
+
+def require_writable(array: Array, name: str) -> None:
+    """Raise ValueError for an array on the host that is read-only."""
+    if not is_on_device(array) and not array.flags.writeable:
+        raise ValueError(f"{name} must not be read-only: pass a copy")
+
+
+def host_parts(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    momentum: Momentum | None,
+    into: Array | None = None,
 ) -> Sequence[Array]:
-    """Return the gradient's arrays in order; raise as `require_addable`."""
-    require_addable(residual, gradient, k, momentum, into)
-    parts = _in_order(gradient)
+    """Return the arrays as `gradient_parts` does, for a residual on the host."""
+    parts = gradient_parts(residual, gradient, k, momentum, into)
     assert not isinstance(parts, Located)  # a GPU's, which was refused
     return parts

@@ -8,7 +8,14 @@ from typing import Any, Final
 import numpy as np
 
 from ..vector import Array, SparseVector, index_dtype
-from .gradients import Gradient, Momentum, gradient_parts, require_parts, require_selectable
+from .gradients import (
+    Gradient,
+    Momentum,
+    host_parts,
+    require_parts,
+    require_selectable,
+    require_writable,
+)
 from .narrow import round_to_bfloat16, widen_bfloat16
 
 # A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
@@ -84,7 +91,7 @@ def search(
     into: Array | None = None,
 ) -> tuple[SparseVector, float, int]:
     """Return as `accumulate_and_select`, and the number of passes over the residual."""
-    parts = gradient_parts(residual, gradient, k, momentum, into)
+    parts = host_parts(residual, gradient, k, momentum, into)
     looking = _Search(residual if into is None else into, k, residual)
     picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
     return picked, following, looking.scans
@@ -109,7 +116,8 @@ def _addends(
             if momentum is not None:
                 here = slice(begin + start, begin + start + addend.size)
                 faster = momentum.velocity if momentum.into is None else momentum.into
-                velocity = np.multiply(momentum.velocity[here], momentum.factor, out=faster[here])
+                factor = residual.dtype.type(momentum.factor)
+                velocity = np.multiply(momentum.velocity[here], factor, out=faster[here])
                 velocity += addend
                 addend = velocity
             yield begin + start, addend
@@ -327,6 +335,8 @@ def clear(dense: Array) -> None:
 def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
+    for part in parts:
+        require_writable(part, "a part")
     bits = parts[0].dtype == np.uint16
     values = round_to_bfloat16(vector.values) if bits else vector.values
     starts = np.cumsum([0, *(part.size for part in parts)])

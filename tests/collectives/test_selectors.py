@@ -40,6 +40,28 @@ def test_of_normal_values_about_k_are_found(
     assert np.isin(sure.indices, found.indices).all()
 
 
+@by_name
+def test_what_cannot_be_selected_from_is_refused(name: str) -> None:
+    dense = np.ones(5, np.float32)
+    for k in (0, 6):
+        with pytest.raises(ValueError, match=rf"k must lie in 1\.\.5 .*, got {k}"):
+            SELECTORS[name](dense, k)
+    with pytest.raises(ValueError, match=r"k must lie in 1\.\.0 "):
+        SELECTORS[name](dense[:0], 1)
+    with pytest.raises(ValueError, match="float32 or float64, got float16"):
+        SELECTORS[name](dense.astype(np.float16), 1)
+    with pytest.raises(ValueError, match="one-dimensional"):
+        SELECTORS[name](np.ones((2, 3)), 1)
+
+
+@by_name
+@pytest.mark.parametrize("bad", [0.001, 1.0])
+def test_a_nan_is_not_found(name: str, bad: float, random: np.random.Generator) -> None:
+    dense = random.standard_normal(10_000)
+    dense[random.random(dense.size) < bad] = np.nan
+    assert not np.isnan(SELECTORS[name](dense, 100).values).any()
+
+
 def test_on_residuals_with_a_cliff_a_fitted_threshold_is_far_off() -> None:
     # Error feedback leaves many entries just under the threshold, where no fitted tail sees them.
     dense = np.full(100_000, 1e-3, np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,6 +134,15 @@ def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) ->
 def test_what_is_no_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         check(vector)
+
+
+def test_indices_are_an_array_where_the_values_are() -> None:
+    values = np.ones(1, np.float32)
+    with pytest.raises(TypeError, match=r"NumPy's or CuPy's, got list"):
+        check(SparseVector([1], values, 5))  # type: ignore[arg-type]
+    on_gpu = SimpleNamespace(__cuda_array_interface__={})
+    with pytest.raises(ValueError, match=r"both be NumPy's, or both CuPy's"):
+        check(SparseVector(on_gpu, values, 5))  # type: ignore[arg-type]
 
 
 # ---- parts of a vector

@@ -17,6 +17,16 @@ template <class T> __device__ T warp_sum(T value) {
   return value;
 }
 
+// The largest over the warp, for every lane.
+template <class T> __device__ T warp_largest(T value) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) {
+    const T other = __shfl_xor_sync(ALL_LANES, value, distance);
+    if (other > value) value = other;
+  }
+  return value;
+}
+
 // The sum over the lanes up to this one.
 template <class T> __device__ T warp_inclusive(T value) {
 #pragma unroll

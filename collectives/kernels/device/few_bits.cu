@@ -43,11 +43,7 @@ static __device__ int rounded(double value) {
 // The largest key of the block's threads, for every thread.
 static __device__ u64 block_largest(u64 key) {
   __shared__ u64 of_warp[WARPS];
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) {
-    const u64 other = __shfl_xor_sync(ALL_LANES, key, distance);
-    if (other > key) key = other;
-  }
+  key = warp_largest(key);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = key;
   __syncthreads();
   for (u32 warp = 0; warp < WARPS; ++warp)

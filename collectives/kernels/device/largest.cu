@@ -10,10 +10,6 @@ __global__ __launch_bounds__(THREADS) void find_largest(const Real* values_k, u6
     const u64 key = Keys<Real>::of(values_k[at]);
     if (key > mine) mine = key;
   }
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) {
-    const u64 other = __shfl_xor_sync(ALL_LANES, mine, distance);
-    if (other > mine) mine = other;
-  }
+  mine = warp_largest(mine);
   if (threadIdx.x % 32 == 0) atomicMax(largest, mine);
 }

@@ -100,8 +100,8 @@ class Scratch:
         array = self.array(name, content.size, content.dtype)
         content_bytes = content.tobytes()
         if self._written.get(name) != content_bytes:
-            self._written[name] = content_bytes
             self.machine.write(array, content)
+            self._written[name] = content_bytes
         return array
 
 

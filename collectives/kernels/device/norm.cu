@@ -6,13 +6,14 @@
 //   squares                s                        the 16, added up from the first to the last
 //   totals    the last block to finish adds up each array's chunks, from the first to the last
 #include "block.cuh"
+#include "parts.cuh"
 
 constexpr u32 LANES = 16;
 constexpr u64 CHUNK = 1 << 16;
 
-// An array, and how many chunks those before it have.
+// An array; start: how many chunks those before it have.
 struct Chunked {
-  u64 first, address, size;
+  u64 start, address, size;
 };
 
 template <class Element>
@@ -25,17 +26,9 @@ __global__ __launch_bounds__(THREADS) void sum_squares(
     const u64 chunk = first + threadIdx.x / LANES;
     double sum = 0;
     if (chunk < chunks) {
-      u32 from = 0, to = p;  // the last array that begins there or before, so empty ones are skipped
-      while (to - from > 1) {
-        const u32 middle = (from + to) / 2;
-        if (arrays_p[middle].first <= chunk)
-          from = middle;
-        else
-          to = middle;
-      }
-      const Chunked array = arrays_p[from];
+      const Chunked array = arrays_p[part_of(arrays_p, p, chunk)];
       const Element* elements = (const Element*)array.address;
-      const u64 begin = (chunk - array.first) * CHUNK;
+      const u64 begin = (chunk - array.start) * CHUNK;
       const u64 end = begin + CHUNK < array.size ? begin + CHUNK : array.size;
 #pragma unroll 16
       for (u64 at = begin + lane; at < end; at += LANES) {
@@ -53,10 +46,10 @@ __global__ __launch_bounds__(THREADS) void sum_squares(
   }
   if (!last_block(ticket)) return;
   for (u32 array = threadIdx.x; array < p; array += THREADS) {
-    const u64 end = array + 1 < p ? arrays_p[array + 1].first : chunks;
+    const u64 end = array + 1 < p ? arrays_p[array + 1].start : chunks;
     double all = 0;
 #pragma unroll 8
-    for (u64 chunk = arrays_p[array].first; chunk < end; ++chunk) all += squares_c[chunk];
+    for (u64 chunk = arrays_p[array].start; chunk < end; ++chunk) all += squares_c[chunk];
     totals_p[array] = all;
   }
 }

@@ -62,11 +62,11 @@ def unpack_blocks(scratch: Scratch, data: Array, count: int, length: int) -> tup
     Raises ValueError where the blocks are not of `count` entries within the length.
     """
     machine = scratch.machine
+    if data.size < 2 * count:
+        raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
     indices = machine.empty(count, index_dtype(length))
     if not count:
         return indices, 0
-    if data.size < 2 * count:
-        raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
     blocks, counts, used = read_runs(machine.fetch(data[2 * count :]), count, length)
     machine.launch(
         instance("unpack_offsets", indices.dtype),

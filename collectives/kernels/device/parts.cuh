@@ -9,7 +9,7 @@ struct Part {
 };
 
 // The part that holds an element: the last that starts there or before, so empty ones are skipped.
-static __device__ u32 part_of(const Part* parts_p, u32 p, u64 element) {
+template <class AnyPart> __device__ u32 part_of(const AnyPart* parts_p, u32 p, u64 element) {
   u32 from = 0, to = p;
   while (to - from > 1) {
     const u32 middle = (from + to) / 2;

@@ -17,13 +17,12 @@ searched for the k-th key, and marked by that:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Located, Momentum, require_addable, require_selectable
+from ..gradients import Gradient, Located, Momentum, gradient_parts, require_selectable
 from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_table
 from .source import instance
 
@@ -77,8 +76,7 @@ def accumulate_and_select(
     into: Array | None = None,
 ) -> tuple[SparseVector, float]:
     """Add to `residual`, in place without `into`, and select from the sum."""
-    require_addable(residual, gradient, k, momentum, into)
-    parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
+    parts = gradient_parts(residual, gradient, k, momentum, into)
     where, held = located(scratch.machine, parts)
     found = _select(scratch, residual, k, threshold, Addition(where, momentum, weight, into))
     del held  # the kernels that read it are launched: the pool hands it on in their order

@@ -10,13 +10,13 @@ the guess, the addresses of the gradients. The host waits only for the number of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Located, Momentum, require_addable
+from ..gradients import Gradient, Momentum, gradient_parts
 from .machine import Machine, Scratch, located
 from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
 
@@ -78,9 +78,13 @@ class Step:
 
         Returns an object that must live until they are done: copies of non-contiguous gradients.
         """
-        require_addable(residual, gradient, self.k, momentum, into)
+        parts = gradient_parts(residual, gradient, self.k, momentum, into)
+        if (residual.size, residual.dtype) != (self._chosen.length, self._chosen.values.dtype):
+            raise ValueError(
+                f"this Step is for {self._chosen.values.dtype} [{self._chosen.length}], got a "
+                f"residual {residual.dtype} [{residual.size}]: open a Step for it"
+            )
         machine = self._machine
-        parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
         where, held = located(machine, parts)
         addition = Addition(where, momentum, weight, into)
         # The last call's threshold is on the device already.

@@ -27,25 +27,27 @@ POINTER: Final = ctypes.c_void_p
 COUNT: Final = ctypes.c_int64
 
 
-class _Suffixes(dict[np.dtype[Any], str]):
-    def __missing__(self, dtype: np.dtype[Any]) -> str:
+# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
+_SUFFIXES: Final = {
+    np.dtype(np.float16): "f16",
+    np.dtype(np.uint16): "bf16",
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float64): "f64",
+    np.dtype(np.int32): "i32",
+    np.dtype(np.int64): "i64",
+}
+
+
+class _ByDtype(dict[object, Callable[..., int]]):
+    """One C function, by the dtype of its arrays, or by that of its values and of its indices."""
+
+    def __missing__(self, key: object) -> Callable[..., int]:
+        dtypes = " at ".join(map(str, key if isinstance(key, tuple) else [key]))
         raise ValueError(
-            f"the C++ core has no {dtype}: convert values with .astype(np.float32), "
+            f"the C++ core has nothing for {dtypes}: convert values with .astype(np.float32), "
             "indices with .astype(np.int32)"
         )
 
-
-# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
-SUFFIX: Final = _Suffixes(
-    {
-        np.dtype(np.float16): "f16",
-        np.dtype(np.uint16): "bf16",
-        np.dtype(np.float32): "f32",
-        np.dtype(np.float64): "f64",
-        np.dtype(np.int32): "i32",
-        np.dtype(np.int64): "i64",
-    }
-)
 
 _byte: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 _address: Final = ctypes.addressof
@@ -67,25 +69,18 @@ def packed(array: Array) -> Array:
     return np.array(array, order="C")
 
 
-def function(name: str, *arguments: Any) -> dict[str, Callable[..., int]]:
-    """Return the C function `name` by suffix, for every suffix it exists with."""
-    loaded, found = library(), {}
-    for suffix in (
-        "f16",
-        "bf16",
-        "f32",
-        "f64",
-        "i32",
-        "i64",
-        "f32_i32",
-        "f32_i64",
-        "f64_i32",
-        "f64_i64",
-    ):
+def function(name: str, *arguments: Any) -> _ByDtype:
+    """Return the C function `name`, for every dtype, or pair of them, that it exists for."""
+    keys: dict[object, str] = {
+        (values, indices): f"{_SUFFIXES[values]}_{_SUFFIXES[indices]}"
+        for values, indices in itertools.product(_SUFFIXES, repeat=2)
+    }
+    loaded, found = library(), _ByDtype()
+    for key, suffix in (_SUFFIXES | keys).items():
         entry = getattr(loaded, f"{name}_{suffix}", None)
         if entry is not None:
             entry.argtypes, entry.restype = arguments, COUNT
-            found[suffix] = entry
+            found[key] = entry
     return found
 
 
@@ -129,7 +124,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
 
 # A few cores use the whole memory bandwidth; more threads would only slow autograd.
 _MOST: Final = 8
-
+_MOST_ASKED: Final = 1 << 10  # C would cut a larger number to 32 bits
 
 _forced: ContextVar[int | None] = ContextVar("threads", default=None)
 
@@ -151,7 +146,7 @@ def threads() -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """Return GTOPK_THREADS, or this rank's share of the cores that it may use; >= 1.
+    """Return GTOPK_THREADS, up to 1024, or this rank's share of the cores that it may use; >= 1.
 
     May use: by the affinity, and by the quota of its container. SLURM says what a task's share is
     where one asked for that (--cpus-per-task).
@@ -159,7 +154,7 @@ def default_threads() -> int:
     Raises ValueError for a GTOPK_THREADS that is no positive number.
     """
     if asked := environment.threads():
-        return asked
+        return min(asked, _MOST_ASKED)
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
     return max(1, min(_MOST, share, usable_cores()))

@@ -21,11 +21,6 @@ GTOPK_INLINE Bits16 to_bf16(float value) {
   return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : static_cast<Bits16>(rounded);
 }
 
-GTOPK_INLINE float from_bf16(Bits16 half) {
-  const Bits32 bits = Bits32{half} << 16;
-  return load<float>(&bits);
-}
-
 // IEEE half of a float or double, whose exponent is at most 14 where it is finite.
 template <class T>
 GTOPK_INLINE Bits16 to_fp16(T value) {
@@ -47,15 +42,6 @@ GTOPK_INLINE Bits16 to_fp16(T value) {
   return static_cast<Bits16>(size > infinite ? U{0x7E00} : half);
 }
 
-GTOPK_INLINE float from_fp16(Bits16 half) {
-  const Bits32 size = (half & 0x7FFFu) << 13;
-  const float scaled = load<float>(&size) * 0x1p112f;
-  const Bits32 finite = load<Bits32>(&scaled);
-  const Bits32 bits = size < 0x0F800000u ? finite : size | 0x7F800000u;
-  const Bits32 with_sign = bits | (half & 0x8000u) << 16;
-  return load<float>(&with_sign);
-}
-
 // A code: its place for the largest exponent, the bits of what rounds up beyond it, and how one
 // value is written and read.
 struct Bf16 {
@@ -65,7 +51,7 @@ struct Bf16 {
   static GTOPK_INLINE Bits16 to(T value) {
     return to_bf16(static_cast<float>(value));
   }
-  static GTOPK_INLINE float from(Bits16 half) { return from_bf16(half); }
+  static GTOPK_INLINE float from(Bits16 half) { return from_bfloat16(half); }
 };
 
 struct Fp16 {
@@ -75,7 +61,7 @@ struct Fp16 {
   static GTOPK_INLINE Bits16 to(T value) {
     return to_fp16(value);
   }
-  static GTOPK_INLINE float from(Bits16 half) { return from_fp16(half); }
+  static GTOPK_INLINE float from(Bits16 half) { return from_float16(half); }
 };
 
 template <class Code, class T>

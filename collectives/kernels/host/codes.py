@@ -13,7 +13,7 @@ import numpy as np
 
 from ...vector import Array, index_dtype
 from .. import reference_codes
-from .calls import COUNT, POINTER, SUFFIX, address, function, packed
+from .calls import COUNT, POINTER, address, function, packed
 from .library import library
 
 _checksum: Final[Any] = getattr(library(), "code_checksum", None)
@@ -34,7 +34,7 @@ def checksum(data: Array, seed: int = 0) -> int:
 
 def in_order(indices: Array, length: int) -> bool:
     """Tell whether 0 <= indices[0] < indices[1] < ... < length."""
-    return bool(_in_order[SUFFIX[indices.dtype]](address(indices), indices.size, length))
+    return bool(_in_order[indices.dtype](address(indices), indices.size, length))
 
 
 def _index_code(name: str) -> tuple[Callable[..., int], Callable[..., tuple[Array, int]]]:
@@ -45,14 +45,14 @@ def _index_code(name: str) -> tuple[Callable[..., int], Callable[..., tuple[Arra
     def pack(indices: Array, length: int, out: Array) -> int:
         """Write the indices, int32 or int64 [k], into `out` (uint8)."""
         indices = packed(indices)
-        pack_indices = pack_in_c[SUFFIX[indices.dtype]]
+        pack_indices = pack_in_c[indices.dtype]
         return pack_indices(address(indices), indices.size, length, address(out))
 
     def unpack(data: Array, count: int, length: int) -> tuple[Array, int]:
         """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
         # An entry takes at least a bit: a false count cannot make us allocate much more memory.
         indices = np.empty(min(count, 8 * data.size), index_dtype(length))
-        unpack_indices = unpack_in_c[SUFFIX[indices.dtype]]
+        unpack_indices = unpack_in_c[indices.dtype]
         used = -1
         if indices.size == count:
             used = unpack_indices(address(data), data.size, count, length, address(indices))
@@ -71,12 +71,12 @@ def _value_code(name: str) -> tuple[Callable[..., int], Callable[..., Array]]:
     def pack(values: Array, out: Array) -> int:
         """Write the values, float32 or float64 [k]; return the exponent."""
         values = packed(values)
-        return pack_in_c[SUFFIX[values.dtype]](address(values), values.size, address(out))
+        return pack_in_c[values.dtype](address(values), values.size, address(out))
 
     def unpack(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
         """Return the values, of the dtype, [count]."""
         values = np.empty(count, dtype)
-        unpack_values = unpack_in_c[SUFFIX[values.dtype]]
+        unpack_values = unpack_in_c[values.dtype]
         unpack_values(address(data), count, exponent, address(values))
         return values
 

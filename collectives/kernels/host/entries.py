@@ -10,7 +10,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector
 from .. import reference
-from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
+from .calls import COUNT, POINTER, address, enough_memory, function, packed, threads
 from .library import library
 
 _merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER)
@@ -24,7 +24,10 @@ if _clear_bytes is not None:
 
 
 def clear(dense: Array) -> None:
-    """Set all elements of a contiguous array to zero."""
+    """Set all elements of an array to zero."""
+    if not dense.flags.carray:
+        reference.clear(dense)
+        return
     _clear_bytes(address(dense), dense.nbytes)
 
 
@@ -34,16 +37,16 @@ SLACK = 16
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
     """Return the k largest entries of a + b."""
-    suffix = _suffix([a, b])
     a_indices, a_values, b_indices, b_values = map(packed, (*a[:2], *b[:2]))
     room = a_indices.size + b_indices.size
     indices = np.empty(room + SLACK, a_indices.dtype)
     values = np.empty(room + SLACK, a_values.dtype)
     kept = enough_memory(
-        _merge[suffix](
+        _merge[values.dtype, indices.dtype](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
-            *(k, address(indices), address(values)),
+            # ctypes cuts a larger k to 64 bits.
+            *(min(k, room), address(indices), address(values)),
         )
     )
     return SparseVector(indices[:kept], values[:kept], a.length)
@@ -51,7 +54,6 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the nonzero entries of the sum; each index is summed in the order of the list."""
-    suffix = _suffix(vectors)
     lists = [(packed(vector.indices), packed(vector.values)) for vector in vectors]
     counts = [indices.size for indices, _ in lists]
     first = vectors[0]
@@ -59,7 +61,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     values = np.empty(indices.size, first.values.dtype)
     number = len(lists)
     found = enough_memory(
-        _sum_by_index[suffix](
+        _sum_by_index[values.dtype, indices.dtype](
             (POINTER * number)(*[address(part) for part, _ in lists]),
             (POINTER * number)(*[address(part) for _, part in lists]),
             (COUNT * number)(*counts),
@@ -73,7 +75,7 @@ def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
     indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
     found = np.empty(wanted.size, np.bool_)
-    _contains[SUFFIX[indices.dtype]](
+    _contains[indices.dtype](
         *(address(indices), indices.size, address(wanted), wanted.size, address(found)),
     )
     return found
@@ -85,7 +87,7 @@ def add_at(dense: Array, vector: SparseVector) -> None:
         reference.add_at(dense, vector)
         return
     indices, values = packed(vector.indices), packed(vector.values)
-    add = _add_at[_suffix([vector])]
+    add = _add_at[dense.dtype, indices.dtype]
     if not add(address(dense), dense.size, address(indices), address(values), indices.size):
         raise _outside(dense, indices)
 
@@ -96,7 +98,7 @@ def clear_at(dense: Array, indices: Array) -> None:
         reference.clear_at(dense, indices)
         return
     indices = packed(indices)
-    clear = _clear_at[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"]
+    clear = _clear_at[dense.dtype, indices.dtype]
     if not clear(address(dense), dense.size, address(indices), indices.size):
         raise _outside(dense, indices)
 
@@ -107,16 +109,6 @@ def _outside(dense: Array, indices: Array) -> IndexError:
     )
 
 
-def _suffix(vectors: Sequence[SparseVector]) -> str:
-    """Return the suffix of vectors of one dtype, or raise ValueError: C would misread others."""
-    kinds = {(vector.values.dtype, vector.indices.dtype) for vector in vectors}
-    if len(kinds) != 1:
-        dtypes = sorted({f"{v.values.dtype} at {v.indices.dtype}" for v in vectors})
-        raise ValueError(f"vectors must be of one dtype, got {' and '.join(dtypes)}")
-    ((value, index),) = kinds
-    return f"{SUFFIX[value]}_{SUFFIX[index]}"
-
-
 _all_finite = function("all_finite", POINTER, COUNT)
 _squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
 
@@ -124,13 +116,13 @@ _squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
 def all_finite(array: Array) -> bool:
     """Tell whether every element is finite: no exponent is all ones."""
     array = packed(array)
-    return bool(_all_finite[SUFFIX[array.dtype]](address(array), array.size))
+    return bool(_all_finite[array.dtype](address(array), array.size))
 
 
 def squared_norm(array: Array) -> float:
     """Return the sum of squares, in the order of additions of the reference."""
     array = packed(array)
     norm = ctypes.c_double()
-    count = _squared_norm[SUFFIX[array.dtype]]
+    count = _squared_norm[array.dtype]
     enough_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
     return norm.value

@@ -16,13 +16,6 @@ constexpr std::int64_t BLOCK = 1 << 11;
 
 enum class Format : std::int32_t { SAME, FLOAT16, BFLOAT16 };
 
-inline float from_bfloat16(std::uint16_t half) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 // The arrays of a gradient, its weight, and the velocity that it passes through (null without
 // momentum), which is written to `faster`: there, or in its own place.
 template <class T>

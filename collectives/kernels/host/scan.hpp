@@ -33,6 +33,14 @@ using Filter = void (*)(const I* indices, const T* values, std::int64_t count, K
 // float16 to float32.
 using Widen = void (*)(const std::uint16_t* halves, std::size_t count, float* into);
 
+inline float from_bfloat16(std::uint16_t half) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// No step of it has a denormal float, which a thread can have asked to be zero.
 inline float from_float16(std::uint16_t half) {
   const std::uint32_t magnitude = (half & 0x7fffu) << 13;
   const std::uint32_t exponent = magnitude & 0x0f800000u;

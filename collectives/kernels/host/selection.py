@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Momentum, gradient_parts, require_selectable
-from .calls import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed, threads
+from ..gradients import Gradient, Momentum, host_parts, require_selectable
+from .calls import COUNT, POINTER, address, enough_memory, function, packed, threads
 
 _select = function(
     "select",
@@ -21,7 +21,7 @@ _select = function(
 )
 
 # gradient.hpp: Format, by the dtype of the gradient's arrays.
-_SAME: Final = 0  # as the residual: `gradient_parts` has looked
+_SAME: Final = 0  # as the residual: `host_parts` has looked
 _FORMATS: Final = {
     np.dtype(np.float32): _SAME,
     np.dtype(np.float64): _SAME,
@@ -75,7 +75,7 @@ def search(
     into: Array | None = None,
 ) -> tuple[SparseVector, Report]:
     """Return as `accumulate_and_select`, with a report instead of the next threshold."""
-    parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum, into)]
+    parts = [packed(part) for part in host_parts(residual, gradient, k, momentum, into)]
     sums = residual if into is None else into
     touched = [residual, sums]
     if momentum is not None:
@@ -109,7 +109,7 @@ def _search_in_copies(
     weight: float,
     into: Array,
 ) -> tuple[SparseVector, Report]:
-    """Search for arrays that are not contiguous; raise ValueError where one is read-only."""
+    """Search for arrays that are not contiguous."""
     sums = residual.copy()
     moved = None if momentum is None else Momentum(momentum.velocity.copy(), momentum.factor)
     found = search(sums, parts, k, threshold, moved, weight)
@@ -127,7 +127,7 @@ def _search(
     values = np.empty(k, dense.dtype)
     report = Report()
     found = enough_memory(
-        _select[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"](
+        _select[dense.dtype, indices.dtype](
             *(address(before), address(dense), dense.size, *given, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
         )

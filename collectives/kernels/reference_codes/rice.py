@@ -73,12 +73,17 @@ def _escape_dtype(length: int) -> np.dtype[Any]:
 
 def _grouped(gaps: Array) -> tuple[Array, Array]:
     """Return the gaps in rows of GROUP, zeros behind the last, and how many each row has."""
-    rows = -(-gaps.size // GROUP)
-    groups = np.zeros((rows, GROUP), np.int64)
+    sizes = _group_sizes(gaps.size)
+    groups = np.zeros((sizes.size, GROUP), np.int64)
     groups.ravel()[: gaps.size] = gaps
-    sizes = np.full(rows, GROUP)
-    sizes[-1:] = gaps.size - GROUP * (rows - 1)
     return groups, sizes
+
+
+def _group_sizes(count: int) -> Array:
+    rows = -(-count // GROUP)
+    sizes = np.full(rows, GROUP)
+    sizes[-1:] = count - GROUP * (rows - 1)
+    return sizes
 
 
 def _widths(groups: Array, sizes: Array, escape_bits: int) -> Array:
@@ -163,10 +168,12 @@ def unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
         raise ValueError(f"widths must lie in 0..{WIDEST}, got {widths.max()}")
     if data[rows:words_from].any():
         raise ValueError("the padding behind its widths is not zero")
-    _, sizes = _grouped(np.empty(count, np.int8))
-    unary_from = words_from + _WORD * _rest_words(sizes, widths)
+    unary_from = words_from + _WORD * _rest_words(_group_sizes(count), widths)
     if data.size < unary_from:
         raise ValueError(f"its rests take {unary_from} bytes, there are {data.size}")
+    # A quotient takes at least a bit: a false count must not reserve memory by the gigabyte.
+    if 8 * (data.size - unary_from) < count:
+        raise ValueError(f"{data.size - unary_from} bytes do not hold its {count} quotients")
     rests = _unpack_rests(data[words_from:unary_from], widths).ravel()
     if rests[count:].any():
         raise ValueError("the padding behind its rests is not zero")

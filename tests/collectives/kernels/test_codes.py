@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -236,7 +238,7 @@ def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail:
         (rice_bytes([0, 1], 0, 0, 0b111), "padding behind its widths"),
         (rice_bytes([50], 0, 1, 0)[:-8], "rests take 32 bytes, there are 16"),
         (rice_bytes([2], 1 << 6, 1, 0b111), "padding behind its rests"),
-        (rice_bytes([2], 0, 1, 0b111)[:16], "has 0 quotients of 3"),
+        (rice_bytes([2], 0, 1, 0b111)[:16], "0 bytes do not hold its 3 quotients"),
         (rice_bytes([0], 0, 0, 0b11), "has 2 quotients of 3"),
         (rice_bytes([0], 0, 0, 0b1111), "padding behind its quotients"),
         (rice_bytes([0], 0, 0, 1 << 63 | 0b111), "padding behind its quotients"),
@@ -267,6 +269,18 @@ def test_rice_codes_next_to_what_is_refused_are_read() -> None:
 def test_a_count_that_no_bytes_stand_behind_reserves_no_memory(code: str) -> None:
     with pytest.raises(ValueError, match="bytes, there are 100"):
         getattr(codes, f"unpack_{code}")(np.zeros(100, np.uint8), 2**50, 2**60)
+
+
+def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
+    data = np.zeros(1 << 12, np.uint8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="bytes do not hold its 245760 quotients"):
+            codes.unpack_rice(data, 60 * data.size, 2**40)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100 * data.size
 
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
@@ -396,6 +410,21 @@ def test_what_is_not_finite_stays_so(code: str, dtype: type, bad: float) -> None
     else:
         assert np.isnan(seen[70]) == np.isnan(bad)
         assert np.isfinite(np.delete(seen, 70)).all()
+
+
+@by_dtype
+def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero(
+    dtype: type,
+) -> None:
+    """Else the update would depend on a rank's processor: some have an instruction for halves."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    expected = halves.view(np.float16).astype(dtype)
+    torch.set_flush_denormal(True)
+    try:
+        seen = codes.unpack_fp16(halves.view(np.uint8), halves.size, 0, np.dtype(dtype))
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(seen, expected, equal_nan=True)
 
 
 @by_dtype

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -315,14 +316,30 @@ def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
 
 def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() -> None:
     narrow = SparseVector(np.array([1, 3], np.int32), np.array([1, 2], np.float32), 9)
-    wide = SparseVector(np.array([1, 4], np.int64), np.array([1.0, 2.0]), 9)
+    wide = np.array([1, 4], np.int64)
     dense = np.zeros(9)
     host.add_at(dense, narrow)
     assert dense.tolist() == [0, 1, 0, 2, 0, 0, 0, 0, 0]
-    assert host.contains(narrow.indices, wide.indices).tolist() == [True, False]
-    for call in (lambda: host.merge(narrow, wide, 2), lambda: host.sum_by_index([narrow, wide])):
-        with pytest.raises(ValueError, match="float32 at int32 and float64 at int64"):
+    assert host.contains(narrow.indices, wide).tolist() == [True, False]
+    half = np.ones(9, np.float16)
+    for call, dtypes in (
+        (lambda: host.squared_norm(half), "float16"),
+        (lambda: host.all_finite(wide), "int64"),
+        (lambda: host.clear_at(half, narrow.indices), "float16 at int32"),
+        (lambda: host.clear_at(dense, narrow.indices.astype(np.uint32)), "float64 at uint32"),
+    ):
+        with pytest.raises(ValueError, match=f"has nothing for {dtypes}: convert"):
             call()
+
+
+def test_what_is_cleared_is_the_array_and_nothing_else() -> None:
+    beside = np.ones(12, np.float32)
+    host.clear(beside[::2])
+    assert beside.tolist() == [0, 1] * 6
+    fixed = np.frombuffer(b"\1" * 8, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        host.clear(fixed)
+    assert fixed.all()
 
 
 def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
@@ -336,13 +353,13 @@ def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
         lambda: host.add_at(foreign, vector),
         lambda: host.clear_at(np.ones(5, np.float32), indices.astype(indices.dtype.newbyteorder())),
     ):
-        with pytest.raises(ValueError, match=r"no [<>][fi]4: convert values with \.astype\("):
+        with pytest.raises(ValueError, match=r"nothing for .*[<>][fi]4.*: convert values with "):
             call()
     assert foreign.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "_merge", {"f32_i32": lambda *_: -1})
+    monkeypatch.setattr(entries, "_merge", defaultdict(lambda: lambda *_: -1))
     vector = SparseVector.empty(4)
     with pytest.raises(MemoryError, match=r"C\+\+ core"):
         host.merge(vector, vector, 1)
@@ -484,6 +501,16 @@ def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> No
     with use_threads(2):
         assert threads() == 2
     assert threads() == 3
+
+
+@pytest.mark.parametrize("asked", [2**31, 2**32, 10**30])
+def test_more_threads_than_32_bits_count_are_as_many_as_there_is_work_for(
+    asked: int, alone: pytest.MonkeyPatch, random: np.random.Generator
+) -> None:
+    alone.setenv("GTOPK_THREADS", str(asked))
+    dense = random.standard_normal(1_000_000).astype(np.float32)
+    assert_same(host.select(dense, 10)[0], reference.select(dense, 10)[0])
+    assert host.squared_norm(dense) == reference.squared_norm(dense)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])

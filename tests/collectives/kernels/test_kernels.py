@@ -433,18 +433,52 @@ def test_what_does_not_fit_together_is_refused_untouched() -> None:
             accumulate_and_select(residual, gradient, 1)
     with pytest.raises(ValueError, match=r"float64 \[4\], got float16"):
         accumulate_and_select(np.zeros(4), ones.astype(np.float16), 1)
+    for gradient in (ones.reshape(2, 2), [ones[:2], ones[2:].reshape(2, 1)]):
+        with pytest.raises(ValueError, match=r"the gradient must be .* one-dimensional, got \[2, "):
+            accumulate_and_select(residual, gradient, 1)
+    with pytest.raises(ValueError, match=r"the parts must be .* one-dimensional, got \[2, 2\]"):
+        put_at([residual.reshape(2, 2)], SparseVector.from_dense(ones))
     for velocity in (np.ones(4), np.ones(3, np.float32), ones.astype(SWAPPED[0])):
         with pytest.raises(ValueError, match=r"the velocity must be .* float32 \[4\], got "):
             accumulate_and_select(residual, ones, 1, momentum=Momentum(velocity, 0.9))
     assert not residual.any()
 
 
-def test_a_read_only_residual_is_left_alone() -> None:
-    residual = np.zeros(4, np.float32)
-    read_only(residual)
+@pytest.mark.parametrize("what", ["residual", "sum", "velocity", "velocity beside"])
+def test_where_one_array_is_read_only_nothing_is_written(what: str) -> None:
+    """Not the others, either: a residual without its velocity would be of no step."""
+    residual, beside, velocity, faster = np.zeros((4, 4), np.float32)
+    given = {"residual": residual, "sum": beside, "velocity": velocity, "velocity beside": faster}
+    read_only(given[what])
+    momentum = Momentum(velocity, 0.9, faster if what == "velocity beside" else None)
+    into = beside if what == "sum" else None
     with pytest.raises(ValueError, match="read-only"):
-        accumulate_and_select(residual, np.ones(4, np.float32), 1)
-    assert not residual.any()
+        accumulate_and_select(residual, np.ones(4, np.float32), 1, 0.0, momentum, into=into)
+    assert not any(array.any() for array in given.values())
+
+
+def test_a_read_only_residual_can_be_added_to_elsewhere() -> None:
+    residual, beside = np.zeros((2, 4), np.float32)
+    read_only(residual)
+    accumulate_and_select(residual, np.ones(4, np.float32), 1, into=beside)
+    assert beside.tolist() == [1] * 4
+
+
+def test_where_one_part_is_read_only_none_is_put_into() -> None:
+    parts = list(np.zeros((2, 4), np.float32))
+    read_only(parts[1])
+    with pytest.raises(ValueError, match="read-only"):
+        put_at(parts, SparseVector.from_dense(np.ones(8, np.float32)))
+    assert not parts[0].any()
+
+
+def test_a_factor_of_more_bits_counts_in_those_of_the_vector(random: np.random.Generator) -> None:
+    velocity = random.standard_normal(9999).astype(np.float32)
+    expected = velocity * np.float32(0.9)
+    residual = np.zeros(velocity.size, np.float32)
+    momentum = Momentum(velocity, np.float64(0.9))
+    accumulate_and_select(residual, np.zeros_like(residual), 1, momentum=momentum)
+    assert residual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
@@ -502,6 +536,23 @@ def test_what_does_not_fit_together_is_not_merged() -> None:
         for pair in ((vector, other), (other, vector)):
             with pytest.raises(ValueError, match=rf"float32 or float64, got {dtype}: \.astype\("):
                 merge(*pair, 2)
+    wide = vector._replace(values=vector.values.astype(np.float64))
+    long = vector._replace(indices=vector.indices.astype(np.int64))
+    for other, dtypes in ((wide, "float64 at int32"), (long, "float32 at int64")):
+        for call in (
+            lambda other=other: merge(vector, other, 2),
+            lambda other=other: sum_by_index([vector, other]),
+        ):
+            with pytest.raises(ValueError, match=f"one dtype, got .*{dtypes}"):
+                call()
+    with pytest.raises(ValueError, match="vectors must be of one length, got 4 and 5"):
+        sum_by_index([vector, vector._replace(length=5), vector])
+
+
+@pytest.mark.parametrize("k", [2**63 - 1, 2**63, 2**64, 2**64 + 1])
+def test_a_merge_keeps_all_where_k_is_more_than_64_bits_count(k: int) -> None:
+    vector = SparseVector.from_dense(np.arange(1, 6001, dtype=np.float32))
+    assert merge(vector, vector, k).entries == 6000
 
 
 def test_merging_is_not_associative() -> None:

@@ -138,6 +138,16 @@ def test_of_one_rank_it_is_the_whole_step(machine: Any) -> None:
         assert machine.fetch(residual).tobytes() == by_hand.tobytes()
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(SIZE + 1, np.float32), (SIZE, np.float64)])
+def test_another_residual_than_it_was_opened_for_is_refused(
+    machine: Any, size: int, dtype: type
+) -> None:
+    step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(size, dtype)
+    with pytest.raises(ValueError, match=r"for float32 \[5000\], got a residual float"):
+        step(residual, machine.put(np.ones(size, dtype)))
+    assert not machine.fetch(residual).any()
+
+
 @pytest.mark.parametrize("what", ["into", "velocity"])
 def test_memory_that_is_not_like_the_residual_is_refused(machine: Any, what: str) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
