@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -262,6 +263,35 @@ def threads() -> Callable[..., list[object]]:
         return run_ranks(local_world(size, timeout_seconds=30), program)
 
     return run
+
+
+@pytest.fixture
+def unread_stderr() -> Callable[[Callable[[], object]], bool]:
+    """Tell whether `unread_stderr(work)` returns although the reader of stderr has stopped.
+
+    Descriptor 2 is a full pipe meanwhile: a write waits for ever.
+    """
+
+    def returns(work: Callable[[], object]) -> bool:
+        before = os.dup(2)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(1 << 12))
+        os.set_blocking(writer, True)
+        os.dup2(writer, 2)
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(20)
+        has_returned = not thread.is_alive()
+        os.dup2(before, 2)
+        for file in (reader, writer, before):  # the reader's end wakes the threads that wait
+            os.close(file)
+        thread.join()
+        return has_returned
+
+    return returns
 
 
 @pytest.fixture

@@ -18,10 +18,8 @@ otherwise a rank that has finished could end Horovod while others still need it.
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
@@ -33,7 +31,7 @@ from .carrier import Carrier
 from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .polling import wait_until
-from .transport import Transport
+from .transport import Transport, end_process
 
 _HEADER: Final = struct.Struct("<qq")
 _DEPARTURE: Final = -1  # a tag of no stream
@@ -183,9 +181,7 @@ class HorovodTransport(Carrier):
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         """End this process; mpirun and horovodrun then end the others."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        end_process(exit_code)
 
     def neighbours(self) -> list[int]:
         return self._neighbours

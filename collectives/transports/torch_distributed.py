@@ -21,7 +21,6 @@ by the staged transport.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -46,7 +45,7 @@ from .mailbox import Mailbox
 from .reductions import loses_nan
 from .rendezvous import StoreCounter, call_within, connect, import_torch
 from .start_token import agree_on_start_token, missing_ranks_error, no_answer_error
-from .transport import Transport, print_line
+from .transport import Transport, end_process, print_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,7 +165,7 @@ class TorchDistributedTransport(Carrier):
                 reason = message[1:].tobytes().decode(errors="replace")
                 here = f" in {self._activity}" if self._activity else ""
                 print_line(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
-                _end_process(int(message[0]))
+                end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 
     def _post_receive(self, source: int, buffer: Tensor) -> tuple[Work, Tensor]:
@@ -312,7 +311,7 @@ class TorchDistributedTransport(Carrier):
         word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
         # The word first: gloo's threads, which send it, end with the process.
         _wait_for_last_sends(self._tell_all(_ABORT, word))
-        _end_process(exit_code)
+        end_process(exit_code)
 
     def neighbours(self) -> list[int]:
         return self._neighbours
@@ -418,10 +417,3 @@ def _wait_for_last_sends(works: list[Work]) -> None:
             work.wait(timedelta(seconds=remaining))
         except RuntimeError:  # that peer is gone
             continue
-
-
-def _end_process(exit_code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it
-            stream.flush()
-    os._exit(exit_code)

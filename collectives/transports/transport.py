@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -40,8 +41,20 @@ Path = tuple[Step, ...]
 
 
 def print_line(text: str) -> None:
-    """Print a line on stderr, in one write: lines of several ranks share it."""
-    print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
+    """Print a line on stderr, in one write: lines of several ranks share it.
+
+    Where stderr is closed, or its reader is gone, the line is lost: that ends no job.
+    """
+    with suppress(OSError, ValueError):
+        print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End this process at once, without exit handlers, which would wait for other ranks."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(exit_code)
 
 
 class Transport(Endpoint):

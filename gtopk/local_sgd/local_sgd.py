@@ -41,6 +41,7 @@ from ..optim.momentum import require_one_momentum
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
 from ..optim.wrapped.wrapping import Wrapping, wrap
+from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
@@ -349,7 +350,8 @@ class _LocalSGD(Wrapping):
 
         On another number of ranks, or with other fragments, the steps of unfinished rounds are
         lost: all ranks go back to their centers. The sum of the residuals stays. The state of a
-        plain optimizer is fine, also of a distributed one, whose residual is not loaded.
+        plain optimizer is fine, also of a distributed one, whose residual is not loaded; a warning
+        says that it has no state for the outer optimizer.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
@@ -363,7 +365,16 @@ class _LocalSGD(Wrapping):
         self._lost.end_row()
         self._are_alike = False
         self._fragments.begin_anew(self.inner_steps)
-        if own is not None:
+        if own is None:
+            _log.warning(
+                "the state has no part %r: the outer optimizer's state (its momentum) and the "
+                "number of outer steps are not restored; to go on from a LocalSGD run, save the "
+                "state_dict() of what LocalSGD returns; from a plain optimizer's state nothing "
+                "else is possible",
+                _KEY,
+                extra=EVERYWHERE,
+            )
+        else:
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -49,7 +48,7 @@ class _StderrHandler(logging.Handler):
         """Return the line, with the rank in front unless the message begins with it."""
         said = super().format(record)
         begins = said.startswith((f"{self._whose}:", f"{self._whose} "))
-        return f"gtopk: {said if begins else f'{self._whose}: {said}'}"
+        return said if begins else f"{self._whose}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -57,9 +56,11 @@ class _StderrHandler(logging.Handler):
         if self._is_echo and getattr(record, "everywhere", False):
             return
         try:
-            print(f"{self.format(record)}\n", end="", file=sys.stderr, flush=True)
+            text = self.format(record)
         except Exception:
             self.handleError(record)
+        else:
+            transport.print_line(text)
 
 
 def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:

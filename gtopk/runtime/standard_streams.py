@@ -6,11 +6,13 @@ import codecs
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Final, TextIO
 
 _IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
 _SPELT: Final = "gtopk-spelt"
+_LINE_SECONDS: Final = 1.0  # for the reader of stderr to take a line
 
 
 def spell_in_any_encoding() -> None:
@@ -55,6 +57,29 @@ def flush() -> None:
             # The reader is gone; closed; or a handler of a signal runs within a write of its own.
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 stream.flush()
+
+
+def write_line(text: str) -> None:
+    """Write a line on descriptor 2 in one write, as lines of several ranks share a pipe.
+
+    Go on after 1 s: a reader that has stopped must hold up neither the end of a job nor the beats.
+    The line follows once it reads on.
+    """
+    line = f"gtopk: {text}\n".encode(errors="replace")
+    run_within(lambda: os.write(2, line), _LINE_SECONDS)
+
+
+def run_within(work: Callable[[], object], seconds: float) -> None:
+    """Call a function that may fail or never return, and wait for it for so long."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can begin any more
+        thread.start()
+        thread.join(seconds)
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:

@@ -90,7 +90,7 @@ class Engine:
         self._pending: dict[str, Operation] = {}
         self._requests: dict[str, Request] = {}
         self._joining: Operation | None = None
-        self._urgent = False
+        self._urgent = self._ended = False  # ended: in good order
         self._submitters: set[int] = set()  # threads
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
@@ -100,12 +100,11 @@ class Engine:
         self._over: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._finish_operations)
-        self._stalls = Stalls(self.settings, transport)
+        self.stalls = Stalls(self.settings, transport)
         self._announced: dict[str, Operation] = {}  # announced, not done
         self._announced_joining = self._announced_leaving = False
         self._negotiating: set[str] = set()  # names whose "begin negotiate" observers were told
         self._waiting_in = ""
-        self._ended = False  # in good order
         self._broken = False  # an operation failed, and others may not know
         self._cycle_ended = time.perf_counter()
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS
@@ -198,6 +197,10 @@ class Engine:
             self._joining = operation
             self._changed.notify()
         return operation
+
+    def joined(self) -> list[int]:
+        """Return the ranks, in the world, that have joined as far as is known here."""
+        return self._table.joined_ranks()
 
     def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Leave: run what was submitted here and on all ranks, and tell the others.
@@ -346,7 +349,7 @@ class Engine:
         expired = (
             {}
             if self._announced_leaving
-            else self._stalls.expired(self._announced.values(), self._table)
+            else self.stalls.expired(self._announced.values(), self._table)
         )
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
@@ -392,7 +395,7 @@ class Engine:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
             self._end(*outcome.left)
-        self._stalls.warn(self._announced.values(), self._table)
+        self.stalls.warn(self._announced.values(), self._table)
 
     def _execute(self, ready: Sequence[ReadyOperation], agreed: float) -> None:
         for each in ready:
@@ -462,11 +465,9 @@ class Engine:
         if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
             leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
         self._staying = self.transport.leave(reason, leave_timeout_seconds)
-        if self._staying and self._leave_timeout_seconds is None and not self.ranks_may_leave:
-            self._end_the_job(f"{name_ranks(self._staying)} went on")
-
-    def _end_the_job(self, why: str) -> None:
-        if self.transport.name != "local":
+        ends_job = self._leave_timeout_seconds is None and not self.ranks_may_leave
+        if self._staying and ends_job and self.transport.name != "local":
+            why = f"{name_ranks(self._staying)} went on"
             print_line(f"rank {self.transport.rank} ends the job; {why}")
             self.transport.abort(1, f"ended it: {why}")
 

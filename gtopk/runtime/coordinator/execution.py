@@ -76,10 +76,14 @@ _NAMES_SAID = 3
 
 
 class Stalls:
-    """Warns about operations that wait for other ranks, and tells which wait for too long."""
+    """Warns about operations that wait for other ranks, and tells which wait for too long.
+
+    joined: returns the ranks that have joined the engine of all ranks, where this is of a set.
+    """
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._transport = transport
+        self.joined: Callable[[], list[int]] = list
         self._warning_seconds = (
             settings.stall_warning_seconds if transport.announces_waits else math.inf
         )
@@ -121,9 +125,17 @@ class Stalls:
 
     def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]
-        missing = name_ranks(table.missing(operation.name))
+        missing = table.missing(operation.name)
         waited = now - operation.announced
-        return f"rank {rank} has waited {waited:.3g} s for {missing} in {operation.name}"
+        text = (
+            f"rank {rank} has waited {waited:.3g} s for {name_ranks(missing)} in {operation.name}"
+        )
+        if joined := sorted({*missing} & {*self.joined()}):
+            text += (
+                f"; {name_ranks(joined)} called join(), which stands in for a rank in operations "
+                "of all ranks only, not of a process set: join after the set's last operation"
+            )
+        return text
 
 
 Notice = Callable[[Event], None]

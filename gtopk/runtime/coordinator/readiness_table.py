@@ -151,9 +151,9 @@ class ReadinessTable:
         lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
         return [self._ranks[rank] for rank in lacking]
 
-    def absent(self) -> list[int]:
-        """Return the ranks that have not joined, by their numbers in the world."""
-        return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
+    def joined_ranks(self) -> list[int]:
+        """Return the ranks that have joined, by their numbers in the world; in any thread."""
+        return [self._ranks[place] for place in list(self.joined)]
 
     def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         """Enter the ranks' announcements, in rank order; return the outcome."""

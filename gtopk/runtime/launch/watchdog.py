@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 _LOOK_SECONDS: Final = 0.3
+_PRINT_SECONDS: Final = 1.0  # for the reader of stderr to take the message
 _STARTED: Final = 19  # field of /proc/PID/stat behind the name: start, in ticks since the boot
 # Launchers start their ranks one after the other, and end them all where one of them fails.
 _COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
@@ -187,8 +188,10 @@ def watch(settings: WatchdogSettings) -> None:
         if settings.launcher and parent_of(watched) not in (0, settings.launcher):
             why = settings.orphaned
         if why:
-            with contextlib.suppress(OSError):  # the reader may be gone, too
-                os.write(2, f"{why}\n".encode(errors="replace"))
+            # The reader may be gone, too, or read no more: the process is ended all the same.
+            if select.select([], [2], [], _PRINT_SECONDS)[1]:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{why}\n".encode(errors="replace"))
             if settings.file:
                 text = why.removeprefix("gtopk: ")
                 write_record(settings.file, {**settings.record, "time": now(), "text": text})

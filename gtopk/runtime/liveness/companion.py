@@ -28,6 +28,7 @@ import struct
 import time
 from typing import Final, NamedTuple
 
+from ..standard_streams import write_line
 from .watch import BEAT_BYTES, Beat, Peer, State, Watch
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
@@ -211,8 +212,9 @@ class Companion:
 
     def _report(self, now: float) -> None:
         """Print the watch's news, and tell the rank and the other ranks of new losses."""
-        while self._watch.news:
-            self._print(self._watch.news.pop(0))
+        if news := self._watch.news:
+            write_line("\ngtopk: ".join(news))  # one wait at most, whatever the reader does
+            news.clear()
         lost = list(self._watch.lost.items())
         for rank, why in lost[self._reported_losses :]:
             self._reported_losses += 1
@@ -248,13 +250,9 @@ class Companion:
         if not self._ending:
             self._ending = True
             self._end_reason = f"ended by its companion: {why}"
-            self._print(f"{self._own} is ended: {why}")
+            write_line(f"{self._own} is ended: {why}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._setting.parent, how)
-
-    def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, f"gtopk: {text}\n".encode(errors="replace"))
 
     def _send_beat(
         self, ranks: list[int], about: int, state: State, text: str = "", seconds: float = 0.0
@@ -287,7 +285,7 @@ class Companion:
             return
         own, other = self._own, self._setting.peers[lost]
         step, advice = read_note(self._setting.note)
-        self._print(
+        write_line(
             f"rank {own.rank} of {len(self._everybody)} (host {own.host}, pid {own.pid}) "
             f"{WITHOUT_A_WORD} at step {step}, after rank {lost} is lost "
             f"({self._watch.lost[lost]}; host {other.host}, pid {other.pid})"

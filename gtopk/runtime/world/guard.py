@@ -281,13 +281,10 @@ class Guard:
         return f"{how} at step {self.member.step}; {self.place}"
 
     def _print(self, what: str) -> None:
-        # One write: lines of several ranks share a pipe.
-        line = f"gtopk: {self.name} ({self.place}) {what}\n"
         # In a thread: a handler of SIGTERM may run within the main thread's print, which holds the
         # stream's lock, and another thread's print may wait for its reader for ever.
-        _run_within(standard_streams.flush, _DISK_SECONDS)
-        with contextlib.suppress(OSError):  # stderr is closed
-            os.write(2, line.encode(errors="replace"))
+        standard_streams.run_within(standard_streams.flush, _DISK_SECONDS)
+        standard_streams.write_line(f"{self.name} ({self.place}) {what}")
 
     def report(self, error: BaseException) -> None:
         """Report this rank's error: on stderr, to torchrun, and through the companion."""
@@ -350,7 +347,7 @@ class Guard:
         prints. The announcement is made in a thread, as a failed transport may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
-        _run_within(
+        standard_streams.run_within(
             lambda: self.member.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
         )
         time.sleep(max(0.0, until - time.monotonic()))
@@ -421,7 +418,7 @@ class Guard:
 
         error: this rank's; None: it was ended from outside.
         """
-        _run_within(lambda: self._write(how, error), _DISK_SECONDS)
+        standard_streams.run_within(lambda: self._write(how, error), _DISK_SECONDS)
 
     def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
@@ -463,19 +460,6 @@ class Guard:
     def _doing(self) -> str:
         activity = self.member.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
-
-
-def _run_within(work: Callable[[], object], seconds: float) -> None:
-    """Call a function that may fail or never return, and wait for it for so long."""
-
-    def attempt() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can begin any more
-        thread.start()
-        thread.join(seconds)
 
 
 def describe(error: BaseException, where: str = "") -> str:

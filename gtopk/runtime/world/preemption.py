@@ -9,7 +9,6 @@ Without `termination` it ends the rank, and so the job, at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 from ..coordinator.agreement import name_ranks
+from ..standard_streams import write_line
 from . import world
 from .guard import Guard
 from .state import World
@@ -129,11 +129,10 @@ class Termination:
         return self._world
 
     def _print(self, what: str) -> None:
-        """Write a line on stderr in one write, as a signal's handler can."""
+        """Write a line on stderr past the stream, whose lock a signal's handler may wait for."""
         name = f"rank {self._world.rank} of {self._world.size}"
         place = f"host {socket.gethostname()}, pid {os.getpid()}"
-        with contextlib.suppress(OSError):  # stderr is closed
-            os.write(2, f"gtopk: {name} ({place}) {what}\n".encode())
+        write_line(f"{name} ({place}) {what}")
 
 
 def _after_fork() -> None:

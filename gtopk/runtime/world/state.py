@@ -347,6 +347,7 @@ class World:
             # A channel of its own makes the set independent of the ranks' other messages.
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
             engine.where = self.where
+            engine.stalls.joined = self.engine.joined
         self.sets[number] = Members(tuple(ranks), engine)
         for each in self._observers:
             each.open_set(self, number)

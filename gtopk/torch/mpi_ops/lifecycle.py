@@ -125,7 +125,9 @@ def join(device: int = -1) -> int:
     """Announce that this rank has no more data; wait for all, return the rank that joined last.
 
     Until all have, this one contributes zeros to the others' allreduces; averages are still over
-    all ranks. Other operations are an error while a rank has joined. If this rank has called
+    all ranks. Other operations are an error while a rank has joined. Joining is of all ranks, as
+    Horovod's: an operation of a process set that this rank is in waits for it, and fails when
+    GTOPK_TIMEOUT is over; call this after the last one of the set. If this rank has called
     `backward()` without `step()`, that step is undone here: the others take it without this rank's
     gradients, and its residual is as before.
 

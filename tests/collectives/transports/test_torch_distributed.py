@@ -20,7 +20,8 @@ import torch
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Transport, local_world
 from collectives.transports.rendezvous import StoreCounter, connect, listen
-from collectives.transports.torch_distributed import _end_process, join_at
+from collectives.transports.torch_distributed import join_at
+from collectives.transports.transport import end_process
 
 
 @pytest.mark.parametrize(
@@ -155,5 +156,5 @@ def test_a_process_ends_also_where_nobody_reads_its_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(os, "_exit", ended.append)
-    _end_process(3)
+    end_process(3)
     assert ended == [3]

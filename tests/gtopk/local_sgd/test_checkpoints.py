@@ -253,6 +253,19 @@ def test_a_state_from_before_it_said_what_it_holds_back_loses_none_of_it() -> No
     on_ranks(2, rank)
 
 
+def test_a_state_without_the_outer_optimizers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1, nesterov)
+        optimizer.load_state_dict(momentum(model.parameters()).state_dict())
+        assert "outer optimizer's state (its momentum) and the number of outer" in caplog.text
+        caplog.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not caplog.text
+
+    on_ranks(1, rank)
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
     """Rank 0 alone goes on from a checkpoint, as Horovod's scripts do."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,24 @@ def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixtur
         LOG.warning("rank 1 stays")
     said = capsys.readouterr().err
     assert said == "gtopk: rank 1: rank 10 left\ngtopk: rank 1 stays\n"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ValueError], ids=["unread", "closed"])
+def test_a_message_that_cannot_be_printed_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    tried: list[str] = []
+
+    def write(text: str) -> None:
+        tried.append(text)
+        raise error
+
+    with nobody_else_listening():
+        logs.install_handler(0, {})
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+        LOG.info("news")
+        monkeypatch.undo()
+    assert tried == ["gtopk: rank 0: news\n"]
 
 
 def test_another_level_is_refused() -> None:

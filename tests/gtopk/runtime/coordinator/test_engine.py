@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -332,6 +334,25 @@ def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
         assert f"rank {rank} has waited 0." in said
     assert "for rank 1 in a; ready: ranks 0, 2" in said
     assert "rank 1 has waited" not in said
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ValueError], ids=["unread", "closed"])
+def test_a_warning_that_cannot_be_printed_ends_no_job(threads, monkeypatch, error):
+    tried: list[str] = []
+
+    def write(text: str) -> None:
+        tried.append(text)
+        raise error
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+
+    def program(engine: Engine, rank: int) -> None:
+        while rank == 1 and not tried:
+            time.sleep(0.01)
+        engine.submit("late", [], nothing).wait()
+
+    threads(2, with_engine(program, Settings(idle_seconds=0.05, stall_warning_seconds=0.1)))
+    assert "rank 0 has waited 0." in tried[0]
 
 
 def test_a_world_that_announces_no_waits_ends_them_all_the_same(capsys):

@@ -37,6 +37,20 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
     assert child.stderr == "rank 1 is late\n"
 
 
+def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(unread_stderr) -> None:
+    program = (
+        "import time\n"
+        "from gtopk.runtime.world.joining import deadline\n"
+        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "with deadline(WatchdogSettings(0.2, 'rank 1 is late')):\n"
+        "    time.sleep(60)\n"
+    )
+    child = [sys.executable, "-c", program]
+    ended: list[int] = []
+    assert unread_stderr(lambda: ended.append(subprocess.run(child, check=False).returncode))
+    assert ended == [-9]
+
+
 def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     (tmp_path / "rank.py").write_text(
         "import ctypes, math, os\n"

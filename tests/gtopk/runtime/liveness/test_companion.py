@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from gtopk.runtime import standard_streams
 from gtopk.runtime.liveness import companion
 from gtopk.runtime.liveness.companion import Companion, Process, Setting, read_note, write_note
 from gtopk.runtime.liveness.watch import BEAT_BYTES, Beat, Peer, State
@@ -159,9 +160,16 @@ def test_news_are_printed_once_and_a_closed_terminal_or_pipe_is_no_error(
     def closed(*arguments: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(companion.os, "write", closed)
+    monkeypatch.setattr(standard_streams.os, "write", closed)
     job.companion._watch.news.append("three")
     job.lose(2, NOW)
+
+
+def test_beats_go_on_where_the_reader_of_stderr_has_stopped(beside, unread_stderr) -> None:
+    job = beside()
+    job.companion._watch.news += ["one", "two"]
+    assert unread_stderr(lambda: job.companion._report(NOW))
+    assert job.companion._watch.news == []
 
 
 def test_what_waits_in_the_socket_is_read_before_the_last_word(beside, capfd) -> None:

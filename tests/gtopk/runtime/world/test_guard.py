@@ -272,6 +272,12 @@ def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capf
     assert "rank 1 of 2 (host one, pid 7) was stopped by SIGTERM" in capfd.readouterr().err
 
 
+def test_a_rank_ends_where_the_reader_of_stderr_has_stopped(unread_stderr):
+    guard = object.__new__(Guard)
+    guard.name, guard.place = "rank 1 of 2", "host one, pid 7"
+    assert unread_stderr(lambda: guard._print("ends the job"))
+
+
 def test_a_handler_of_a_guard_that_has_left_is_the_present_ones(monkeypatch):
     """As `termination` puts it back after a recovery within its block."""
     left, present = (object.__new__(Guard) for _ in range(2))

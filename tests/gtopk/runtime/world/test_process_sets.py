@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.runtime.world import world
 from gtopk.runtime.world.state import Members
 
@@ -45,6 +46,21 @@ def test_a_set_goes_on_when_a_rank_that_is_not_in_it_has_left(threads) -> None:
             return total.item()
 
     assert threads(3, program) == [2.0, 2.0, 0.0]
+
+
+def test_who_waits_in_a_set_for_a_rank_that_has_joined_hears_of_it() -> None:
+    """Joining is of all ranks, as Horovod's."""
+
+    def program(transport: LocalTransport) -> str:
+        with world.entered(transport):
+            pair = hvd.add_process_set([0, 1])
+            waits = partial(hvd.allreduce, torch.ones(1), process_set=pair)
+            with pytest.raises(hvd.HorovodInternalError) as error:
+                (waits if transport.rank == 1 else hvd.join)()
+            return str(error.value)
+
+    said = run_ranks(local_world(3, timeout_seconds=2), program)
+    assert all("; rank 0 called join(), which stands in for a rank" in text for text in said)
 
 
 def test_a_copy_of_a_set_is_as_good(threads) -> None:
