@@ -88,8 +88,6 @@ def goes_on_after_an_error_in_backward(is_loaded: bool) -> None:
         gc.collect()
     assert torch.equal(*map(weights, nets))
     assert state.progress.steps == 6
-    assert state.last_step is not None and alone.last_step is not None
-    assert state.last_step.buckets == alone.last_step.buckets
 
 
 def test_a_pass_that_an_error_has_ended_leaves_no_trace() -> None:
