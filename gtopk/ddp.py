@@ -205,8 +205,10 @@ class GTopKState:
         refuse_complex(bucket.parameters())
         refuse_sparse(bucket)
         self._refuse_another_model(bucket)
-        if self._adam is not None and not bucket.index():
-            self._adam.watch(bucket.parameters())
+        if not bucket.index():
+            self._abort_pass()  # in case an error has ended the last pass
+            if self._adam is not None:
+                self._adam.watch(bucket.parameters())
         bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
         bucket_exchange.parameters[0].grad = buffer
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -228,8 +230,6 @@ class GTopKState:
 
     def _submit_clipped(self, pending: _PendingBucket) -> None:
         """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
-        if not pending.number:
-            self._pending.clear()  # left by a pass that an error has ended
         self._pending.append(pending)
         if not pending.is_last:
             return
@@ -440,13 +440,12 @@ class GTopKState:
         self._skips.drop(optimizer)
 
     def _abort_pass(self) -> None:
-        """Undo a pass that an error has ended after its first buckets were submitted."""
-        self._finisher.submit(int).result()  # runs after the tasks that wait for these buckets
-        if self._step.buckets:
-            self._step.drop()
-            self._step.close()
-            self._steps.drop()
-            self._buckets, self._failures, self._not_finite = 0, [], {}
+        """Undo a pass that an error has ended, if there is one, so that another may begin."""
+        self._finisher.submit(int).result()  # runs after the tasks that wait for its buckets
+        self._step.drop()
+        self._step.close()
+        self._steps.drop()
+        self._pending, self._buckets, self._failures, self._not_finite = [], 0, [], {}
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Replace the residual from the next step on; call it between steps only.

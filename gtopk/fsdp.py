@@ -376,10 +376,9 @@ class ReplicaState:
         while self._unfinished:
             with suppress(Exception):  # backward has raised it, or another one of the same pass
                 self._finish()
-        if self._step.buckets:
-            self._step.drop()
-            self._step.close()
-            self._steps.drop()
+        self._step.drop()
+        self._step.close()
+        self._steps.drop()
         self._finite, self._has_waited = True, False
 
     @torch.no_grad()

@@ -51,6 +51,7 @@ class GTopK(Callback):
         self._options = options
         self._loaded: dict[str, Any] | None = None  # empty: the checkpoint has no gTop-k part
         self._module: LightningModule | None = None  # the module of the state
+        self._is_fitting = False  # the hook is registered on what the Trainer trains
         self._clip_val: float | None = None  # the Trainer's, while the state clips in its place
         self.state: GTopKState | None = None
 
@@ -73,7 +74,7 @@ class GTopK(Callback):
             self._take_over_clipping(self.state, trainer, float(trainer.gradient_clip_val))
         if self._loaded:
             self.state.load_state_dict(self._loaded, model)
-        self._loaded, self._module = None, pl_module
+        self._loaded, self._module, self._is_fitting = None, pl_module, True
         model.register_comm_hook(self.state, gtopk_hook)
         if scaler is not None and only is None:  # the scaler has to see a NaN before it is dropped
             for optimizer in trainer.optimizers:
@@ -106,6 +107,7 @@ class GTopK(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the Trainer's gradient_clip_val."""
+        self._is_fitting = False
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 
@@ -140,8 +142,15 @@ class GTopK(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the residuals until the module is wrapped; a checkpoint may have none."""
-        self._loaded = checkpoint.get("gtopk", {})
+        """Keep the residuals until the module is wrapped; a checkpoint may have none.
+
+        LearningRateFinder saves and loads one within a fit.
+        """
+        part = checkpoint.get("gtopk", {})
+        if not self._is_fitting:
+            self._loaded = part
+        elif part and self.state is not None and (model := trainer.strategy.model) is not None:
+            self.state.load_state_dict(part, model)
 
 
 def compress(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
@@ -171,6 +172,36 @@ class ByAdamW(Net):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class OfSomeRate(ByAdamW):
+    """The same, of a rate that may be looked for before it trains."""
+
+    lr = 0.01
+
+
+class FindsAgain(LearningRateFinder):
+    """Looks for a rate within the fit, before the first epoch, as Lightning's docs show."""
+
+    def on_fit_start(self, *call: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0 and not found:
+            (hook,) = (each for each in trainer.callbacks if isinstance(each, GTopK))
+            found.append((hook.state.progress.steps, residuals(hook, pl_module)))
+            self.lr_find(trainer, pl_module)
+            found.append((hook.state.progress.steps, residuals(hook, pl_module)))
+
+
+# Steps that look for a rate are undone in the hook, as Lightning undoes them in the model.
+found: list[tuple[int, torch.Tensor]] = []
+finder = FindsAgain(num_training_steps=4, early_stop_threshold=None)
+callback = GTopK(density=0.1)
+fit([callback, finder], model=OfSomeRate(), default_root_dir=FOLDER)
+(steps, before), (steps_after, after) = found
+assert (steps, steps_after) == (0, 0)
+assert torch.equal(before, after)
 
 
 class Clipped(Callback):
