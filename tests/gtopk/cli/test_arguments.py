@@ -13,7 +13,7 @@ from gtopk.cli.arguments import number_in, output_file
 
 PARSERS = [
     *("plan", "simulate.command", "top"),
-    *("bench.collectives.command", "bench.optimizer", "bench.selection.command", "bench.wire"),
+    *("bench.collectives", "bench.optimizer", "bench.selection", "bench.wire"),
 ]
 
 
