@@ -16,7 +16,7 @@ from ..runtime.standard_streams import spell_in_any_encoding
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (
-        ".demo.command",
+        ".demo",
         "train on local ranks with dense, top-k and gTop-k, and compare them",
     ),
     "plan": (

@@ -198,6 +198,48 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
+def figure(title: str, drawn: str, reading: str) -> str:
+    """Return a figure: title, legend and drawing, and how to read it."""
+    return (
+        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawn}</div>'
+        f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
+    )
+
+
+def plots(heading: str, figures: Sequence[str]) -> str:
+    """Return figures below their heading."""
+    drawn = "\n".join(figures)
+    return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
+
+
+def tile(name: str, value: str, detail: str, loss: bool) -> str:
+    """Return a figure at the head of a page."""
+    return (
+        f'<div class="{"tile loss" if loss else "tile"}"><dt>{escape(name)}</dt>'
+        f'<dd class="value">{escape(value)}</dd><dd class="detail">{prose(detail)}</dd></div>'
+    )
+
+
+def hatches(striped: str, dotted: str) -> str:
+    """Return patterns over the colours of two parts, so that parts differ without colour too."""
+    return (
+        f'<defs><pattern id="{striped}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
+        '<rect class="stripe" width="3" height="6"/></pattern>'
+        f'<pattern id="{dotted}-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+        '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
+        "</pattern></defs>"
+    )
+
+
+def swatch(part: str) -> str:
+    """Draw a part's colour, for a legend; its hatch is in the drawing."""
+    return (
+        '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
+        f'<rect class="{part}" width="34" height="14"/></svg>'
+    )
+
+
 # Of pictures that stand alone, without a page.
 STYLE: Final = """
 svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;

@@ -30,7 +30,7 @@ from ...runtime.machine import processor
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
-from .plan import PROGRESS, TEST_IMAGES, Method, Plan
+from . import PROGRESS, TEST_IMAGES, Method, Plan
 from .verdicts import Machine, Record
 
 
@@ -218,7 +218,7 @@ def this_machine() -> Machine:
 
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
-    plan = Plan.from_json(plan_json)
+    plan = Plan(**json.loads(plan_json))
     os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
     os.environ.pop(settings.LINK.name, None)  # at first
     hvd.init()
