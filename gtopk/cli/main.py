@@ -23,7 +23,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ".plan",
         "estimate step time on a cluster, and whether compression pays",
     ),
-    "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),
+    "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
     "bench": (
         ".bench",
         "measure this machine and its network: selection, wire, engine, optimizer, collectives",

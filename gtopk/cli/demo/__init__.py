@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn", "rich": "rich"}
 
 
-TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # of scikit-learn's digits
+TRAIN_IMAGES = 1437  # of scikit-learn's digits
 PROGRESS = "@progress "  # begins the lines of JSON by which rank 0 tells how far it is
 
 

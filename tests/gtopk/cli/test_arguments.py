@@ -12,7 +12,7 @@ import pytest
 from gtopk.cli.arguments import number_in, output_file
 
 PARSERS = [
-    *("plan", "simulate.command", "top"),
+    *("plan", "simulate", "top"),
     *("bench.collectives", "bench.optimizer", "bench.selection", "bench.wire"),
 ]
 
