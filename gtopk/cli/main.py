@@ -29,7 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "measure this machine and its network: selection, wire, engine, optimizer, collectives",
     ),
     "run": (".run", "start a script on several ranks, here or on other hosts"),
-    "report": (".report.command", "draw a recorded run as one HTML page"),
+    "report": (".report", "draw a recorded run as one HTML page"),
     "top": (".top", "show what each rank of a run is doing"),
     "timeline": (".timeline", "merge the traces of all ranks"),
     "completion": (".completion", "shell completion for bash, zsh and fish"),
