@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measure the collectives on 8 emulated hosts of 100 Mbit/s, over MPI and over gloo: 5 minutes.
 #
-#   sudo mpi_scripts/bench_network.sh [FOLDER]     writes mpirun.json, .svg; torchrun.json, .svg;
-#                                                  and results.md, the tables for the documentation
+#   sudo mpi_scripts/bench_network.sh [FOLDER]     writes mpirun.json, torchrun.json and
+#                                                  results.md, the tables for the documentation
 #
 # The size is ResNet-50's. Keep the machine quiet: the hosts share its cores, and 8 ranks on 2 cores
 # are at their limit as it is.

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
 from collectives.cost_model import EXACT, Format, Network
+from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import Record, Results
-from gtopk.cli.bench.collectives.command import read
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
 from mpi_scripts.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
 

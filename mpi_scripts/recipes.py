@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple
 
-from gtopk.cli.demo.plan import equal_bytes_density
+from gtopk.cli.demo import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
 from gtopk.local_sgd import averaging, nesterov
 from gtopk.local_sgd.outer_optimizer import Outer

@@ -25,8 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
-from gtopk.cli.simulate import replicas
-from gtopk.cli.simulate.command import speeds
+from gtopk.cli.simulate import replicas, speeds
 from gtopk.cli.simulate.setting import Cluster, Record, Setting
 from gtopk.cli.simulate.show import render
 from models.data.batches import SparseDataset

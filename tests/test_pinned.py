@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from collectives.transports import local_world, run_ranks
-from gtopk.cli.report.command import as_record
+from gtopk.cli.report import as_record
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
 from tests.gtopk.torch.checkpoint.run import Run

@@ -1,4 +1,4 @@
-"""Types of the arguments of `gtopk`: numbers and files, with errors for invalid ones.
+"""The grammar of the subcommands of `gtopk`, and the types of their arguments.
 
 Quantities as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M; or a well-known model's name.
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..runtime.launch import launched_by
 
@@ -32,18 +32,48 @@ def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
     return value
 
 
-def whole_number(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"must be a whole number, at least 1, got {text!r}")
-    return int(text)
+class Command(argparse.ArgumentParser):
+    """The parser of a subcommand; its help ends with an example of a call."""
+
+    def __init__(self, name: str, description: str, example: str, **more: Any) -> None:
+        super().__init__(
+            prog=f"gtopk {name}",
+            description=description,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **more,
+        )
+
+    def option(
+        self, name: str, read: Callable[[str], Any] | None, default: Any, help: str, **more: Any
+    ) -> None:
+        """Add an option whose help tells its default, unless that is None.
+
+        read: converts the text, and raises ValueError where it is wrong; None: it stays a text.
+        """
+        if default is not None and "default" not in help:
+            help += "; default: %(default)s"
+        # The completion of a shell knows by the type None or Path that a word may name a file.
+        kind = as_argument(read) if read not in (None, Path) else read
+        self.add_argument(name, type=kind, default=default, help=help, **more)  # type: ignore[arg-type]
+
+    def flag(self, name: str, help: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=help)
 
 
-def from_zero(text: str) -> int:
-    """Return a whole number of at least 0."""
-    if not text.isdecimal():
-        raise ValueError(f"must be a whole number, at least 0, got {text!r}")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a function that reads a whole number of at least this one, which is not below 0."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"must be a whole number, at least {least}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+from_zero, whole_number = at_least(0), at_least(1)
 
 
 def number_in(interval: str) -> Callable[[str], float]:

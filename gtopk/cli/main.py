@@ -16,20 +16,20 @@ from ..runtime.standard_streams import spell_in_any_encoding
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (
-        ".demo.command",
+        ".demo",
         "train on local ranks with dense, top-k and gTop-k, and compare them",
     ),
     "plan": (
         ".plan",
         "estimate step time on a cluster, and whether compression pays",
     ),
-    "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),
+    "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
     "bench": (
         ".bench",
         "measure this machine and its network: selection, wire, engine, optimizer, collectives",
     ),
     "run": (".run", "start a script on several ranks, here or on other hosts"),
-    "report": (".report.command", "draw a recorded run as one HTML page"),
+    "report": (".report", "draw a recorded run as one HTML page"),
     "top": (".top", "show what each rank of a run is doing"),
     "timeline": (".timeline", "merge the traces of all ranks"),
     "completion": (".completion", "shell completion for bash, zsh and fish"),

@@ -37,7 +37,17 @@ from ..planning.comparison import (
 )
 from ..runtime.standard_streams import wants_colour
 from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, duration_text
-from .arguments import PARAMETERS, as_argument, bandwidth, count, duration, number_in, share
+from .arguments import (
+    PARAMETERS,
+    Command,
+    as_argument,
+    bandwidth,
+    count,
+    duration,
+    number_in,
+    share,
+)
+from .charts import aligned
 
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
@@ -81,7 +91,7 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
         "",
-        *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
+        *aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
         *_legend(comparison),
         "",
         *_wrapped(verdict(comparison, pays_clearly(cluster, rates, formats))),
@@ -95,7 +105,7 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
         lines += [
             "",
             f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
-            *_aligned([(*_EQUAL_HEADINGS, times), *rows]),
+            *aligned([(*_EQUAL_HEADINGS, times), *rows]),
         ]
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
@@ -154,18 +164,6 @@ def _equal_row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
         duration_text(comparison.exposed_seconds(found)),
         f"{digits(comparison.speedup(found))} x",
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def verdict(comparison: Comparison, clearly: bool | None) -> str:
@@ -230,92 +228,47 @@ MOST_RANKS = 65_536
 MOST_ELEMENTS = 10**15  # beyond, a float cannot resolve a single one
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk plan",
-        description="Estimate a step's gradient exchange on a cluster, from a model of its links, "
+    described = Command(
+        "plan",
+        "Estimate a step's gradient exchange on a cluster, from a model of its links, "
         "and whether compression pays there. Dense is what a job over MPI does between nodes "
         "without RDMA: long messages are answered before the next one is sent.",
-        epilog="example:\n"
-        "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
+        "gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
         "--backward-ms 200\n\n"
         + "\n".join(["models:", *(f"  {name:18} {n:13,}" for name, n in PARAMETERS.items())]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     size = described.add_mutually_exclusive_group(required=True)
     size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
     size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
-    described.add_argument(
-        "--ranks", type=as_argument(count), required=True, help="processes that train together"
-    )
-    described.add_argument(
-        "--bandwidth",
-        type=as_argument(bandwidth),
-        required=True,
-        help="between nodes, such as 1gbit",
-    )
-    described.add_argument(
-        "--latency",
-        type=as_argument(duration),
-        default=50e-6,
-        help="per message between nodes; default: 50us",
-    )
-    described.add_argument(
-        "--ranks-per-node",
-        type=as_argument(count),
-        default=1,
-        help="ranks that share a node and its link; default: %(default)s",
-    )
-    described.add_argument(
-        "--node-bandwidth",
-        type=as_argument(bandwidth),
-        default=1e11,
-        help="bandwidth inside a node; default: 100gbit",
-    )
-    described.add_argument(
-        "--node-latency",
-        type=as_argument(duration),
-        default=5e-6,
-        help="latency inside a node; default: 5us",
-    )
-    described.add_argument(
-        "--density",
-        type=as_argument(share),
-        default=0.001,
-        help="share of entries sent; default: %(default)s",
-    )
-    described.add_argument(
-        "--values",
-        choices=VALUE_CODES,
-        default="exact",
-        help="how values travel: fewer bits, more rounding, whose error is sent later; default: "
-        "%(default)s",
-    )
-    described.add_argument(
+    option = described.option
+    option("--ranks", count, None, "processes that train together", required=True)
+    option("--bandwidth", bandwidth, None, "between nodes, such as 1gbit", required=True)
+    option("--latency", duration, 50e-6, "per message between nodes; default: 50us")
+    option("--ranks-per-node", count, 1, "ranks that share a node and its link")
+    option("--node-bandwidth", bandwidth, 1e11, "bandwidth inside a node; default: 100gbit")
+    option("--node-latency", duration, 5e-6, "latency inside a node; default: 5us")
+    option("--density", share, 0.001, "share of entries sent")
+    values = "how values travel: fewer bits, more rounding, whose error is sent later"
+    option("--values", None, "exact", values, choices=VALUE_CODES)
+    option(
         "--backward-ms",
-        type=as_argument(milliseconds),
-        default=0.0,
-        metavar="MS",
-        help="time of your model's backward pass, during which dense exchanges bucket by bucket; "
+        milliseconds,
+        0.0,
+        "time of your model's backward pass, during which dense exchanges bucket by bucket; "
         "default: none, only the exchange is compared",
+        metavar="MS",
     )
-    described.add_argument(
+    described.flag(
         "--no-measure",
-        action="store_true",
-        help="use assumed rates for selecting and merging instead of measuring this machine",
+        "use assumed rates for selecting and merging instead of measuring this machine",
     )
-    described.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the figures as JSON; without FILE: print only them",
-    )
-    described.add_argument(
+    written = "write the figures as JSON; without FILE: print only them"
+    option("--json", None, None, written, nargs="?", const="-", metavar="FILE")
+    described.flag(
         "--simulate",
-        action="store_true",
-        help="in a checkout of gtopk: send every message of the real code over shared links, by "
+        "in a checkout of gtopk: send every message of the real code over shared links, by "
         f"SimGrid; more options: python mpi_scripts/{SIMULATED.name} --help",
     )
     return described

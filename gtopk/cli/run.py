@@ -24,6 +24,7 @@ from .. import settings
 from ..runtime.launch import LaunchError
 from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
 from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
+from .arguments import Command, as_argument
 
 
 def in_allocation() -> bool:
@@ -52,53 +53,53 @@ class _TerminationRequested(KeyboardInterrupt):
     """Raised for SIGINT or SIGTERM; its argument is the exit code for the signal."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk run",
-        usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
-        description="Start a script on several ranks: by srun inside a Slurm allocation, else by "
+    described = Command(
+        "run",
+        "Start a script on several ranks: by srun inside a Slurm allocation, else by "
         "mpirun, or by torchrun if there is no MPI, with the settings that the launcher needs "
         "here. You may also call a launcher yourself: mpirun -n 4 python SCRIPT.",
-        epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
+        "gtopk run -n 4 --record runs/first train.py --epochs 10\n"
         "  gtopk run --hosts one:4,two:4 train.py\n\n"
         "On this host alone, OMP_NUM_THREADS becomes each rank's share of the cores, unless you\n"
         "set it. With other hosts, set it yourself; it is passed on.\n\n"
         "The exit code is the launcher's: mpirun and srun return the ranks' code, torchrun 1 for\n"
         "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
         "save. A second signal ends them at once. If this command is killed, they end with it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
         allow_abbrev=False,  # a script's --host must not count as --hosts or --hostfile
     )
-    add = described.add_argument
-    add(
-        "-n",
-        "--ranks",
-        type=int,
-        help="default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores",
-    )
+    ranks = "default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores"
+    described.add_argument("-n", "--ranks", type=int, help=ranks)
     where = described.add_mutually_exclusive_group()
-    where.add_argument(
-        "--hosts", type=_hosts, default=[], help="such as one:4,two:2; needs mpirun and ssh"
-    )
-    where.add_argument("--hostfile", type=Path, help="file with lines such as: name slots=4")
-    add("--launcher", choices=LAUNCHERS, help="default: what is installed")
-    add("--mpi-args", metavar="WORDS", help="more options for mpirun, quoted as one argument")
-    add("--interfaces", help="network interfaces for the ranks, such as eth0")
-    add(
+    hosts = "such as one:4,two:2; needs mpirun and ssh"
+    where.add_argument("--hosts", type=as_argument(parse_hosts), default=[], help=hosts)
+    lines = "file with lines such as: name slots=4"
+    where.add_argument("--hostfile", type=Path, help=lines)
+    option, flag = described.option, described.flag
+    option("--launcher", None, None, "default: what is installed", choices=LAUNCHERS)
+    words = "more options for mpirun, quoted as one argument"
+    option("--mpi-args", None, None, words, metavar="WORDS")
+    option("--interfaces", None, None, "network interfaces for the ranks, such as eth0")
+    option(
         "--link",
-        type=parse_link,
-        metavar="RATE[,LATENCY]",
-        help="emulate a network between the ranks of this host, such as 100mbit,0.4ms: gtopk's "
+        parse_link,
+        None,
+        "emulate a network between the ranks of this host, such as 100mbit,0.4ms: gtopk's "
         "messages are paced, those of torch.distributed (DDP's own allreduce) are not",
+        metavar="RATE[,LATENCY]",
     )
-    add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
-    add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")
-    add("--dry-run", action="store_true", help="print what would be run, and stop")
-    add("--json", action="store_true", help="print it as JSON")
-    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    record = "record the run, for gtopk report and gtopk top"
+    option("--record", None, None, record, metavar="FOLDER")
+    timeline = "trace every rank, for gtopk timeline"
+    option("--timeline", None, None, timeline, metavar="FOLDER")
+    flag("--dry-run", "print what would be run, and stop")
+    flag("--json", "print it as JSON")
+    module = "SCRIPT is a module's name"
+    described.add_argument("-m", "--module", action="store_true", help=module)
     # With its arguments: of two positionals, argparse would drop a -- between them.
-    add(
+    described.add_argument(
         "program",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
@@ -107,19 +108,12 @@ def parser() -> argparse.ArgumentParser:
     return described
 
 
-def _hosts(text: str) -> list[Host]:
-    try:
-        return parse_hosts(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def parse_link(text: str) -> str:
     """Return an option's text, if GTOPK_LINK accepts it."""
     try:
         settings.parse_link(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be {error}, got {text!r}") from None
+        raise ValueError(f"must be {error}, got {text!r}") from None
     return text
 
 

@@ -8,7 +8,6 @@ process 2  steps of w                                      thread 2  steps of w
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..telemetry.timeline import RANK
 from ..units import seconds_text
+from .arguments import Command
 
 _PATTERN: Final = "timeline-*.json"
 
@@ -40,23 +40,19 @@ class Trace(NamedTuple):
     records: list[Record]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk timeline",
-        description="Merge the traces of all ranks, on rank 0's clock, for chrome://tracing or "
+    described = Command(
+        "timeline",
+        "Merge the traces of all ranks, on rank 0's clock, for chrome://tracing or "
         "ui.perfetto.dev. Ranks write traces when GTOPK_TIMELINE=FOLDER is set.",
-        epilog="example:\n  GTOPK_TIMELINE=traces gtopk run -n 4 train.py\n"
-        "  gtopk timeline traces --out trace.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "GTOPK_TIMELINE=traces gtopk run -n 4 train.py\n  gtopk timeline traces --out trace.json",
     )
-    described.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="folder with the ranks' traces"
-    )
-    described.add_argument(
-        "--out", type=Path, metavar="FILE", help="trace to write; default: timeline.json in FOLDER"
-    )
-    described.add_argument("--json", action="store_true", help="print what was done as JSON")
+    traces = "folder with the ranks' traces"
+    described.add_argument("folder", type=Path, metavar="FOLDER", help=traces)
+    out = "trace to write; default: timeline.json in FOLDER"
+    described.option("--out", Path, None, out, metavar="FILE")
+    described.flag("--json", "print what was done as JSON")
     return described
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -18,7 +17,8 @@ from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
-from .arguments import as_argument, number_in
+from .arguments import Command, number_in
+from .charts import aligned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -191,12 +191,7 @@ def _number(value: float | None) -> str:
 
 def as_lines(statuses: Sequence[Status]) -> list[str]:
     headings, cells = rows(statuses)
-    table = [headings, *cells]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    return aligned([headings, *cells], left=len(headings))
 
 
 def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -> Table:
@@ -217,25 +212,19 @@ def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -
     return table
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk top",
-        description="Show what each rank of a run is doing, from the record that it writes. On a "
+    described = Command(
+        "top",
+        "Show what each rank of a run is doing, from the record that it writes. On a "
         "terminal it waits for a run to begin, and refreshes until Ctrl-C or the end of the run.",
-        epilog="example:\n  gtopk top runs/first\n  gtopk top runs/first --once --json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "gtopk top runs/first\n  gtopk top runs/first --once --json",
     )
     described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
-    described.add_argument("--once", action="store_true", help="show once and exit")
-    described.add_argument(
-        "--every",
-        type=as_argument(number_in("(0, 86400]")),
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between refreshes; default: %(default)s",
-    )
-    described.add_argument("--json", action="store_true", help="print one JSON object per refresh")
+    described.flag("--once", "show once and exit")
+    every = "seconds between refreshes"
+    described.option("--every", number_in("(0, 86400]"), 1.0, every, metavar="SECONDS")
+    described.flag("--json", "print one JSON object per refresh")
     return described
 
 

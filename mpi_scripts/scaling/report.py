@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from gtopk.cli.bench.collectives.command import STYLE
-from gtopk.cli.charts import Axis, text
+from gtopk.cli.charts import STYLE, Axis, text
 from gtopk.units import bandwidth_text, bytes_text, count_text, digits, percent_text, seconds_text
 
 from .measure import Record, Results

@@ -22,7 +22,7 @@ import torch
 import gtopk.torch as hvd
 from docs.make.blocks import Block, blocks, commands
 from gtopk.cli.plan import main as plan
-from gtopk.cli.simulate.command import parser
+from gtopk.cli.simulate import parser
 from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ LIBRARY = (
     "tests/collectives/algorithms/test_on_device.py",
     "tests/gtopk/adaptive/test_sources.py",
     "tests/gtopk/adaptive/hogbatch/test_on_gpu.py",
-    "tests/gtopk/cli/bench/test_selection.py",
     "tests/gtopk/exchange/buckets/test_arrays.py",
     "tests/gtopk/exchange/test_residual.py",
     "tests/gtopk/test_on_gpu.py",

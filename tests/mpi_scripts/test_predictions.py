@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import SCHEMA
-from gtopk.cli.bench.collectives.command import read
 from gtopk.cli.main import main as gtopk
 from mpi_scripts.predictions import (
     DENSE,

@@ -13,7 +13,7 @@ from checks import run_tests
 
 import gtopk.torch as hvd
 from gtopk.adaptive.hogbatch.sizes import Thresholds
-from gtopk.cli.simulate.command import main
+from gtopk.cli.simulate import main
 from gtopk.cli.simulate.modes import SIMULATED
 from gtopk.cli.simulate.ranks import processes_launched
 from gtopk.cli.simulate.setting import Classes, Cluster, Death, Record, Setting, open_task
@@ -37,7 +37,7 @@ SETTING = Setting(
     losses=True,
 )
 SPARSE = ("balanced", "abs", "adaptive-sgd-gtopk")
-DENSE = ("equal-dense", "join", "elastic")
+DENSE = ("equal-dense", "elastic")
 
 
 def of_both(mode: str, setting: Setting = SETTING) -> tuple[Record, Record] | None:

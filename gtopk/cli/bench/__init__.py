@@ -22,8 +22,7 @@ BENCHMARKS: Final[dict[str, str]] = {
 
 def place(benchmark: str) -> str:
     """Return the module of a benchmark, from this package, with its `parser` and `main`."""
-    is_package = benchmark in ("collectives", "selection")
-    return f".{benchmark}.command" if is_package else f".{benchmark}"
+    return f".{benchmark}"
 
 
 def usage() -> str:

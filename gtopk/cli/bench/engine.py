@@ -13,9 +13,9 @@ Start it on every rank of a launcher, or alone: then two threads are the ranks.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Final, TypedDict
 
 import numpy as np
@@ -27,7 +27,9 @@ from ...runtime.coordinator.fusion import Dense, layout_of
 from ...runtime.coordinator.operation import Announcement, OperationSpec, Request, exchange
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
-from ...runtime.machine import Machine, load, this_machine
+from ...runtime.machine import load, this_machine
+from ..arguments import at_least
+from ..charts import aligned
 from .harness import (
     TIMEOUT_SECONDS,
     Spread,
@@ -35,7 +37,7 @@ from .harness import (
     bench_parser,
     on_launched_rank,
     one_of,
-    refuse,
+    resnet50,
     spread,
     write_json,
 )
@@ -160,50 +162,30 @@ def _record(case: str, names: int, size_bytes: int, ours: list[float], bare: lis
 
 
 def table(records: Sequence[Record]) -> str:
-    lines = [
-        f"{'':24}{'bytes':>12}{'engine':>12}{'bare':>12}{'ratio':>8}  quartiles     cycles a step"
-    ]
+    """Return the records as lines of text."""
+    rows = [("", "bytes", "engine", "bare", "ratio", "quartiles", "cycles a step")]
     for record in records:
         ratio, cycles = record["ratio"], record["cycles"]
-        lines.append(
-            f"{record['case']:24}{record['bytes']:12,}"
-            f"{_milliseconds(record['engine_seconds'])}{_milliseconds(record['bare_seconds'])}"
-            f"{ratio['median']:8.2f}  {ratio['lower_quartile']:.2f}..{ratio['upper_quartile']:.2f}"
-            + (f"{cycles['median']:12g} (most: {cycles['max']:g})" if cycles else "")
+        rows.append(
+            (
+                record["case"],
+                f"{record['bytes']:,}",
+                _milliseconds(record["engine_seconds"]),
+                _milliseconds(record["bare_seconds"]),
+                f"{ratio['median']:.2f}",
+                f"{ratio['lower_quartile']:.2f}..{ratio['upper_quartile']:.2f}",
+                f"{cycles['median']:g} (most: {cycles['max']:g})" if cycles else "",
+            )
         )
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def _milliseconds(seconds: Spread) -> str:
-    return f"{seconds['median'] * 1e3:9.3f} ms"
+    return f"{seconds['median'] * 1e3:.3f} ms"
 
 
-# Of a bottleneck block: its width, and how many of them follow each other.
-_STAGES: Final = ((64, 3), (128, 4), (256, 6), (512, 3))
-
-
-def resnet50() -> list[int]:
-    """Return the lengths of ResNet-50's 161 parameters, 25,557,032 in all (He et al. 2015)."""
-    lengths = [3 * 64 * 7 * 7, 64, 64]
-    channels = 64
-    for width, blocks in _STAGES:
-        wide = 4 * width
-        for block in range(blocks):
-            lengths += [channels * width, width, width]
-            lengths += [9 * width * width, width, width]
-            lengths += [width * wide, wide, wide]
-            if block == 0:
-                lengths += [channels * wide, wide, wide]
-            channels = wide
-    return [*lengths, 1000 * channels, 1000]
-
-
-def small() -> list[int]:
-    """Return the lengths of equally many small parameters."""
-    return [1000] * len(resnet50())
-
-
-_GRADIENTS = {"resnet50": resnet50, "small": small}
+_RESNET50: Final = [math.prod(shape) for layer in resnet50() for shape in layer]
+GRADIENTS: Final = {"resnet50": _RESNET50, "small": [1000] * len(_RESNET50)}  # lengths
 
 
 def parser() -> argparse.ArgumentParser:
@@ -215,16 +197,14 @@ def parser() -> argparse.ArgumentParser:
         "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
         launched=True,
     )
-    described.add_argument(
-        "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"
-    )
+    described.option("--rounds", at_least(2), 21, "timed rounds")
     add_words(
         described,
         "--gradients",
-        one_of(_GRADIENTS),
-        list(_GRADIENTS),
+        one_of(GRADIENTS),
+        list(GRADIENTS),
         may_be_none=True,
-        help=f"models whose gradients are reduced, from {', '.join(_GRADIENTS)}; default: all",
+        help=f"models whose gradients are reduced, from {', '.join(GRADIENTS)}; default: all",
     )
     return described
 
@@ -232,8 +212,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     options = parser().parse_args(arguments)
-    if options.rounds < 2:
-        return refuse("engine", f"--rounds must be at least 2, got {options.rounds}")
     if launched_by() is None:
         run_ranks(local_world(2, TIMEOUT_SECONDS), lambda transport: _run(transport, options))
         return 0
@@ -242,16 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(transport: Transport, options: argparse.Namespace) -> None:
     machine = this_machine()
-    gradients = {name: _GRADIENTS[name]() for name in options.gradients}
+    gradients = {name: GRADIENTS[name] for name in options.gradients}
     records = measure(transport, gradients, options.rounds)
     machine["load_after"] = load()
-    if transport.rank == 0:
-        _deliver(transport, records, machine, options.json)
-
-
-def _deliver(
-    transport: Transport, records: list[Record], machine: Machine, path: Path | None
-) -> None:
+    if transport.rank != 0:
+        return
     print(
         f"{transport.size} ranks, {transport.name} ({transport.library()}), "
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
@@ -265,4 +238,4 @@ def _deliver(
         "library": transport.library(),
         "records": records,
     }
-    write_json(written, path)
+    write_json(written, options.json)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -26,15 +27,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
+from collectives import kernels
+from collectives.cores import usable_cores
 from collectives.errors import PeerError
 from collectives.transports import Transport
 
+from ...runtime.machine import processor
 from ...runtime.world.joining import join
 from ...runtime.world.state import emulate_on
-from ..arguments import as_argument, output_file
+from ..arguments import Command, output_file
 
 TIMEOUT_SECONDS: Final = 3600.0  # ranks that are not measured wait for those that are
 T = TypeVar("T")
@@ -127,23 +132,46 @@ def per_rank(numbers: Sequence[float]) -> PerRank:
     return PerRank(mean=statistics.fmean(numbers), max=max(numbers))
 
 
-def bench_parser(
-    benchmark: str, description: str, launched: bool = False
-) -> argparse.ArgumentParser:
+class Range(NamedTuple):
+    """Median, lowest and highest over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def fields(self, name: str) -> dict[str, float]:
+        """Return the fields of a record, in the types of JSON."""
+        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
+
+    def text(self, decimals: int = 2) -> str:
+        low, high = (f"{value:.{decimals}f}" for value in self[1:])
+        return f"{self.median:.{decimals}f} ({low}-{high})"
+
+
+def describe() -> dict[str, str]:
+    """Return the facts of the machine on which the figures of one process depend."""
+    return {
+        "processor": processor(),
+        "cores": str(usable_cores()),
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "kernels": kernels.in_use(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def bench_parser(benchmark: str, description: str, launched: bool = False) -> Command:
     """Return a parser for a benchmark that can write its records as JSON.
 
     launched: its example is a call under mpirun.
     """
     call = f"gtopk bench {benchmark} --json {benchmark}.json"
-    described = argparse.ArgumentParser(
-        prog=f"gtopk bench {benchmark}",
-        description=description,
-        epilog=f"example:\n  {'mpirun -n 4 ' * launched}{call}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    described.add_argument(
-        "--json", type=as_argument(output_file), help="file to write the records to"
-    )
+    described = Command(f"bench {benchmark}", description, "mpirun -n 4 " * launched + call)
+    described.option("--json", output_file, None, "file to write the records to")
     return described
 
 

@@ -38,7 +38,8 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.liveness.address import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
-from ..arguments import as_argument, share
+from ..arguments import share, whole_number
+from ..charts import aligned
 from .collectives.run import count_hosts
 from .harness import (
     NETWORKS,
@@ -284,16 +285,14 @@ def parser() -> argparse.ArgumentParser:
         "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
         launched=True,
     )
-    described.add_argument(
+    described.option(
         "--model",
+        None,
+        "resnet20",
+        "a network, or the shapes of one, whose backward pass only copies gradients",
         choices=[*NETWORKS, *SHAPES],
-        default="resnet20",
-        help="a network, or the shapes of one, whose backward pass only copies gradients; default: "
-        "%(default)s",
     )
-    described.add_argument(
-        "--batch", type=int, default=32, help="samples per step of a network; default: %(default)s"
-    )
+    described.option("--batch", whole_number, 32, "samples per step of a network")
     add_words(
         described,
         "--ways",
@@ -302,24 +301,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"optimizers to time, from {', '.join(ways(0.5))}; plain is always timed; default: "
         f"{', '.join(usual(1))}, and on several ranks also {', '.join(usual(2)[len(usual(1)) :])}",
     )
-    described.add_argument(
-        "--density",
-        type=as_argument(share),
-        default=0.001,
-        help="share of entries sent; default: %(default)s",
-    )
-    described.add_argument(
-        "--rounds", type=int, default=20, help="timed rounds; default: %(default)s"
-    )
+    described.option("--density", share, 0.001, "share of entries sent")
+    described.option("--rounds", whole_number, 20, "timed rounds")
     return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    for name in ("batch", "rounds"):
-        if getattr(options, name) < 1:
-            return refuse("optimizer", f"--{name} must be at least 1, got {getattr(options, name)}")
     if "horovod" in (options.ways or ()) and not _is_built():
         return refuse("optimizer", "--ways horovod needs Horovod itself: see `make horovod`")
     torch.set_num_threads(1)
@@ -362,21 +351,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(records: Sequence[Record]) -> str:
     """Return the records as lines of text."""
-    lines = [
-        f"{'':14} {'step':>10} {'above plain, ms (quartiles)':>31} {'over plain':>11} "
-        f"{'CPU over':>9} {'engine':>9} {'hidden':>7} {'buckets':>8}"
-    ]
+    plain = ("above plain, ms (quartiles)", "over plain")
+    rows = [("", "step", *plain, "CPU over", "engine", "hidden", "buckets")]
     for each in records:
-        hidden = "" if each.hidden_share is None else f"{each.hidden_share:.0%}"
-        lines.append(
-            f"{each.name:14} {1e3 * each.step_seconds:7.1f} ms "
-            f"{_spread(each.over_plain_seconds, each.quartiles):>31} {each.over_plain:+11.1%} "
-            f"{each.cpu_over_plain:+9.1%} {1e3 * each.working_seconds:6.1f} ms {hidden:>7} "
-            f"{each.buckets:8}"
+        low, high = each.quartiles
+        rows.append(
+            (
+                each.name,
+                f"{1e3 * each.step_seconds:.1f} ms",
+                f"{1e3 * each.over_plain_seconds:+.1f} ({1e3 * low:+.1f} to {1e3 * high:+.1f})",
+                f"{each.over_plain:+.1%}",
+                f"{each.cpu_over_plain:+.1%}",
+                f"{1e3 * each.working_seconds:.1f} ms",
+                "" if each.hidden_share is None else f"{each.hidden_share:.0%}",
+                str(each.buckets),
+            )
         )
-    return "\n".join(lines)
-
-
-def _spread(median: float, quartiles: tuple[float, float]) -> str:
-    low, high = quartiles
-    return f"{1e3 * median:+.1f} ({1e3 * low:+.1f} to {1e3 * high:+.1f})"
+    return "\n".join(aligned(rows))

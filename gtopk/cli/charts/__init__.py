@@ -1,4 +1,4 @@
-"""The parts of plots, as SVG text: axes, lines, bands, words; and the page that reports share.
+"""Tables in text; the parts of plots, as SVG: axes, lines, bands, words; the page of reports.
 
 Colours, dashes and font sizes are the page's: an element only says what it is (`line`, `band`), so
 it follows light and dark by itself.
@@ -15,6 +15,20 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Final
+
+
+def aligned(rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows of cells as lines: the first `left` columns to the left, the others right."""
+    rows = [*rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
 
 WIDTH, HEIGHT = 480, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 468, 34, 280  # the rectangle data is drawn in
@@ -182,3 +196,63 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Return the legend: each key's drawing with its meaning."""
     items = "".join(f"<li>{drawn}{escape(words)}</li>" for drawn, words in entries)
     return f'<ul class="legend">{items}</ul>'
+
+
+def figure(title: str, drawn: str, reading: str) -> str:
+    """Return a figure: title, legend and drawing, and how to read it."""
+    return (
+        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawn}</div>'
+        f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
+    )
+
+
+def plots(heading: str, figures: Sequence[str]) -> str:
+    """Return figures below their heading."""
+    drawn = "\n".join(figures)
+    return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
+
+
+def tile(name: str, value: str, detail: str, loss: bool) -> str:
+    """Return a figure at the head of a page."""
+    return (
+        f'<div class="{"tile loss" if loss else "tile"}"><dt>{escape(name)}</dt>'
+        f'<dd class="value">{escape(value)}</dd><dd class="detail">{prose(detail)}</dd></div>'
+    )
+
+
+def hatches(striped: str, dotted: str) -> str:
+    """Return patterns over the colours of two parts, so that parts differ without colour too."""
+    return (
+        f'<defs><pattern id="{striped}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
+        '<rect class="stripe" width="3" height="6"/></pattern>'
+        f'<pattern id="{dotted}-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+        '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
+        "</pattern></defs>"
+    )
+
+
+def swatch(part: str) -> str:
+    """Draw a part's colour, for a legend; its hatch is in the drawing."""
+    return (
+        '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
+        f'<rect class="{part}" width="34" height="14"/></svg>'
+    )
+
+
+# Of pictures that stand alone, without a page.
+STYLE: Final = """
+svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
+  --ours: #0072b2; --baseline: #7a5c00; }
+@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --muted: #9ba6b2;
+  --rule: #303943; --ours: #5ab4ee; --baseline: #e0b84c; } }
+.ground { fill: var(--ground); }
+text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: var(--text); }
+text.title { font-size: 20px; font-weight: 650; } text.case { font-weight: 650; font-size: 15px; }
+text.tick, text.fact { fill: var(--muted); font-size: 12px; } text.reference { font-weight: 650; }
+.middle { text-anchor: middle; } .end { text-anchor: end; }
+.grid { stroke: var(--rule); } .model { stroke: var(--text); stroke-width: 2; }
+.ours { --ink: var(--ours); } .baseline { --ink: var(--baseline); }
+.range { stroke: var(--ink); stroke-width: 3; opacity: 0.45; } .median { fill: var(--ink); }
+.stem { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 1 4; }
+"""

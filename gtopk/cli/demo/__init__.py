@@ -1,1 +1,351 @@
-"""`gtopk demo`: dense, top-k and gTop-k side by side, on real data and real MPI ranks."""
+"""`gtopk demo`: starts ranks that train by four methods; shows, prints and writes the results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collectives.algorithms.gtopk import USUAL_GROWTH
+from collectives.cores import usable_cores
+
+from ...compression import Compression, SparseCompression
+from ...runtime.launch import LaunchError, explain, rank_environment, run
+from ...units import about_bandwidth_text, bytes_text, count_text
+from ..arguments import Command, share, whole_number
+from ..run import parse_link
+from .verdicts import (
+    LATENCY_SECONDS,
+    METHODS,
+    PARTS,
+    Record,
+    epochs_text,
+    level,
+    link_verdict,
+    over_link,
+    pays_below,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn", "rich": "rich"}
+
+
+TRAIN_IMAGES = 1437  # of scikit-learn's digits
+PROGRESS = "@progress "  # begins the lines of JSON by which rank 0 tells how far it is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one demo, the same on every rank."""
+
+    ranks: int = 4
+    seeds: int = 5
+    epochs: int = 30
+    batch: int = 32  # samples per rank and step
+    density: float = 0.01  # of top-k, and of gTop-k at equal k
+    lr: float = 0.05
+    momentum: float = 0.9  # dense: the optimizer's; sparse: taken before the selection
+    hidden: int = 256
+    link: str = "100mbit"  # emulated, once all was run on the machine as it is
+
+    def steps_per_epoch(self) -> int:
+        """Return how often the ranks together find a full batch in the training images."""
+        return TRAIN_IMAGES // (self.batch * self.ranks)
+
+    def runs(self) -> int:
+        """Return the number of trainings: every method and seed, and those over the link."""
+        return self.seeds * len(self.methods()) + len(self.over_link())
+
+    def over_link(self) -> list[Method]:
+        """Return the methods also run over the emulated link, with one seed; empty for one rank."""
+        return [self.methods()[0], self.methods()[2]] if self.ranks > 1 else []
+
+    def methods(self) -> list[Method]:
+        """Return the compared methods, in the order of the report."""
+        equal = equal_bytes_density(self.density, self.ranks)
+        return [
+            Method("dense", "dense allreduce", Compression.none),
+            Method("topk", "top-k allgather", self._sparse(Compression.topk, self.density)),
+            Method("gtopk", "gTop-k, equal k", self._sparse(Compression.gtopk, self.density)),
+            Method(
+                "gtopk-equal-bytes", "gTop-k, equal bytes", self._sparse(Compression.gtopk, equal)
+            ),
+        ]
+
+    def _sparse(self, kind: type[SparseCompression], density: float) -> SparseCompression:
+        return kind(density, momentum_correction=self.momentum)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to add up the gradients."""
+
+    name: str
+    label: str
+    compression: Any
+
+    @property
+    def sparse(self) -> bool:
+        return isinstance(self.compression, SparseCompression)
+
+    @property
+    def density(self) -> float:
+        """Return the share of the entries that a rank selects."""
+        return float(self.compression.density) if self.sparse else 1.0
+
+
+def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH) -> float:
+    """Return the density at which gTop-k sends what top-k allgather sends at `density`.
+
+    Lists sent by all ranks together: P (P-1) by the allgather; by gTop-k log2(p) from each of the p
+    ranks of the largest power of two, and for each rank beyond it its picks, and the result, which
+    is `growth` (at most 2) lists long.
+    """
+    if ranks == 1:
+        return density
+    paired = 1 << (ranks.bit_length() - 1)
+    lists = paired * (paired.bit_length() - 1) + (1 + growth) * (ranks - paired)
+    return min(1.0, density * ranks * (ranks - 1) / lists)
+
+
+def parser() -> Command:
+    """Return the command line's grammar."""
+    described = Command(
+        "demo",
+        "Train one network on real handwritten digits with dense allreduce, top-k "
+        "allgather and gTop-k, on MPI ranks of this machine, and compare them; then train with "
+        "dense and gTop-k as if a slow network joined the ranks.",
+        "gtopk demo --ranks 4 --seeds 3 --out report",
+    )
+    plan = Plan()
+    described.option("--ranks", whole_number, plan.ranks, "MPI ranks")
+    described.option("--seeds", whole_number, plan.seeds, "runs per method")
+    described.option("--epochs", whole_number, plan.epochs, "of a run")
+    described.option("--density", share, plan.density, "share of entries sent")
+    described.option(
+        "--link",
+        parse_link,
+        plan.link,
+        "the network to emulate, such as 1gbit,0.2ms",
+        metavar="RATE[,LATENCY]",
+    )
+    described.option("--out", Path, Path("report"), "folder to write")
+    described.flag("--json", "print the records as JSON, and nothing else")
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo and return the exit code."""
+    options = parser().parse_args(arguments)
+    lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
+    if lacking:
+        return fail(f"the demo needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+    plan = Plan(
+        options.ranks, options.seeds, options.epochs, density=options.density, link=options.link
+    )
+    if refused := _refusal(plan, options.out):
+        fail(refused)
+        return 2
+    from rich.console import Console
+
+    # What the table takes at the least: a narrower terminal breaks its lines and loses no figure.
+    width = max(80, Console().width) if sys.stdout.isatty() else 80
+    console = Console(width=width, highlight=False, quiet=options.json)
+    announce(console, plan)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        program = [
+            sys.executable,
+            "-m",
+            "gtopk.cli.demo.rank",
+            json.dumps(asdict(plan)),
+            str(results),
+        ]
+        try:
+            with progress_shown(console) as on_line:
+                code = run(plan.ranks, program, on_line=on_line)
+        except LaunchError as error:
+            return fail(str(error))
+        if code != 0 or not results.exists():
+            return fail(f"the ranks ended with exit code {code}; what they said stands above")
+        records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
+    show(console, records)
+    write_report(records, options.out)
+    if options.json:
+        print(json.dumps(records, indent=1))
+    console.print(
+        f"\n{time.monotonic() - begun:.0f} s in all. Report: {options.out / 'index.html'}  "
+        f"Figures: {options.out / 'results.json'}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def fail(reason: str) -> int:
+    """Print why nothing was shown, and return the exit code."""
+    print(f"gtopk demo: {reason}", file=sys.stderr)
+    return 1
+
+
+def _refusal(plan: Plan, out: Path) -> str:
+    """Return what is wrong with how the command was called; "" where nothing is."""
+    most = TRAIN_IMAGES // plan.batch
+    if plan.ranks > most:
+        return (
+            f"--ranks must be at most {most}, got {plan.ranks}: a step takes "
+            f"{plan.batch} images per rank, and there are {count_text(TRAIN_IMAGES)} to train on"
+        )
+    if plan.epochs * plan.steps_per_epoch() < 2:
+        return (
+            f"--epochs must be at least 2 with {plan.ranks} ranks, got {plan.epochs}: a run needs "
+            "two steps to time one"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass  # before the ranks start, not after minutes of training
+    except OSError as error:
+        return f"--out must be a folder that can be written to, got '{out}': {error.strerror}"
+    return ""
+
+
+def announce(console: Console, plan: Plan) -> None:
+    """Print the plan and its settings."""
+    console.print(
+        f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
+        f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
+    )
+    if plan.over_link():
+        console.print(f"Then dense and gTop-k once more, over an emulated link: {plan.link}.")
+    for line in explain(rank_environment(plan.ranks)):
+        console.print(f"  set: {line}", markup=False, style="dim", soft_wrap=True)
+
+
+class progress_shown:
+    """A context whose value takes the ranks' lines; shows a bar, or lines without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("starting the ranks", total=None)
+        self.shown = ""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.bar.start()
+        return self.take
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def take(self, line: str) -> None:
+        """Show one line that a rank printed."""
+        if not line.startswith(PROGRESS):
+            self.console.print(line, markup=False)
+            return
+        at: dict[str, Any] = json.loads(line[len(PROGRESS) :])
+        what = f"{at['method']}, seed {at['seed']}"
+        self.bar.update(
+            self.task, description=f"{what:28}", completed=at["done"], total=at["total"]
+        )
+        if not self.console.is_terminal and what != self.shown:
+            self.shown = what
+            percent = 100 * (at["done"] - 1) // at["total"]
+            self.console.print(f"{percent:3d} %  {what}")
+
+
+def show(console: Console, records: Sequence[Record]) -> None:
+    """Print the table, and the notes on it."""
+    from rich.table import Table
+
+    dense = records[0]
+    reached = level(dense)
+    table = Table(
+        title="Measured on this machine\n",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("\nmethod", no_wrap=True)
+    epochs = f"epochs\nto {100 * reached:.0f} %"
+    sent = ("sent per\nstep", "vs\ndense")
+    for heading in (
+        *("test\naccuracy %", epochs, *sent),
+        *("ms/step\ncompute", "select\n+ copy", "\ncommun."),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for record in records[: len(METHODS)]:
+        seeds, parts = record["accuracy_by_seed"], record["step_seconds"]
+        sd = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
+        bytes_sent = record["bytes_per_step"]
+        table.add_row(
+            record["label"],
+            f"{100 * record['accuracy']:.2f}{sd}",
+            epochs_text(reached, record),
+            bytes_text(bytes_sent) + ("" if record["bytes_counted"] else " *"),
+            f"1/{dense['bytes_per_step'] / bytes_sent:.1f}" if bytes_sent else "-",
+            *(f"{1000 * parts[part]:.2f}" for part in PARTS),
+        )
+    console.print(table)
+    if not dense["bytes_counted"]:
+        console.print(
+            "* by formula, the least that any allreduce sends; the others are counted.", style="dim"
+        )
+    cores = dense["machine"]["cores"]
+    console.print(
+        "Sent: by each rank. Accuracy: mean ± standard deviation over "
+        f"seeds ({dense['seeds']}). Epochs, of {dense['epochs']}: until that mean first is "
+        f"{100 * reached:.0f} %, a point below dense's end. Times: medians over steps. "
+        f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: in this table "
+        "no network lies between them, so there is nothing for compression to save time on.",
+        style="dim",
+    )
+    if linked := over_link(records):
+        said = link_verdict(*linked).words
+        console.print(f"Over an emulated link of {linked[0]['link']}: {said}", soft_wrap=True)
+    identical = all(record["final_replicas_identical"] for record in records)
+    console.print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
+    console.print(f"Model, not measured: {model_line(dense, records[2])}", soft_wrap=True)
+
+
+def model_line(dense: Record, gtopk: Record) -> str:
+    """Return where the alpha-beta model sees the break-even."""
+    below = pays_below(dense, gtopk)
+    where = (
+        "pays at no bandwidth"
+        if below is None
+        else "pays at every bandwidth"
+        if math.isinf(below)
+        else f"is faster than dense below {about_bandwidth_text(below)}, slower above "
+        "(select and merge as measured here)"
+    )
+    return f"on links of {1e6 * LATENCY_SECONDS:.0f} us latency, this step of gTop-k {where}"
+
+
+def write_report(records: Sequence[Record], folder: Path) -> None:
+    """Write results.json and index.html into a folder that is there."""
+    from .page import write_page
+
+    (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    write_page(records, folder / "index.html")

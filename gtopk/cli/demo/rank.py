@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import gtopk.torch as hvd
 from collectives.cores import usable_cores
@@ -30,17 +29,9 @@ from ...runtime.machine import processor
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
-from .plan import PROGRESS, TEST_IMAGES, Method, Plan
+from ..simulate.setting import mean_loss, open_task
+from . import PROGRESS, Method, Plan
 from .verdicts import Machine, Record
-
-
-class Digits(NamedTuple):
-    """One seed's split of the digits: float32 [n, 64] in -0.5..0.5, int64 [n]."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    test_x: torch.Tensor
-    test_y: torch.Tensor
 
 
 class Run(NamedTuple):
@@ -53,17 +44,6 @@ class Run(NamedTuple):
     steps: list[StepReport]
     selected: int
     identical: bool
-
-
-def digits(seed: int) -> Digits:
-    """Return scikit-learn's handwritten digits, split by the seed."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    x = (torch.from_numpy(pixels).float() / 16 - 0.5)[order]
-    y = torch.from_numpy(labels).long()[order]
-    return Digits(x[:-TEST_IMAGES], y[:-TEST_IMAGES], x[-TEST_IMAGES:], y[-TEST_IMAGES:])
 
 
 def network(plan: Plan, seed: int) -> torch.nn.Sequential:
@@ -80,7 +60,7 @@ def network(plan: Plan, seed: int) -> torch.nn.Sequential:
 
 def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     """Train once; `done` of `total` epochs of the whole demo lie behind us."""
-    data, model = digits(seed), network(plan, seed)
+    task, model = open_task("digits", seed), network(plan, seed)
     inner = torch.optim.SGD(
         model.parameters(), plan.lr, momentum=0.0 if method.sparse else plan.momentum
     )
@@ -88,44 +68,32 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     together = plan.batch * hvd.size()
     accuracies: list[float] = []
-    losses, trained = [loss(model, data)], [0.0]
+    losses, trained = [mean_loss(task, model)], [0.0]
     steps: list[StepReport] = []
     hvd.barrier()
     begun = time.perf_counter()
     looked_seconds = 0.0
     for epoch in range(plan.epochs):
         shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
-        order = torch.randperm(len(data.y), generator=shuffle)
+        order = torch.randperm(task.samples, generator=shuffle)
         for start in range(0, plan.steps_per_epoch() * together, together):
             mine = order[start + hvd.rank() * plan.batch :][: plan.batch]
             optimizer.zero_grad()
-            F.cross_entropy(model(data.x[mine]), data.y[mine]).backward()
+            task.loss(model, mine).backward()
             optimizer.step()
             assert optimizer.last_step is not None
             steps.append(optimizer.last_step)
         if hvd.rank() == 0:
             epoch_ended = time.perf_counter()
             trained.append(epoch_ended - begun - looked_seconds)
-            accuracies.append(accuracy(model, data))
-            losses.append(loss(model, data))
+            accuracies.append(task.accuracy(model))
+            losses.append(mean_loss(task, model))
             looked_seconds += time.perf_counter() - epoch_ended
             progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
     hvd.barrier()
     seconds = time.perf_counter() - begun
     identical = replicas_identical(model)
     return Run(accuracies, losses, trained, seconds, steps, steps[-1].selected, identical)
-
-
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, data: Digits) -> float:
-    """Return the share of the test images that the model names right."""
-    return float((model(data.test_x).argmax(1) == data.test_y).float().mean())
-
-
-@torch.no_grad()
-def loss(model: torch.nn.Module, data: Digits) -> float:
-    """Return the mean cross-entropy over all training images."""
-    return float(F.cross_entropy(model(data.x), data.y))
 
 
 def replicas_identical(model: torch.nn.Module) -> bool:
@@ -218,7 +186,7 @@ def this_machine() -> Machine:
 
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
-    plan = Plan.from_json(plan_json)
+    plan = Plan(**json.loads(plan_json))
     os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
     os.environ.pop(settings.LINK.name, None)  # at first
     hvd.init()

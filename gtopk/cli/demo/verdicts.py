@@ -1,8 +1,5 @@
 """Verdicts: the records' findings as text, losses as plainly as gains.
 
-Sparse curves rise later than dense's, which the accuracy at the end does not show. So they also
-say after how many epochs a method's mean accuracy first comes near to dense's end.
-
 Record: the demo's measurements of one method, an entry of report/results.json.
 
 For links that this machine does not have, the alpha-beta model predicts its step.
@@ -13,38 +10,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from collectives.cost import Link, break_even_bits_per_second
 from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
 
 from ...compression import GTopK
-from ...units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
+from ...units import digits, percent_text, seconds_text
 
 METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of results.json
 OVER_LINK = ("dense", "gtopk")  # which stand behind them, where a link was emulated, too
 
-Part = Literal["compute", "select", "communicate"]
-PARTS: tuple[Part, ...] = ("compute", "select", "communicate")  # of a step
-PART_NAMES: dict[Part, str] = {  # as the report's reader sees them
-    "compute": "compute",
-    "select": "select + copy",
-    "communicate": "communicate",
-}
-
-
-class StepSeconds(TypedDict):
-    """Seconds of a step by part (median over steps, mean over ranks), as in StepReport.
-
-    compute:     since the last exchange ended: forward, backward, the optimizer's own step.
-    select:      gradients in and out of the bucket, the check that they are finite, accumulate,
-                 select, apply; dense copies and checks, too.
-    communicate: agree, encode, exchange, merge and decode; waiting for others included.
-    """
-
-    compute: float
-    select: float
-    communicate: float
+# Of a step. compute: since the last exchange ended. select: gradients in and out of the bucket, the
+# check that they are finite, accumulate, select, apply. communicate: agree, encode, exchange, merge
+# and decode; waiting for others included.
+PARTS = ("compute", "select", "communicate")
 
 
 class Machine(TypedDict):
@@ -73,7 +53,7 @@ class Record(TypedDict):
     bytes_counted: bool  # True: counted on the transport; False: a formula that favours dense
     density: float  # share of the gradient's entries that a rank selects; 1.0 for dense
     seconds: float  # wall clock of one training run, mean over seeds
-    step_seconds: StepSeconds
+    step_seconds: dict[str, float]  # by PARTS: median over steps, mean over ranks
     merge_seconds: float  # of communicate, a median of its own: encode, merge, decode; 0 for dense
     final_replicas_identical: bool  # every rank ended with the same bits, for every seed
     ranks: int
@@ -113,36 +93,22 @@ def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
 
 LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
 
-GTOPK = GTopK()
-AS_SENT = GTOPK.formats()[0]  # the format of the sparse methods, which is the default
-ALGORITHMS = {
-    "dense": "dense",
-    "topk": "topk-allgather",
-    "gtopk": "gtopk",
-    "gtopk-equal-bytes": "gtopk",
-}
+GTOPK = GTopK()  # the sparse methods' format and growth are its defaults
+ALGORITHMS = {"dense": "dense", "topk": "topk-allgather"}
 
 
-def shared_compute_seconds(records: Sequence[Record]) -> float:
-    """Return the measured compute time, one for all: network and batch are the same.
-
-    The median over the methods, so that the noise of one of them decides no comparison.
-    """
-    return statistics.median(record["step_seconds"]["compute"] for record in records)
-
-
-def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) -> float:
-    """Return compute, select and merge as measured plus the wire as modelled, not overlapped."""
+def modelled_seconds(record: Record, link: Link) -> float:
+    """Return select and merge as measured plus the wire as modelled, not overlapped."""
     density = record["selected"] / record["parameters"]
-    algorithm = ALGORITHMS[record["method"]]
+    algorithm = ALGORITHMS.get(record["method"], "gtopk")
     widening = GTOPK.growth if algorithm == "gtopk" else 1.0
     wire = predict(
-        Candidate(algorithm, density, AS_SENT, widening),
+        Candidate(algorithm, density, GTOPK.formats()[0], widening),
         record["parameters"],
         Network(record["ranks"], link),
         DEFAULT_RATES,  # of which only the wire's part is used
     ).communicate_seconds
-    return compute_seconds + record["step_seconds"]["select"] + record["merge_seconds"] + wire
+    return record["step_seconds"]["select"] + record["merge_seconds"] + wire
 
 
 def pays_below(dense: Record, sparse: Record) -> float | None:
@@ -151,8 +117,8 @@ def pays_below(dense: Record, sparse: Record) -> float | None:
     None: at no bandwidth; infinity: at all of them.
     """
     return break_even_bits_per_second(
-        lambda link: modelled_step_seconds(dense, 0.0, link),
-        lambda link: modelled_step_seconds(sparse, 0.0, link),
+        lambda link: modelled_seconds(dense, link),
+        lambda link: modelled_seconds(sparse, link),
         LATENCY_SECONDS,
     )
 
@@ -165,22 +131,12 @@ def level(dense: Record) -> float:
     return math.floor(100 * (dense["accuracy"] - BELOW) + 1e-9) / 100
 
 
-def epochs_to(accuracy: float, record: Record) -> int | None:
-    """Return after how many epochs the mean over seeds first is that; None: after none."""
+def epochs_text(accuracy: float, record: Record) -> str:
+    """Return after how many epochs the mean over seeds first is that: "19", or "> 30"."""
     by_epoch = zip(*record["accuracy_by_epoch"], strict=True)
     means = enumerate(map(statistics.fmean, by_epoch), start=1)
-    return next((epoch for epoch, mean in means if mean >= accuracy - 1e-9), None)
-
-
-def epochs_text(accuracy: float, record: Record) -> str:
-    """Return it as "19", or as "> 30"."""
-    found = epochs_to(accuracy, record)
-    return f"> {record['epochs']}" if found is None else str(found)
-
-
-def heading(accuracy: float, space: str = " ") -> str:
-    """Return "Epochs to 96 %"."""
-    return f"Epochs{space}to {100 * accuracy:.0f} %"
+    reached = (str(epoch) for epoch, mean in means if mean >= accuracy - 1e-9)
+    return next(reached, f"> {record['epochs']}")
 
 
 SAME_TIME = 0.03  # runs whose times differ by less are called equally long
@@ -192,62 +148,6 @@ class Verdict(NamedTuple):
 
     words: str
     loss: bool
-
-
-def spread(record: Record) -> float:
-    """Return the sample standard deviation of the accuracy over seeds; 0 for one seed."""
-    seeds = record["accuracy_by_seed"]
-    return statistics.stdev(seeds) if len(seeds) > 1 else 0.0
-
-
-def method_verdict(record: Record, dense: Record, topk: Record) -> Verdict:
-    """Judge a method beside dense, and gTop-k beside top-k allgather too."""
-    found = against_dense(record, dense)
-    if record["method"] == "topk":
-        return found
-    beside = against_topk(record, topk)
-    return Verdict(f"{found.words} {beside.words}", found.loss or beside.loss)
-
-
-def against_dense(record: Record, dense: Record) -> Verdict:
-    """Judge bytes, accuracy and time of `record` beside dense."""
-    sent, accuracy, time = (
-        judge(record, dense) for judge in (bytes_verdict, accuracy_verdict, time_verdict)
-    )
-    return Verdict(
-        f"Sends {sent.words}. Its test accuracy {accuracy.words}. {reaching_words(record, dense)} "
-        f"Here a run took {time.words}.",
-        sent.loss or accuracy.loss or time.loss,
-    )
-
-
-def reaching_words(record: Record, dense: Record) -> str:
-    """Say after how many epochs the mean accuracy first comes near to dense's end."""
-    accuracy = level(dense)
-    mine, its = epochs_to(accuracy, record), epochs_to(accuracy, dense)
-    beside = "" if its is None else f", dense after {its}"
-    if mine is None:
-        return f"It never reaches {100 * accuracy:.0f} %{beside}."
-    return f"It first reaches {100 * accuracy:.0f} % after {mine} epoch{'s' * (mine > 1)}{beside}."
-
-
-def against_topk(record: Record, topk: Record) -> Verdict:
-    """Judge bytes and accuracy of `record` beside top-k allgather."""
-    accuracy = accuracy_verdict(record, topk)
-    return Verdict(
-        f"Beside {topk['label']} it sends {bytes_text(record['bytes_per_step'])} a step "
-        f"against {bytes_text(topk['bytes_per_step'])}, "
-        f"and its test accuracy {accuracy.words}.",
-        accuracy.loss,
-    )
-
-
-def bytes_verdict(record: Record, dense: Record) -> Verdict:
-    """Judge what `record` sends beside dense."""
-    sent, baseline = record["bytes_per_step"], dense["bytes_per_step"]
-    if sent > baseline:
-        return Verdict(f"{fraction(sent, baseline)} dense's bytes: a loss", True)
-    return Verdict(f"{fraction(sent, baseline)} of dense's bytes", False)
 
 
 def fraction(part: float, whole: float) -> str:
@@ -302,13 +202,6 @@ def paired_difference(record: Record, other: Record) -> tuple[float, float | Non
     return mean, statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def time_verdict(record: Record, dense: Record) -> Verdict:
-    """Judge the measured time of a run beside dense."""
-    outcome, loss = time_outcome(record, dense)
-    ratio = digits(record["seconds"] / dense["seconds"])
-    return Verdict(f"{ratio} times as long as dense: {outcome}", loss)
-
-
 def time_outcome(record: Record, dense: Record) -> Verdict:
     """Name what the measured time of a run beside dense comes to."""
     ratio = record["seconds"] / dense["seconds"]
@@ -344,31 +237,4 @@ def link_verdict(dense: Record, sparse: Record) -> Verdict:
         f"{sparse['label']} reaches a training loss of {loss:.2g} after {seconds_text(mine)}, "
         f"dense after {seconds_text(its)}: {digits(times)} times {outcome}",
         mine > its,
-    )
-
-
-def replicas_verdict(records: Sequence[Record]) -> Verdict:
-    """Judge whether the ranks ended with identical models."""
-    parted = [record["label"] for record in records if not record["final_replicas_identical"]]
-    if parted:
-        return Verdict(f"Ranks ended with different models under {', '.join(parted)}.", True)
-    return Verdict("After every run all ranks held the same model, bit for bit.", False)
-
-
-def model_verdict(dense: Record, sparse: Record) -> Verdict:
-    """Judge, in the model, at which bandwidths `sparse` is faster than dense."""
-    bandwidth = pays_below(dense, sparse)
-    name, latency = sparse["label"], f"assuming a latency of {seconds_text(LATENCY_SECONDS)}"
-    if bandwidth is None:
-        return Verdict(
-            f"in the model {name} is slower than dense at every bandwidth, {latency}", True
-        )
-    if math.isinf(bandwidth):
-        return Verdict(
-            f"in the model {name} is faster than dense at every bandwidth, {latency}", False
-        )
-    return Verdict(
-        f"in the model {name} is faster than dense below {about_bandwidth_text(bandwidth)} "
-        f"and slower above, {latency}",
-        False,
     )

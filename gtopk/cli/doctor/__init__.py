@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ from ...runtime.launch import (
 )
 from ...runtime.runner.ranks import launcher_at_hand
 from ...runtime.standard_streams import wants_colour
+from ..arguments import Command
 from . import ranks
 from .basics import Finding, State, check_launcher
 from .isolation import PROBES, run_probes
@@ -46,23 +46,19 @@ _COLOURS: Final = {
 _PLAIN: Final = "\033[0m"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk doctor",
-        description="Check what is installed and works here, and how to fix what does not.",
-        epilog="example:\n  gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
+    described = Command(
+        "doctor",
+        "Check what is installed and works here, and how to fix what does not.",
+        "gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
         "Under mpirun it checks the running job. Exit code 1: a FAIL prevents training on\n"
         "several ranks; WARN and MISSING do not.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("--json", action="store_true", help="print the findings as JSON")
-    described.add_argument("--no-run", action="store_true", help="do not start ranks for a trial")
-    described.add_argument(
-        "--ranks",
-        action="store_true",
-        help="check only the running job: try the link between each pair of its ranks",
-    )
+    described.flag("--json", "print the findings as JSON")
+    described.flag("--no-run", "do not start ranks for a trial")
+    every = "check only the running job: try the link between each pair of its ranks"
+    described.flag("--ranks", every)
     return described
 
 

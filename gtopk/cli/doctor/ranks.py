@@ -217,7 +217,7 @@ def add_up(measure_network: bool = True) -> None:
         "gpus": choose_gpu_route(world),
     }
     if measure_network and world.size > 1:
-        from .network import describe_network
+        from .links import describe_network
 
         sums["network"] = describe_network(world)
     if world.rank == 0:

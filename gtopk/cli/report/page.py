@@ -10,14 +10,14 @@ from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
 from ...units import digits, duration_text, percent_text, seconds_text, with_article
-from ..charts import facts, legend, prose
+from ..charts import facts, figure, legend, plots, prose, swatch, tile
 from ..charts import page as shared_page
-from . import plots, series
+from . import plots as drawings
+from . import series
 from .series import (
     MEANINGS,
     WAITS,
     Point,
-    Tile,
     happenings,
     several,
     steps_taken,
@@ -75,9 +75,9 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
-        written = plots.share_text if share else plots.plain_text
-        title = f"{name} over {plots.X_NAMES[over]}"
-        drawn[over] = plots.lines_plot(title, {name: points}, name, over=over, written=written)
+        written = drawings.share_text if share else drawings.plain_text
+        title = f"{name} over {drawings.X_NAMES[over]}"
+        drawn[over] = drawings.lines_plot(title, {name: points}, name, over=over, written=written)
     if not drawn:
         return ""
     logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
@@ -133,7 +133,7 @@ def parts_figure(run: Run) -> str:
     reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
     return figure(
         f"{with_article(covers).capitalize()} of each rank",
-        _parts_legend(shown) + plots.parts_of_ranks(by_rank),
+        _parts_legend(shown) + drawings.parts_of_ranks(by_rank),
         reading,
     )
 
@@ -145,7 +145,7 @@ def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _parts_legend(shown: Sequence[str]) -> str:
-    return legend((plots.part_key(part), part) for part in shown)
+    return legend((swatch(f"part {part}"), part) for part in shown)
 
 
 def over_steps_figure(run: Run) -> str:
@@ -156,10 +156,10 @@ def over_steps_figure(run: Run) -> str:
         return ""
     covers = series.covers(run)
     if alone:
-        drawn = plots.parts_over_time(found)
+        drawn = drawings.parts_over_time(found)
         reading = f"All ranks' time, of neighbouring {several(covers)} together. "
     else:
-        drawn = plots.parts_over_steps(found, covers)
+        drawn = drawings.parts_over_steps(found, covers)
         reading = (
             "Means over the ranks, and over neighbouring steps where there are more than a line "
             "can show. "
@@ -185,13 +185,13 @@ def prediction_figure(run: Run) -> str:
     apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
     return figure(
         "The exchange, predicted and measured",
-        legend((plots.series_key(place), name) for place, name in enumerate(found))
-        + plots.lines_plot(
+        legend((drawings.series_key(place), name) for place, name in enumerate(found))
+        + drawings.lines_plot(
             "Seconds of a step's exchange, predicted and measured",
             found,
             "a step's exchange takes",
             written=seconds_text,
-            logarithmic=plots.are_apart([p for points in found.values() for p in points], 8),
+            logarithmic=drawings.are_apart([p for points in found.values() for p in points], 8),
             from_zero=True,
             bands=False,
         ),
@@ -213,7 +213,7 @@ def batches_figure(run: Run) -> str:
     found = {name: points for name, points in found.items() if points}
     if not found:
         return ""
-    shown = dict(list(found.items())[: plots.MANY])
+    shown = dict(list(found.items())[: drawings.MANY])
     if series.covers(run) == "round":
         reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
     else:
@@ -225,8 +225,8 @@ def batches_figure(run: Run) -> str:
             reading += " A mean over what is recorded as one."
     return figure(
         "Batch sizes",
-        legend((plots.series_key(place), name) for place, name in enumerate(shown))
-        + plots.lines_plot(
+        legend((drawings.series_key(place), name) for place, name in enumerate(shown))
+        + drawings.lines_plot(
             "Samples of each rank's steps",
             shown,
             "samples",
@@ -235,7 +235,7 @@ def batches_figure(run: Run) -> str:
             bands=False,
         ),
         reading
-        + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+        + (f" The first {drawings.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
     )
 
 
@@ -250,7 +250,7 @@ def stragglers_figure(run: Run) -> str:
         "How fast a rank computes: the fastest rank's median seconds over its own, every "
         "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
         "quarters of their time for the slowest.",
-        plots.plain_text,
+        drawings.plain_text,
     )
 
 
@@ -263,14 +263,14 @@ def density_figure(run: Run) -> str:
     found = {"a rank selects": sent, "the update holds": updated}
     return figure(
         "Density",
-        legend((plots.series_key(place), name) for place, name in enumerate(found))
-        + plots.lines_plot(
+        legend((drawings.series_key(place), name) for place, name in enumerate(found))
+        + drawings.lines_plot(
             "Share of the gradient's values that a rank selects, and that the update holds",
             found,
             "of the gradient's values",
             over=series.over(run),
-            written=plots.share_text,
-            logarithmic=plots.are_apart([*sent, *updated], 30),
+            written=drawings.share_text,
+            logarithmic=drawings.are_apart([*sent, *updated], 30),
             from_zero=True,
         ),
         "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
@@ -297,7 +297,7 @@ def bits_figure(run: Run) -> str:
         "bits",
         "Bits per entry (index and value) in the messages that a rank sent, headers included. "
         "In memory an entry takes 64.",
-        plots.plain_text,
+        drawings.plain_text,
     )
 
 
@@ -311,7 +311,7 @@ def norm_figure(run: Run) -> str:
         "norm",
         "What a rank has accumulated and not sent, sampled now and then. It levels off where a "
         "step sends as much as it adds. If it keeps growing, raise the density.",
-        plots.plain_text,
+        drawings.plain_text,
     )
 
 
@@ -326,7 +326,7 @@ def age_figure(run: Run) -> str:
         "How many steps like the last would send as much as the residual: the sum of its absolute "
         "values over that of those sent. A value waits about that long (Little's law), "
         "if values do not cancel out.",
-        plots.plain_text,
+        drawings.plain_text,
     )
 
 
@@ -336,39 +336,28 @@ def _one_line(
     title: str,
     y_name: str,
     reading: str,
-    written: plots.Written,
+    written: drawings.Written,
 ) -> str:
     if not points:
         return ""
-    drawn = plots.lines_plot(
+    drawn = drawings.lines_plot(
         title, {title: points}, y_name, over=series.over(run), written=written, from_zero=True
     )
     return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
-
-
-def figure(title: str, drawing: str, reading: str) -> str:
-    """Return a figure: title, legend and drawing, and how to read it."""
-    return (
-        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawing}</div>'
-        f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
-    )
 
 
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     title = f"Run {shown(name)}"
-    plots = "".join(
-        f'<h2>{escape(heading)}</h2>\n<div class="plots">\n' + "\n".join(those) + "\n</div>\n"
-        for heading, those in figures(run).items()
-    )
+    drawn = "".join(plots(heading, those) for heading, those in figures(run).items())
     return shared_page(
         title,
         style,
         f"""<h1>{escape(title)}</h1>
 {_verdict(run)}<p class="lead">{escape(opening(run))}</p>
-<dl class="tiles">{"".join(map(tile, tiles(run)))}</dl>
-{plots}{_happened(run)}<h2>What was run</h2>
+<dl class="tiles">{"".join(tile(*each) for each in tiles(run))}</dl>
+{drawn}{_happened(run)}<h2>What was run</h2>
 <dl class="facts">{facts(what_was_run(run))}</dl>""",
     )
 
@@ -387,14 +376,6 @@ def opening(run: Run) -> str:
         f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {over}, took "
         f"{steps_taken(run)} in {duration_text(run.seconds)}. All of it is as the ranks "
         f"measured it, unless it is called predicted.{emulated}"
-    )
-
-
-def tile(of: Tile) -> str:
-    """Return a figure at the head of the page."""
-    return (
-        f'<div class="{"tile loss" if of.loss else "tile"}"><dt>{escape(of.name)}</dt>'
-        f'<dd class="value">{escape(of.value)}</dd><dd class="detail">{prose(of.detail)}</dd></div>'
     )
 
 

@@ -8,7 +8,19 @@ from typing import Final, Protocol
 
 from ...telemetry.step_report import PARTS
 from ...units import SPACE, bytes_text, seconds_text, with_article
-from ..charts import WIDTH, Axis, band, drawing, frame, horizontal, line, path, text, vertical
+from ..charts import (
+    WIDTH,
+    Axis,
+    band,
+    drawing,
+    frame,
+    hatches,
+    horizontal,
+    line,
+    path,
+    text,
+    vertical,
+)
 from .series import Point
 
 ROW, BAR = 54, 16  # units of the drawing
@@ -117,7 +129,7 @@ def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
             words = _longest_parts(seconds, totals[rank])
             drawn.append(text((62, top + BAR + 16), words, "tick"))
     title = "Where the time of a step went, one bar per rank, split by part"
-    return drawing(title, [HATCHES, *drawn], height=len(by_rank) * row)
+    return drawing(title, [hatches("wait", "exchange"), *drawn], height=len(by_rank) * row)
 
 
 def _longest_parts(seconds: Mapping[str, float], total: float) -> str:
@@ -126,24 +138,6 @@ def _longest_parts(seconds: Mapping[str, float], total: float) -> str:
         f"{part} {100 * seconds[part] / total:.0f}{SPACE}%"
         for part in longest
         if seconds[part] > 0.005 * total
-    )
-
-
-HATCHES = (  # drawn over the colour, so that parts differ without it too
-    '<defs><pattern id="wait-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
-    '<rect class="stripe" width="3" height="6"/></pattern>'
-    '<pattern id="exchange-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
-    '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
-    "</pattern></defs>"
-)
-
-
-def part_key(part: str) -> str:
-    """Draw a swatch of a part of the step, for a legend; needs `HATCHES` in the page."""
-    return (
-        '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
-        f'<rect class="part {part}" width="34" height="14"/></svg>'
     )
 
 

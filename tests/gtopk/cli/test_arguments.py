@@ -12,8 +12,8 @@ import pytest
 from gtopk.cli.arguments import number_in, output_file
 
 PARSERS = [
-    *("plan", "simulate.command", "top"),
-    *("bench.collectives.command", "bench.optimizer", "bench.selection.command", "bench.wire"),
+    *("plan", "simulate", "top"),
+    *("bench.collectives", "bench.optimizer", "bench.selection", "bench.wire"),
 ]
 
 

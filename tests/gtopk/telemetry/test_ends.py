@@ -13,7 +13,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.cli.report.command import happenings, tiles
+from gtopk.cli.report import happenings, tiles
 from gtopk.cli.top import _snapshots, rows, status_of
 from gtopk.runtime.world import world
 from gtopk.telemetry.lines import path_of

@@ -17,7 +17,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
-from gtopk.cli.report.command import happenings
+from gtopk.cli.report import happenings
 from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
 from gtopk.telemetry import run_record

@@ -2,4 +2,304 @@
 
 A case is a number of ranks, a length, a density and a distribution of the picks. In each of its
 rounds every contender runs once, after a barrier; its time is that of the slowest rank.
+
+The results are a table, and Markdown for the documentation.
 """
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from collectives.transports import Transport, local_world, run_ranks
+from collectives.wire.indices import INDEX_CODES
+from collectives.wire.values import VALUE_CODES
+
+from ....runtime.launch import launched_by, transport_name
+from ....units import bandwidth_text, bytes_text, count_text, seconds_text
+from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
+from ...charts import aligned
+from ..harness import (
+    TIMEOUT_SECONDS,
+    add_words,
+    bench_parser,
+    on_launched_rank,
+    one_of,
+    refuse,
+    write_json,
+)
+from .cases import DISTRIBUTIONS, Record, Results, checked
+from .contenders import BASELINES, KNOWN, formats_of, parse
+from .run import run
+
+Panel = tuple[int, int, float, str]  # ranks, length, density, distribution
+
+
+def panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
+    """Return the records by case, the quickest first.
+
+    A contender that looks at every coordinate was measured once for its ranks and length; it is in
+    every such case.
+    """
+    sparse = [record for record in records if record["selective"]]
+    every = [record for record in records if not record["selective"]]
+    found: dict[Panel, list[Record]] = {}
+    for record in sparse or every:
+        found.setdefault(panel(record), []).append(record)
+    if sparse:
+        for (ranks, length, *_), rows in found.items():
+            rows += [r for r in every if (r["ranks"], r["length"]) == (ranks, length)]
+    for rows in found.values():
+        rows.sort(key=median)
+    return found
+
+
+def panel(record: Record) -> Panel:
+    return record["ranks"], record["length"], record["density"], record["distribution"]
+
+
+def title(case: Panel) -> str:
+    ranks, length, density, distribution = case
+    return f"{ranks} ranks, n = {count_text(length)}, density {density:g}, {distribution} picks"
+
+
+def median(record: Record) -> float:
+    return record["seconds"]["median"]
+
+
+def times_reference(record: Record, rows: Sequence[Record]) -> float | None:
+    """Return how many times the reference's time a contender takes."""
+    reference = next((row for row in rows if row["reference"]), None)
+    return median(record) / median(reference) if reference else None
+
+
+def facts(results: Results) -> list[str]:
+    """Return lines that describe the run and the machines."""
+    machine, run = results["machine"], results["run"]
+    link = run["link"]
+    hosts = f"{run['hosts']} host{'s' * (run['hosts'] > 1)}"
+    return [
+        f"{machine['started']}, {machine['processor']}, {machine['cores']} cores, load "
+        f"{machine['load_before']:g} before and {machine['load_after']:g} after, "
+        f"kernels: {machine['kernels']}",
+        f"{run['ranks']} ranks on {hosts}, {run['transport']} transport "
+        f"({run['library']}), gtopk {machine['gtopk']}, Python {machine['python']}, "
+        f"NumPy {machine['numpy']}",
+        f"model: {bandwidth_text(link['bits_per_second'])} ({link['bandwidth_from']}), latency "
+        f"{seconds_text(link['latency_seconds'])} ({link['latency_from']})",
+        f"`{run['command']}`",
+    ]
+
+
+_HEADINGS: Final = ("", "median", "min - max", "wire", "/wire", "/+code", "/gtopk")
+_COST_HEADINGS: Final = ("CPU of a rank", "sent by a rank", "messages")
+
+
+def table(results: Results) -> str:
+    """Return the results as text for a terminal."""
+    lines = [*facts(results), ""]
+    for case, rows in panels(results["records"]).items():
+        cells = [(*_HEADINGS, *_COST_HEADINGS), *(_cells(row, rows) for row in rows)]
+        lines += [title(case), *aligned(cells), ""]
+    lines += [
+        "* what ratios are told against. ~ reckoned, the least there can be; the rest is",
+        "counted; either way of the rank that sends most. wire: the model's time, latency and",
+        "bandwidth alone; /wire: measured over it; /+code: with encode, decode and merge added.",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Record, rows: Sequence[Record]) -> tuple[str, ...]:
+    seconds, model = row["seconds"], row["modelled_wire_seconds"]
+    against = times_reference(row, rows)
+    ratios = row["measured_over_modelled"], row["measured_over_wire_and_code"]
+    return (
+        f"{'*' if row['reference'] else ' '} {row['contender']}",
+        seconds_text(median(row)),
+        f"{seconds_text(seconds['min'])} - {seconds_text(seconds['max'])}",
+        "-" if model is None else seconds_text(model),
+        *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        "-" if against is None else f"{against:.3g}",
+        seconds_text(row["cpu_seconds"]["max"]),
+        _sent(row),
+        f"{row['sent_messages']['max']:.0f}",
+    )
+
+
+def _sent(row: Record) -> str:
+    return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
+
+
+def markdown(files: Sequence[Results]) -> str:
+    """Return several runs as Markdown: a table for each n, density and distribution."""
+    return "\n".join(line for results in files for line in _markdown_of(results))
+
+
+def _markdown_of(results: Results) -> Iterator[str]:
+    first, *rest = facts(results)
+    yield f"{first}; {'; '.join(rest)}."
+    yield ""
+    by_table: dict[tuple[int, float, str], dict[int, list[Record]]] = {}
+    for (ranks, length, density, distribution), rows in panels(results["records"]).items():
+        by_table.setdefault((length, density, distribution), {})[ranks] = rows
+    for (length, density, distribution), columns in by_table.items():
+        yield f"n = {count_text(length)}, density {density:g}, {distribution} picks (synthetic):"
+        yield ""
+        yield "| |" + "".join(f" P = {ranks} |" for ranks in columns)
+        yield "|---|" + "---|" * len(columns)
+        last = columns[max(columns)]
+        labels = list(
+            dict.fromkeys(row["label"] for rows in (last, *columns.values()) for row in rows)
+        )
+        for label in labels:
+            cells = [_cell(label, rows) for rows in columns.values()]
+            yield f"| {label} | " + " | ".join(cells) + " |"
+        yield ""
+
+
+def _cell(label: str, rows: Sequence[Record]) -> str:
+    row = next((row for row in rows if row["label"] == label), None)
+    if row is None:
+        return ""
+    seconds, ratio, against = (
+        row["seconds"],
+        row["measured_over_modelled"],
+        times_reference(row, rows),
+    )
+    words = [seconds_text(median(row))]
+    if row["rounds"] > 1:
+        words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
+    if ratio is not None:
+        words.append(f"{ratio:.2f}x wire")
+    if row["ours"] and row["measured_over_wire_and_code"] is not None:
+        words.append(f"{row['measured_over_wire_and_code']:.2f}x with code")
+    if row["reference"]:
+        words[0] = f"**{words[0]}**"
+    elif against is not None:
+        words.append(f"{against:.3g}x the time")
+    words.append(_sent(row))
+    return ", ".join(words)
+
+
+def parser() -> Command:
+    """Return the command line's grammar."""
+    described = bench_parser(
+        "collectives",
+        "Time every reduction, the baselines and the model. Start it on the ranks to "
+        "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+        launched=True,
+    )
+    described.option(
+        "--transport",
+        None,
+        None,
+        "default: the one that training would use; without a launcher, local",
+        choices=("mpi", "torch.distributed", "local"),
+    )
+    words = functools.partial(add_words, described)
+    ranks = "how many ranks take part, for each measurement; default: all"
+    words("--ranks", whole_number, metavar="N", help=ranks)
+    lengths = "lengths of the vectors; default: 1000000"
+    words("--lengths", whole_number, [1_000_000], metavar="N", help=lengths)
+    densities = "shares of entries selected; default: 0.001"
+    words("--densities", share, [0.001], metavar="D", help=densities)
+    picks = f"from {', '.join(DISTRIBUTIONS)}; default: uniform"
+    words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
+    words(
+        "--algorithms",
+        known_algorithm,
+        list(KNOWN),
+        may_be_none=True,
+        help=f"from {', '.join(KNOWN)}; with options such as gtopk:growth=2.0 or "
+        "shards:period=4,bits=3; default: all",
+    )
+    baselines = f"from {', '.join(BASELINES)}; default: all"
+    words("--baselines", one_of(BASELINES), list(BASELINES), may_be_none=True, help=baselines)
+    words(
+        "--formats",
+        known_format,
+        ["exact"],
+        help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
+        f"picks, or both, such as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
+    )
+    option, measured = described.option, "; default: measured here"
+    option("--rounds", whole_number, 9, "timed rounds")
+    option("--budget-seconds", above_zero, 20.0, "limit per contender and case")
+    option("--bandwidth", above_zero, None, f"bits per second for the model{measured}")
+    option("--latency", number_in("[0, inf)"), None, f"seconds for the model{measured}")
+    cores = "cores that all ranks share; default: those found here"
+    option("--shared-cores", whole_number, None, cores)
+    interface = "network interface whose sent bytes to record, such as eth0"
+    option("--interface", known_interface, None, interface)
+    option("--seed", from_zero, 0, "of the picks")
+    printed = "measure nothing, print these JSON files' tables"
+    words("--markdown", Path, metavar="FILE", help=printed)
+    return described
+
+
+def known_algorithm(word: str) -> str:
+    """Return the name of an algorithm, with its options; raise ValueError for an unknown one."""
+    parse(word)
+    return word
+
+
+def known_format(word: str) -> str:
+    """Return the name of a format, or of its value code; raise ValueError for an unknown one."""
+    formats_of(word)
+    return word
+
+
+def known_interface(word: str) -> str:
+    """Return the name of an existing network interface; raise ValueError for another."""
+    names = [name for _, name in socket.if_nameindex()]
+    if word not in names:
+        raise ValueError(f"must be one of {', '.join(names)} on this host, got {word!r}")
+    return word
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    try:
+        if options.markdown:
+            print(markdown([read(path) for path in options.markdown]))
+            return 0
+    except (OSError, ValueError) as error:
+        return refuse("collectives", error)
+    command = shlex.join(["gtopk", "bench", "collectives", *given])
+    if (options.transport or transport_name(launched_by())) == "local":
+        size = max(options.ranks or [4])
+        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(options, command, t))
+        deliver(found[0], options)
+        return 0
+
+    def measured(transport: Transport) -> None:
+        results = run(options, command, transport)
+        if transport.rank == 0:
+            deliver(results, options)
+        transport.leave("the benchmark is done")
+
+    return on_launched_rank(measured, options.transport)
+
+
+def deliver(results: Results, options: argparse.Namespace) -> None:
+    """Print the table, and write the JSON."""
+    print(table(results), flush=True)
+    write_json(results, options.json)
+
+
+def read(path: Path) -> Results:
+    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    return checked(results, str(path))

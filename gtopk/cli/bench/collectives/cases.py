@@ -7,8 +7,6 @@ Picks are synthetic and seeded, so that every rank can compute those of all othe
                 the hot rows of a layer do: neighbours in position, and large on many ranks at once
 
 Values are above a threshold, most of them near it, as those of a selection are.
-
-The benchmark writes one JSON object with a record for each contender of each case.
 """
 
 from __future__ import annotations
@@ -103,16 +101,6 @@ DISTRIBUTIONS: Final[dict[str, Callable[[int, int, Random, Random], Array]]] = {
 SCHEMA: Final = 1
 
 
-class ModelLink(TypedDict):
-    """The link that the model assumes, and where its figures come from."""
-
-    latency_seconds: float
-    bits_per_second: float
-    burst_bytes: float  # that pass at once after a pause
-    bandwidth_from: str  # "measured", or "given"
-    latency_from: str
-
-
 class Record(TypedDict):
     """One contender in one case.
 
@@ -157,27 +145,13 @@ class Record(TypedDict):
     measured_over_wire_and_code: float | None
 
 
-class Run(TypedDict):
-    """The run: its options, link and machines."""
-
-    command: str
-    transport: str
-    library: str
-    ranks: int  # that were launched
-    hosts: int
-    link: ModelLink  # of all that were launched
-    calibration: str
-    shared_cores: int | None  # of all ranks together, as given; None: as found
-    seed: int
-
-
 class Results(TypedDict):
-    """The whole file."""
+    """The whole file; run: the options, the link that the model assumes, and who took part."""
 
     schema: int
     benchmark: str
     machine: Machine
-    run: Run
+    run: dict[str, Any]
     records: list[Record]
 
 

@@ -1,6 +1,7 @@
 """Contenders: gtopk's own algorithms in the formats they may use, and the baselines.
 
-The baselines are made of the library's own collectives:
+The baselines are made of the dense collectives that come with MPI or gloo, called directly, so that
+their times are the library's on this network, without gtopk's transports:
 
 dense-library       the library's own allreduce of every coordinate
 plain-allgather     its allgather of the k entries of every rank, int32 and float32: 8 bytes; they
@@ -29,10 +30,12 @@ from collectives.wire.format import check
 from collectives.wire.indices import INDEX_CODES
 
 from ....compression import Shards
-from .library import Library, ModelledLibrary
+from .library import ModelledLibrary
 
 
-def plain_allgather(selected: SparseVector, k: int, size: int, library: Library) -> SparseVector:
+def plain_allgather(
+    selected: SparseVector, k: int, size: int, library: ModelledLibrary
+) -> SparseVector:
     """Return the sum of all ranks' entries; ranks with fewer than k send zeros in addition."""
     message = np.zeros((2, k), np.int32)
     message[0, : selected.entries] = selected.indices
@@ -61,7 +64,7 @@ def published_tree(
     k: int,
     rank: int,
     size: int,
-    library: Library,
+    library: ModelledLibrary,
     broadcast: Callable[[Array], None],
 ) -> SparseVector:
     """Reduce to rank 0 and broadcast, as the published code does.
@@ -112,7 +115,7 @@ def largest(indices: Array, values: Array, k: int) -> tuple[Array, Array]:
     return total.indices[kept], total.values[kept]
 
 
-def binomial_broadcast(message: Array, rank: int, size: int, library: Library) -> None:
+def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLibrary) -> None:
     """Fill uint8 [m] with rank 0's: in each round every rank that has it sends it to another."""
     distance = 1 << max(0, (size - 1).bit_length() - 1)
     while distance:
@@ -149,6 +152,12 @@ class Modelled(NamedTuple):
     wire_seconds: float
     code_seconds: float
     rounds: int = 0
+
+
+def _modelled(candidate: Candidate, length: int, network: Network, rates: Rates) -> Modelled:
+    found = predict(candidate, length, network, rates)
+    code_seconds = found.code_seconds + found.merge_seconds
+    return Modelled(found.communicate_seconds, code_seconds, found.rounds)
 
 
 @dataclass(frozen=True)
@@ -189,10 +198,7 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
         if algorithm not in SCHEDULES or options:
             return None
-        candidate = Candidate(algorithm, k / length, format)
-        found = predict(candidate, length, network, rates)
-        code_seconds = found.code_seconds + found.merge_seconds
-        return Modelled(found.communicate_seconds, code_seconds, found.rounds)
+        return _modelled(Candidate(algorithm, k / length, format), length, network, rates)
 
     words = [f"{name}={value}" for name, value in options.items()]
     if algorithm != "dense":
@@ -233,9 +239,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
         return go
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        found = predict(how.candidate(format), length, network, rates)
-        code_seconds = found.code_seconds + found.merge_seconds
-        return Modelled(found.communicate_seconds, code_seconds, found.rounds)
+        return _modelled(how.candidate(format), length, network, rates)
 
     name = f"shards period={how.period} bits={how.bits}"
     given = {"period": how.period, "bits": how.bits}

@@ -1,17 +1,9 @@
-"""Library: the dense collectives that come with MPI or gloo, called directly.
-
-The baselines use them: so their times are those of the library on this network, without gtopk's
-transports.
-
-Gloo's own collectives, through torch.distributed's default process group.
-
-MPI's own collectives, through mpi4py.
-"""
+"""The dense collectives that come with MPI or gloo, called directly, and what they send."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,122 +14,82 @@ from collectives.transports import Traffic, Transport
 from collectives.vector import Array
 
 
-class MpiLibrary:
-    """MPI's blocking calls on some of MPI.COMM_WORLD's ranks; all of those must make it."""
+class Calls(NamedTuple):
+    """The blocking collectives of a library, on arrays in the host's memory."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        from mpi4py import MPI
+    name: str
+    allreduce: Callable[[Array], object]  # sums float32 [n] over the ranks in place
+    allgather: Callable[[Array], Array]  # uint8 [m] of each rank, in rank order: uint8 [P m]
+    send: Callable[[Array, int], object]
+    receive: Callable[[Array, int], object]  # fills uint8 [m] with a message of a rank
+    broadcast: Callable[[Array, int], object]  # fills uint8 [m] with the root's
+    barrier: Callable[[], object]
 
-        self._mpi = MPI
-        self.name = MPI.Get_library_version().split(",")[0].strip()
-        world = MPI.COMM_WORLD
-        self._communicator = world.Create(world.group.Incl(ranks))
 
-    def allreduce(self, array: Array) -> None:
-        self._communicator.Allreduce(self._mpi.IN_PLACE, array, self._mpi.SUM)
+def _of_mpi(ranks: Sequence[int]) -> Calls:
+    """Return MPI's calls on some of MPI.COMM_WORLD's ranks; all of those must ask for them."""
+    from mpi4py import MPI
 
-    def allgather(self, message: Array) -> Array:
-        gathered = np.empty(self._communicator.size * message.size, np.uint8)
-        self._communicator.Allgather(message, gathered)
+    ours = MPI.COMM_WORLD.Create(MPI.COMM_WORLD.group.Incl(ranks))
+
+    def allgather(message: Array) -> Array:
+        gathered = np.empty(ours.size * message.size, np.uint8)
+        ours.Allgather(message, gathered)
         return gathered
 
-    def send(self, message: Array, to: int) -> None:
-        self._communicator.Send(message, to)
-
-    def receive(self, message: Array, source: int) -> None:
-        self._communicator.Recv(message, source)
-
-    def broadcast(self, message: Array, root: int) -> None:
-        self._communicator.Bcast(message, root)
-
-    def barrier(self) -> None:
-        self._communicator.Barrier()
+    return Calls(
+        MPI.Get_library_version().split(",")[0].strip(),
+        lambda array: ours.Allreduce(MPI.IN_PLACE, array, MPI.SUM),
+        allgather,
+        ours.Send,
+        ours.Recv,
+        ours.Bcast,
+        ours.Barrier,
+    )
 
 
-class GlooLibrary:
-    """Gloo's blocking calls on some of the default group's ranks; all of its ranks must make it."""
+def _of_gloo(transport: Any, ranks: Sequence[int]) -> Calls:
+    """Return gloo's calls on some of the ranks of torch.distributed's transport, which all ask."""
+    if not distributed.is_initialized():  # where the ranks have met they meet again
+        store = distributed.distributed_c10d.PrefixStore("gtopk.cli.bench", transport.store)
+        distributed.init_process_group(
+            "gloo", store=store, rank=transport.rank, world_size=transport.size
+        )
+    group: Any = distributed.new_group(list(ranks), backend="gloo")
 
-    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
-        """transport: torch.distributed's, of all ranks; where they have met they meet again."""
-        if not distributed.is_initialized():
-            met: Any = transport
-            store = distributed.distributed_c10d.PrefixStore("gtopk.cli.bench", met.store)
-            distributed.init_process_group(
-                "gloo", store=store, rank=transport.rank, world_size=transport.size
-            )
-        self.name = f"gloo of torch {torch.__version__}"
-        self._ranks = ranks
-        self._group: Any = distributed.new_group(list(ranks), backend="gloo")
-
-    def allreduce(self, array: Array) -> None:
-        distributed.all_reduce(torch.from_numpy(array), group=self._group)
-
-    def allgather(self, message: Array) -> Array:
-        gathered = torch.empty(len(self._ranks) * message.size, dtype=torch.uint8)
-        rows = list(gathered.view(len(self._ranks), -1))
-        distributed.all_gather(rows, torch.from_numpy(message), group=self._group)
+    def allgather(message: Array) -> Array:
+        gathered = torch.empty(len(ranks) * message.size, dtype=torch.uint8)
+        rows = list(gathered.view(len(ranks), -1))
+        distributed.all_gather(rows, torch.from_numpy(message), group=group)
         array: Array = gathered.numpy()
         return array
 
-    def send(self, message: Array, to: int) -> None:
-        distributed.send(torch.from_numpy(message), self._ranks[to], group=self._group)
-
-    def receive(self, message: Array, source: int) -> None:
-        distributed.recv(torch.from_numpy(message), self._ranks[source], group=self._group)
-
-    def broadcast(self, message: Array, root: int) -> None:
-        distributed.broadcast(torch.from_numpy(message), self._ranks[root], group=self._group)
-
-    def barrier(self) -> None:
-        distributed.barrier(group=self._group)
-
-
-class Library(Protocol):
-    """The operations that the baselines need, on arrays in the host's memory."""
-
-    name: str
-
-    def allreduce(self, array: Array) -> None:
-        """Sum float32 [n] over the ranks in place."""
-
-    def allgather(self, message: Array) -> Array:
-        """Return the messages of all ranks, uint8 [m] each, in rank order: uint8 [P m]."""
-
-    def send(self, message: Array, to: int) -> None: ...
-
-    def receive(self, message: Array, source: int) -> None:
-        """Fill uint8 [m] with a message of a rank."""
-
-    def broadcast(self, message: Array, root: int) -> None:
-        """Fill uint8 [m] with the root's."""
-
-    def barrier(self) -> None: ...
+    return Calls(
+        f"gloo of torch {torch.__version__}",
+        lambda array: distributed.all_reduce(torch.from_numpy(array), group=group),
+        allgather,
+        lambda message, to: distributed.send(torch.from_numpy(message), ranks[to], group=group),
+        lambda message, source: distributed.recv(
+            torch.from_numpy(message), ranks[source], group=group
+        ),
+        lambda message, root: distributed.broadcast(
+            torch.from_numpy(message), ranks[root], group=group
+        ),
+        lambda: distributed.barrier(group=group),
+    )
 
 
-class OfTransport:
-    """The transport's own collectives, where no library is below: ranks that are threads."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.name = transport.library()
-        self._transport = transport
-
-    def allreduce(self, array: Array) -> None:
-        self._transport.allreduce(array)
-
-    def allgather(self, message: Array) -> Array:
-        return np.concatenate(self._transport.allgather(message))
-
-    def send(self, message: Array, to: int) -> None:
-        self._transport.send(message, to)()
-
-    def receive(self, message: Array, source: int) -> None:
-        message[:] = self._transport.receive(source)
-
-    def broadcast(self, message: Array, root: int) -> None:
-        message[:] = self._transport.broadcast(message, root)
-
-    def barrier(self) -> None:
-        self._transport.barrier()
+def _of_transport(transport: Transport) -> Calls:
+    """Return the transport's own calls, where no library is below, as between threads."""
+    return Calls(
+        transport.library(),
+        transport.allreduce,
+        lambda message: np.concatenate(transport.allgather(message)),
+        lambda message, to: transport.send(message, to)(),
+        lambda message, source: np.copyto(message, transport.receive(source)),
+        lambda message, root: np.copyto(message, transport.broadcast(message, root)),
+        transport.barrier,
+    )
 
 
 class ModelledLibrary:
@@ -147,37 +99,32 @@ class ModelledLibrary:
     fewest possible bytes, an allgather and a broadcast at one copy for each rank that lacks it.
     """
 
-    def __init__(self, library: Library, rank: int, size: int) -> None:
-        self.name = library.name
+    def __init__(self, calls: Calls, rank: int, size: int) -> None:
+        self.name, self.receive = calls.name, calls.receive
         self.traffic = Traffic()
-        self._library = library
-        self._rank = rank
-        self._size = size
+        self._calls, self._rank, self._size = calls, rank, size
         self._rounds = (size - 1).bit_length()
 
     def allreduce(self, array: Array) -> None:
-        self._library.allreduce(array)
+        self._calls.allreduce(array)
         self.traffic.count(dense_bytes(array.size, self._size, array.itemsize), 2 * self._rounds)
 
     def allgather(self, message: Array) -> Array:
-        gathered = self._library.allgather(message)
+        gathered = self._calls.allgather(message)
         self.traffic.count((self._size - 1) * message.size, self._rounds)
         return gathered
 
     def send(self, message: Array, to: int) -> None:
-        self._library.send(message, to)
+        self._calls.send(message, to)
         self.traffic.count(message.size)
 
-    def receive(self, message: Array, source: int) -> None:
-        self._library.receive(message, source)
-
     def broadcast(self, message: Array, root: int) -> None:
-        self._library.broadcast(message, root)
+        self._calls.broadcast(message, root)
         if (self._rank + 1) % self._size != root:  # as if passed on from one to the next
             self.traffic.count(message.size)
 
     def barrier(self) -> None:
-        self._library.barrier()
+        self._calls.barrier()
         self.traffic.count(0, self._rounds)
 
 
@@ -186,14 +133,11 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> ModelledLibrary:
 
     On a rank that is not among them, what is returned must not be used.
     """
-    library: Library
-    if transport.link is not None:  # which paces no library's own messages
-        library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)
-    elif transport.name == "mpi":
-        library = MpiLibrary(ranks)
-    elif transport.name == "torch.distributed":
-        library = GlooLibrary(transport, ranks)
+    takes_part = transport.rank in ranks
+    if transport.name == "mpi" and transport.link is None:  # which paces no library's own messages
+        calls = _of_mpi(ranks)
+    elif transport.name == "torch.distributed" and transport.link is None:
+        calls = _of_gloo(transport, ranks)
     else:
-        library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)
-    place = ranks.index(transport.rank) if transport.rank in ranks else 0
-    return ModelledLibrary(library, place, len(ranks))
+        calls = _of_transport(transport.subset(ranks) if takes_part else transport)
+    return ModelledLibrary(calls, ranks.index(transport.rank) if takes_part else 0, len(ranks))

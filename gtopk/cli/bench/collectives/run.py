@@ -1,4 +1,4 @@
-"""Runs a plan on the ranks of a transport, from calibration to records.
+"""Measures on the ranks of a transport, from calibration to records.
 
 The contenders of a case take turns; the time of a go, one run of one, is the slowest rank's.
 
@@ -16,13 +16,14 @@ A contender whose result is wrong gets no time.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from collectives.vector import Array, SparseVector
 
 from ....runtime.machine import load, this_machine
 from ..harness import per_rank, show_progress, silent, spread
-from .cases import SCHEMA, Case, ModelLink, Record, Results, Run, cases, picks
+from .cases import SCHEMA, Case, Record, Results, cases, picks
 from .contenders import (
     BASELINES,
     Contender,
@@ -48,45 +49,6 @@ from .contenders import (
     to_measure,
 )
 from .library import ModelledLibrary, open_library
-
-
-class Plan(NamedTuple):
-    """One run; every rank has the same.
-
-    ranks:     how many of the launched ranks take part, one measurement after the other; none: all.
-    formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
-    bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
-    shared_cores: of all ranks together; None: as many as are found.
-    interface: the network interface whose sent bytes are recorded; None: none.
-    """
-
-    command: str
-    ranks: tuple[int, ...]
-    lengths: tuple[int, ...]
-    densities: tuple[float, ...]
-    distributions: tuple[str, ...]
-    algorithms: tuple[str, ...]
-    baselines: tuple[str, ...]
-    formats: tuple[str, ...]
-    rounds: int
-    budget_seconds: float
-    bandwidth: float | None
-    latency: float | None
-    shared_cores: int | None
-    interface: str | None
-    seed: int
-
-    def check(self, size: int) -> None:
-        """Raise ValueError for a plan that cannot be measured on `size` ranks."""
-        for ranks in self.ranks:
-            if ranks > size:
-                raise ValueError(
-                    f"--ranks must lie in 1..{size} (the ranks that were started), got {ranks}"
-                )
-        if self.rounds < 1:
-            raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
-        if self.shared_cores is not None and self.shared_cores < 1:
-            raise ValueError(f"--shared-cores must be at least 1, got {self.shared_cores}")
 
 
 class WrongResultError(CollectiveError):
@@ -271,16 +233,23 @@ def message_seconds(transport: Transport) -> float:
     return statistics.fmean(transport.gather_object(mine))
 
 
-def run(plan: Plan, transport: Transport) -> Results:
-    """Return the results; every rank must call it, rank 0's are whole."""
-    plan.check(transport.size)
+def run(options: argparse.Namespace, command: str, transport: Transport) -> Results:
+    """Return the results; every rank must call it, rank 0's are whole.
+
+    Raises ValueError for more ranks than were started.
+    """
+    sizes = options.ranks or [transport.size]
+    if max(sizes) > transport.size:
+        raise ValueError(
+            f"--ranks must lie in 1..{transport.size} (the ranks that were started), "
+            f"got {max(sizes)}"
+        )
     machine = this_machine()
     say = show_progress if transport.rank == 0 else silent
-    formats = to_measure(plan.algorithms, plan.formats)
+    formats = to_measure(options.algorithms, options.formats)
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
-    _, link = modelled_network(plan, calibration.network)
-    sizes = plan.ranks or (transport.size,)
+    _, link = modelled_network(options, calibration.network)
     library_name = ""
     records: list[Record] = []
     for size in sizes:
@@ -292,34 +261,31 @@ def run(plan: Plan, transport: Transport) -> Results:
                 found = measure_network(some)[0] if size < transport.size else calibration.network
                 here = replace(
                     calibration,
-                    network=modelled_network(plan, found)[0],
+                    network=modelled_network(options, found)[0],
                     rates=measure_calls(some, found, calibration.rates),
                 )
-                records += on_these_ranks(plan, some, library, here, say)
+                records += on_these_ranks(options, some, library, here, say)
             transport.barrier()
     say("")
     machine["load_after"] = load()
+    run = {
+        "command": command,
+        "transport": transport.name,
+        "library": library_name,
+        "ranks": transport.size,  # that were launched
+        "hosts": count_hosts(transport),
+        "link": link,
+        "calibration": calibration.origin,
+        "shared_cores": options.shared_cores,
+        "seed": options.seed,
+    }
     return Results(
-        schema=SCHEMA,
-        benchmark="collectives",
-        machine=machine,
-        run=Run(
-            command=plan.command,
-            transport=transport.name,
-            library=library_name,
-            ranks=transport.size,
-            hosts=count_hosts(transport),
-            link=link,
-            calibration=calibration.origin,
-            shared_cores=plan.shared_cores,
-            seed=plan.seed,
-        ),
-        records=records,
+        schema=SCHEMA, benchmark="collectives", machine=machine, run=run, records=records
     )
 
 
 def on_these_ranks(
-    plan: Plan,
+    options: argparse.Namespace,
     transport: Transport,
     library: ModelledLibrary,
     calibration: Calibration,
@@ -330,18 +296,18 @@ def on_these_ranks(
     network, rates = calibration.network, calibration.rates
     # The others' messages, where ranks share cores; a round's own one is in its latency.
     sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
-    for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
-        for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
-            contenders = chosen(plan, case, first, calibration)  # anew: they keep boundaries
+    for case, first in cases((transport.size,), options.lengths, options.densities, options.picks):
+        for what, times in ((_warm_up(case), 1), (case, options.rounds)):
+            contenders = chosen(options, case, first, calibration)  # anew: they keep boundaries
             found = measure(
                 what,
                 contenders,
                 transport,
                 library,
                 times,
-                plan.budget_seconds,
-                plan.seed,
-                plan.interface,
+                options.budget_seconds,
+                options.seed,
+                options.interface,
                 say,
             )
         reference = reference_of(contenders, case.length, case.k, network, rates)
@@ -361,15 +327,15 @@ def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
 
 
 def chosen(
-    plan: Plan,
+    options: argparse.Namespace,
     case: Case,
     first: bool,
     calibration: Calibration,
 ) -> list[Contender]:
     """Return the contenders of a case; dense ones take part in the first only."""
     network, rates = calibration.network, calibration.rates
-    ours = own_contenders(plan.algorithms, plan.formats, case.length, case.k, network, rates)
-    theirs = [contender for name in plan.baselines for contender in BASELINES[name]]
+    ours = own_contenders(options.algorithms, options.formats, case.length, case.k, network, rates)
+    theirs = [contender for name in options.baselines for contender in BASELINES[name]]
     return [contender for contender in (*ours, *theirs) if contender.selective or first]
 
 
@@ -378,22 +344,24 @@ def _warm_up(case: Case) -> Case:
     return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
 
 
-def modelled_network(plan: Plan, network: Network) -> tuple[Network, ModelLink]:
+def modelled_network(
+    options: argparse.Namespace, network: Network
+) -> tuple[Network, dict[str, Any]]:
     """Return the network of the model: one rank a host, link and cores given or measured."""
     measured = network.link(1)
-    latency = measured.latency_seconds if plan.latency is None else plan.latency
-    seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte
+    latency = measured.latency_seconds if options.latency is None else options.latency
+    seconds_per_byte = 8.0 / options.bandwidth if options.bandwidth else measured.seconds_per_byte
     link = Link(latency, seconds_per_byte, measured.burst_bytes)
-    told = ModelLink(
-        latency_seconds=latency,
-        bits_per_second=8.0 / seconds_per_byte if seconds_per_byte else 0.0,
-        burst_bytes=measured.burst_bytes,
-        bandwidth_from="given" if plan.bandwidth else "measured",
-        latency_from="measured" if plan.latency is None else "given",
-    )
+    told = {
+        "latency_seconds": latency,
+        "bits_per_second": 8.0 / seconds_per_byte if seconds_per_byte else 0.0,
+        "burst_bytes": measured.burst_bytes,  # that pass at once after a pause
+        "bandwidth_from": "given" if options.bandwidth else "measured",
+        "latency_from": "measured" if options.latency is None else "given",
+    }
     crowding = network.ranks_per_core
-    if plan.shared_cores is not None:
-        crowding = max(1.0, network.ranks / plan.shared_cores)
+    if options.shared_cores is not None:
+        crowding = max(1.0, network.ranks / options.shared_cores)
     found = Network(network.ranks, link, native_bytes=network.native_bytes, ranks_per_core=crowding)
     return found, told
 

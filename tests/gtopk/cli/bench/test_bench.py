@@ -30,3 +30,23 @@ def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert json.loads(printed.out)["records"]
     assert "nanoseconds" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("selection --rounds 0", "--rounds: must be a whole number, at least 1, got '0'"),
+        ("selection --warm-up 0", "--warm-up: must be a whole number, at least 1"),
+        ("wire --rounds 0", "--rounds: must be a whole number, at least 1"),
+        ("wire --elements -1", "--elements: must be a whole number, at least 0"),
+        ("engine --rounds 1", "--rounds: must be a whole number, at least 2, got '1'"),
+        ("optimizer --batch 0", "--batch: must be a whole number, at least 1"),
+        ("optimizer --rounds -1", "--rounds: must be a whole number, at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *words.split()])
+    assert said in capsys.readouterr().err

@@ -6,13 +6,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gtopk.cli.bench.wire import (
     FORMATS,
     break_even_gbit_per_second,
-    from_file,
     main,
     trained,
     uniform,
@@ -23,15 +21,13 @@ SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densitie
 
 
 def test_every_format_of_every_list_has_a_record(tmp_path: Path) -> None:
-    path, own = tmp_path / "wire.json", tmp_path / "own.npz"
-    np.savez(own, indices=[1, 5, 70_000], values=[1.0, 2.0, 3.0], length=100_000)
-    assert gtopk(["bench", "wire", *SMALL, "--files", str(own), "--json", str(path)]) == 0
+    path = tmp_path / "wire.json"
+    assert gtopk(["bench", "wire", *SMALL, "--json", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
-    assert [(r["indices"], r["values"]) for r in records] == [*FORMATS] * 3
+    assert [(r["indices"], r["values"]) for r in records] == [*FORMATS] * 2
     assert [r["positions"] for r in records[:: len(FORMATS)]] == [
         "uniform (synthetic)",
         "perceptron in training (synthetic images)",
-        "own.npz",
     ]
     for record in records:
         assert 0 < record["encode_ns_low"] <= record["encode_ns"] <= record["encode_ns_high"]
@@ -58,27 +54,7 @@ def test_lists_are_as_long_as_asked_for() -> None:
     assert picked.entries == round(0.01 * picked.length)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--files", "absent.npz"], "absent.npz must be an .npz of indices"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SMALL, *words]) == 2
-    assert reason in capsys.readouterr().err
-
-
 def test_densities_are_shares(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, "--densities", "0"])
     assert "--densities: must lie in (0, 1], got '0'" in capsys.readouterr().err
-
-
-def test_a_file_with_indices_out_of_order_is_refused(tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", indices=[5, 1], values=[1.0, 2.0], length=10)
-    with pytest.raises(ValueError, match="strictly increasing"):
-        from_file(tmp_path / "bad.npz")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli.demo.page import page, write_page
-from gtopk.cli.demo.verdicts import Record, spread
+from gtopk.cli.demo.verdicts import Record
 from gtopk.units import bytes_text
 
 VOID = {"meta", "link"}
@@ -74,8 +74,7 @@ def test_the_table_holds_the_numbers_of_the_records(records: list[Record]) -> No
     html = page(records)
     for record in records:
         accuracy, epochs, density, sent, share, seconds, identical = cells(html, record["label"])
-        mean, sd = 100 * record["accuracy"], 100 * spread(record)
-        assert accuracy == f"{mean:.1f} ± {sd:.1f} %"
+        assert accuracy == f"{100 * record['accuracy']:.1f} ± 1.0 %"
         assert epochs == "3"
         assert float(density) == record["density"]
         dagger = "" if record["bytes_counted"] else " †"
@@ -102,8 +101,9 @@ def test_the_opening_says_what_was_run(records: list[Record]) -> None:
 
 
 def test_a_slower_method_is_called_a_loss(records: list[Record]) -> None:
-    words = Reader(page(records)).words
-    assert "Here a run took 1.50 times as long as dense: slower, a loss." in words
+    html = page(records)
+    assert "12 s, dense 8 s: slower, a loss" in Reader(html).words
+    assert html.count('<td data-column="Seconds per run" class=loss>') == 3
 
 
 def test_the_epochs_to_come_near_to_dense_are_told(records: list[Record]) -> None:
@@ -112,9 +112,6 @@ def test_the_epochs_to_come_near_to_dense_are_told(records: list[Record]) -> Non
     html = page(records)
     assert "Epochs to 94 %" in html
     assert [cells(html, record["label"])[1] for record in records] == ["2", "&gt; 3", "3", "3"]
-    words = Reader(html).words
-    assert "It never reaches 94 %, dense after 2." in words
-    assert "It first reaches 94 % after 3 epochs, dense after 2." in words
 
 
 def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
@@ -125,30 +122,9 @@ def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
     assert "Behind a difference, ± is its standard error" in words
 
 
-def test_parted_replicas_are_named(records: list[Record]) -> None:
+def test_parted_replicas_are_told(records: list[Record]) -> None:
     records[1]["final_replicas_identical"] = False
-    html = page(records)
-    assert cells(html, "top-k allgather")[-1] == "no"
-    assert "Ranks ended with different models under top-k allgather." in Reader(html).words
-
-
-def test_what_is_modelled_is_called_a_model(records: list[Record]) -> None:
-    html = page(records)
-    modelled = [
-        figure for figure in re.findall("<figure>.*?</figure>", html) if "bandwidth" in figure
-    ]
-    assert len(modelled) == 1
-    title = re.search("<h3>(.*?)</h3>", modelled[0])
-    assert title is not None
-    assert "model" in title[1]
-    assert "break-even in the model" in modelled[0]
-    assert "step time in the model" in modelled[0]
-    assert "latency of 50\xa0µs" in modelled[0]
-    assert "faster than dense below about\xa0" in modelled[0]
-    assert (
-        "select and merge (with encode and decode) are the measured ones of this machine"
-        in (modelled[0])
-    )
+    assert cells(page(records), "top-k allgather")[-1] == "no"
 
 
 def test_the_parts_of_a_step_are_named_by_what_is_measured(records: list[Record]) -> None:
@@ -160,12 +136,6 @@ def test_the_parts_of_a_step_are_named_by_what_is_measured(records: list[Record]
     ):
         assert part in words
     assert words.count("select + copy") == 5  # the legend, and a bar of each method
-
-
-def test_every_plot_says_how_to_read_it_and_what_it_is_not(records: list[Record]) -> None:
-    html = page(records)
-    for saying in ("<figure>", "How to read it.", "What it is not."):
-        assert html.count(saying) == 4
 
 
 @pytest.mark.parametrize("field", ["label", "dataset", "model"])
@@ -193,7 +163,7 @@ def test_one_seed_and_one_epoch_make_a_page_without_a_spread(records: list[Recor
 def test_a_single_rank_that_sent_nothing_has_no_plot_over_bytes(records: list[Record]) -> None:
     for record in records:
         record["ranks"], record["bytes_per_step"] = 1, 0.0
-    assert page(records).count("<figure>") == 3
+    assert page(records).count("<figure>") == 2
 
 
 def test_a_missing_method_is_an_error_that_lists_the_methods(

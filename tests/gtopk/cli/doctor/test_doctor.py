@@ -19,7 +19,7 @@ from gtopk.cli import doctor
 from gtopk.cli.doctor import Finding, State, basics, ranks
 from gtopk.cli.doctor.basics import gist
 from gtopk.cli.doctor.isolation import PROBES, run_probes
-from gtopk.cli.doctor.network import describe
+from gtopk.cli.doctor.links import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
 from gtopk.runtime.runner.ranks import launcher_at_hand
 from tests.matrix import some_of

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.report import series
-from gtopk.cli.report.command import as_record, main
+from gtopk.cli.report import as_record, main, series
 from gtopk.cli.report.page import page
 from gtopk.cli.report.plots import lines_plot
 from gtopk.cli.report.series import (

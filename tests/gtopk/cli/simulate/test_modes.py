@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -106,12 +105,11 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
     assert record.seconds == pytest.approx(0.2 + 0.5 + 5 * cluster.signal_seconds(), abs=1e-9)
 
 
-@pytest.mark.parametrize("simulate", [modes.join, lambda at: modes.in_steps(at, "equal")])
-def test_an_exchange_beside_the_computation_is_not_waited_for(
-    simulate: Callable[[Setting], Record],
-) -> None:
+def test_an_exchange_beside_the_computation_is_not_waited_for() -> None:
     at = setting([200, 100], 0.3, epochs=1)  # a step computes longer
-    after, beside, partly = (simulate(replace(at, overlap=share)) for share in (0.0, 1.0, 0.1))
+    after, beside, partly = (
+        modes.in_steps(replace(at, overlap=share), "equal") for share in (0.0, 1.0, 0.1)
+    )
     assert after.exchange == pytest.approx(0.3 * after.steps)
     assert beside.exchange == 0
     assert beside.seconds == pytest.approx(after.seconds - after.exchange)
@@ -123,24 +121,11 @@ def test_a_simulation_repeats_to_the_bit() -> None:
     at = setting([200, 100], 0.05, epochs=2)
     for simulate in (
         delayed.simulate,
-        modes.join,
         SIMULATED["local-sgd"],
         SIMULATED["adaptive-sgd-gtopk"],
         lambda s: modes.in_steps(s, "balanced"),
     ):
         assert simulate(at) == simulate(at)
-
-
-def test_ranks_that_are_done_with_their_shard_take_part_with_nothing() -> None:
-    record = modes.join(setting([300, 100], 0.0, epochs=2))
-    epoch = [sizes for _, sizes in record.sizes[: record.steps // 2]]
-    shares = [sum(sizes) for sizes in zip(*epoch, strict=True)]
-    assert sum(shares) == len(TASK.y)
-    assert shares[0] == pytest.approx(3 * shares[1], abs=3)
-    assert {slow for _, slow in epoch[len(epoch) // 2 :]} == {0}
-    # The fast rank waits in every step that the slow one is in, and computes the rest alone.
-    together, alone = shares[1] / 100, (shares[0] - shares[1]) / 300
-    assert record.seconds == pytest.approx(2 * (together + alone), rel=0.05)
 
 
 def test_local_sgd_averages_now_and_then() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli.bench.collectives import main
 from gtopk.cli.bench.collectives.cases import Results
-from gtopk.cli.bench.collectives.command import main
 
 WORDS = "--transport local --ranks 2 3 --lengths 3000 --densities 0.01 0.1 --rounds 2"
 

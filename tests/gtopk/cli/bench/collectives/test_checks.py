@@ -7,13 +7,13 @@ import pytest
 
 from collectives import reduce
 from collectives.transports import Transport
-from gtopk.cli.bench.collectives.cases import picks
 from gtopk.cli.bench.collectives.contenders import ContenderResult
 from gtopk.cli.bench.collectives.run import (
     WrongResultError,
     check_agreement,
     check_conservation,
     digest,
+    picks,
 )
 
 SIZE = 3

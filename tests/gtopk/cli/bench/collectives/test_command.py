@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
+from gtopk.cli.bench.collectives import main, parser, read
 from gtopk.cli.bench.collectives.cases import Results
-from gtopk.cli.bench.collectives.command import main, parser, read
 from tests.matrix import some_of
 
 
@@ -39,7 +39,6 @@ def test_dense_and_shards_are_measured_once_for_their_ranks_and_length(results: 
 
 def test_a_file_is_what_was_measured(json_file: Path, results: Results) -> None:
     assert read(json_file) == results
-    assert json_file.with_suffix(".svg").read_text().startswith("<svg")
     for record in results["records"]:
         assert record["rounds"] == len(record["seconds_by_round"]) == 2
         assert record["seconds"]["max"] == max(record["seconds_by_round"])

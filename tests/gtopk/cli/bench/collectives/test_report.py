@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gtopk.cli.bench.collectives import main, markdown, panels, table, times_reference
 from gtopk.cli.bench.collectives.cases import Results
-from gtopk.cli.bench.collectives.command import main, markdown, panels, table, times_reference
 
 
 def test_the_table_has_every_contender_of_every_case(results: Results) -> None:

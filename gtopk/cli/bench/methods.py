@@ -1,0 +1,214 @@
+"""Methods of selection; and gradients to select from: of a training, or drawn at random.
+
+With error feedback a residual is what was not selected before, and no longer looks like a gradient.
+So every source goes on from step to step, and the residual with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives import SELECTORS, SparseVector
+from collectives.kernels import host, reference, why_not_compiled
+from collectives.vector import Array
+
+_FEATURES, _CLASSES, _BATCH = 3072, 10, 32
+
+
+class Synthetic:
+    """A stream of gradients, float32 [length]: independent values of one distribution."""
+
+    def __init__(self, name: str, length: int) -> None:
+        """name: "gaussian" or "laplace"."""
+        self.label = f"{name} (synthetic)"
+        self.length = length
+        self._name, self._random = name, np.random.default_rng(0)
+        self._scale = np.float32(1)
+
+    def next_gradient(self) -> Array:
+        """Return the gradient of the next step; its array may be the one before's."""
+        if self._name == "gaussian":
+            drawn = self._random.standard_normal(self.length, np.float32)
+        else:
+            drawn = self._random.standard_exponential(self.length, np.float32)
+            drawn *= self._random.integers(0, 2, self.length, np.int8) * 2 - 1
+        drawn *= self._scale
+        return drawn
+
+    def apply(self, update: SparseVector) -> None:
+        """Apply the update to the network, where there is one."""
+
+    def slow_down(self, factor: float) -> None:
+        """Multiply the learning rate by this, or where there is none, the gradients to come."""
+        self._scale *= np.float32(factor)
+
+
+class Training:
+    """The same of a perceptron of about `length` parameters that learns noisy images by SGD.
+
+    Its gradients and residuals are real, its images are not: ten random patterns under noise, a
+    tenth of them under a wrong label.
+    """
+
+    label = "perceptron in training (synthetic images)"
+
+    def __init__(self, length: int) -> None:
+        torch.manual_seed(0)
+        beside = _FEATURES + _CLASSES
+        hidden = max(1, round((math.sqrt(beside**2 + 4 * length) - beside) / 2))
+        self._network = torch.nn.Sequential(
+            torch.nn.Linear(_FEATURES, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, hidden),
+            torch.nn.ReLU(),
+            torch.nn.Linear(hidden, _CLASSES),
+        )
+        self._parameters = list(self._network.parameters())
+        self.length = sum(parameter.numel() for parameter in self._parameters)
+        self._gradient = np.empty(self.length, np.float32)
+        self._rate = 0.05
+        self._patterns = torch.randn(_CLASSES, _FEATURES)
+
+    def next_gradient(self) -> Array:
+        classes = torch.randint(0, _CLASSES, (_BATCH,))
+        images = self._patterns[classes] + 2 * torch.randn(_BATCH, _FEATURES)
+        wrong = torch.rand(_BATCH) < 0.1
+        labels = torch.where(wrong, torch.randint(0, _CLASSES, (_BATCH,)), classes)
+        self._network.zero_grad()
+        torch.nn.functional.cross_entropy(self._network(images), labels).backward()
+        torch.cat(
+            [p.grad.reshape(-1) for p in self._parameters if p.grad is not None],
+            out=torch.from_numpy(self._gradient),
+        )
+        return self._gradient
+
+    def apply(self, update: SparseVector) -> None:
+        steps = torch.from_numpy(update.to_dense()).split([p.numel() for p in self._parameters])
+        with torch.no_grad():
+            for parameter, step in zip(self._parameters, steps, strict=True):
+                parameter.sub_(step.view(parameter.shape), alpha=self._rate)
+
+    def slow_down(self, factor: float) -> None:
+        self._rate *= factor
+
+
+Source = Synthetic | Training
+SOURCES = ("training", "gaussian", "laplace")
+
+
+def open_source(name: str, length: int) -> Source:
+    """Return one of SOURCES."""
+    return Training(length) if name == "training" else Synthetic(name, length)
+
+
+# (residual, gradient, k) -> the picks, which are cleared in the residual.
+Step = Callable[[Array, Array, int], SparseVector]
+
+FLOOR: Final = "a += g"  # the part that no method can avoid
+COPY: Final = "copy"  # shows the memory's speed without computing
+TWINS: Final = {"gtopk-reference": reference} | (
+    {} if why_not_compiled() else {"gtopk-compiled": host}
+)
+
+
+class Method(NamedTuple):
+    """One way to do a step. threads: how many it runs on."""
+
+    name: str
+    step: Step
+    threads: int = 1
+
+
+class Ours:
+    """Our selection on one twin, with the threshold that it hands from step to step.
+
+    guess: the threshold with which every step begins in its place; None: there is none.
+    """
+
+    def __init__(self, twin: Any, guess: float | None = None) -> None:
+        self._twin, self._guess, self._threshold = twin, guess, 0.0
+
+    def __call__(self, residual: Array, gradient: Array, k: int) -> SparseVector:
+        picked: SparseVector
+        picked, self._threshold = self._twin.accumulate_and_select(
+            residual, gradient, k, self._threshold if self._guess is None else self._guess
+        )
+        self._twin.clear_at(residual, picked.indices)
+        return picked
+
+
+def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
+    np.add(residual, gradient, out=residual)
+    return SparseVector.empty(residual.size)
+
+
+def _copy(residual: Array, gradient: Array, k: int) -> SparseVector:
+    np.copyto(residual, gradient)
+    return SparseVector.empty(residual.size)
+
+
+def torch_topk(residual: Array, gradient: Array, k: int) -> SparseVector:
+    """add_, abs, torch.topk, as most implementations do it."""
+    tensor = torch.from_numpy(residual)
+    tensor.add_(torch.from_numpy(gradient))
+    _, indices = torch.topk(tensor.abs(), k, sorted=False)
+    picked = SparseVector(indices.numpy(), tensor[indices].numpy(), residual.size)
+    tensor[indices] = 0
+    return picked
+
+
+def _argpartition(residual: Array, gradient: Array, k: int) -> SparseVector:
+    residual += gradient
+    indices = np.argpartition(np.abs(residual), residual.size - k)[residual.size - k :]
+    picked = SparseVector(indices, residual[indices], residual.size)
+    residual[indices] = 0
+    return picked
+
+
+def _published(name: str, residual: Array, gradient: Array, k: int) -> SparseVector:
+    residual += gradient
+    picked = SELECTORS[name](residual, k)
+    residual[picked.indices] = 0
+    return picked
+
+
+def all_methods(threads: int) -> list[Method]:
+    """Return the methods that can run here, the floor first; threads: of the threaded one."""
+    methods = [Method(FLOOR, floor), Method(COPY, _copy)]
+    if "gtopk-compiled" in TWINS:
+        methods.append(Method("gtopk-compiled", Ours(host)))
+        if threads > 1:
+            methods.append(Method(f"gtopk-compiled-{threads}-threads", Ours(host), threads))
+    methods += [
+        Method("gtopk-reference", Ours(reference)),
+        Method("torch.topk", torch_topk),
+        Method("numpy.argpartition", _argpartition),
+    ]
+    return methods + [Method(name, partial(_published, name)) for name in SELECTORS]
+
+
+class Answer:
+    """The k largest magnitudes of a sum, whichever of equal ones; NaN counts as the largest."""
+
+    def __init__(self, total: Array, k: int) -> None:
+        self.k = k
+        self.keys = reference.keys(total)
+        self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
+        # Zeros may be selected or not.
+        self.least = k if self.at_k else int(np.count_nonzero(self.keys))
+
+    def is_given_by(self, picked: SparseVector) -> bool:
+        """Tell whether these are k entries of the sum, but for zeros, and no other is larger."""
+        chosen = self.keys[picked.indices]
+        return (
+            np.unique(picked.indices).size == picked.entries <= self.k
+            and int(np.count_nonzero(chosen)) == self.least
+            and bool((chosen >= self.at_k).all())
+            and bool((chosen == reference.keys(picked.values)).all())
+        )

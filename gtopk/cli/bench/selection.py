@@ -1,0 +1,472 @@
+"""`gtopk bench selection`: a step of error feedback by our kernels and by others, in turn.
+
+round    gradient g   residual e
+         method 1:  copy of e, timed: += g, select, clear
+         method 2:  copy of e, timed: ...                       every one is checked
+         e += g, less the exact picks, which the network applies
+
+Adverse cases: selections with a wrong guess, or with unusual values. Each is one residual, to which
+zeros are added, and one guess at the threshold with which every round begins. The result is right
+all the same; the time is measured.
+
+It also counts how often a search reads the residual twice, over many steps. A search is guided by a
+threshold from the step before. Where that hid some of the k largest, or let far too many through,
+the residual is read again: right all the same, but late. Steps go on as in training, with error
+feedback, and at shares of them something changes:
+
+    0 %           5 %      10 %        40 %          55 %          70 %        80 %
+    k * 64   k * 16   k * 4   k        rate / 10     k * 4         k           rate / 10
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives import SparseVector
+from collectives.cores import usable_cores
+from collectives.kernels import reference
+from collectives.kernels.host.calls import use_threads
+from collectives.vector import Array
+
+from ..arguments import share, whole_number
+from ..charts import aligned
+from .harness import (
+    Range,
+    add_words,
+    bench_parser,
+    describe,
+    one_of,
+    refuse,
+    show_progress,
+    silent,
+    write_json,
+)
+from .methods import (
+    COPY,
+    FLOOR,
+    SOURCES,
+    TWINS,
+    Answer,
+    Method,
+    Ours,
+    Source,
+    all_methods,
+    floor,
+    open_source,
+    torch_topk,
+)
+
+ADVERSE: Final = "adverse"
+
+
+class Record(NamedTuple):
+    """One method on one kind of data.
+
+    clock:      "cpu" seconds of the one thread, or "wall" seconds where there are several.
+    over_floor: time over that of `a += g` by the same clock, in the same round.
+    exact:      whether it selected k entries, and no other was larger, in every round.
+    selected:   how many entries it selected, the median.
+    """
+
+    method: str
+    device: str
+    torch: str
+    data: str
+    n: int
+    k: int
+    density: float
+    clock: str
+    seconds: Range
+    over_floor: Range
+    exact: bool
+    selected: int
+
+
+class Rounds:
+    """Methods, the floor first, and what their rounds took: seconds, of the floor's, right, k."""
+
+    def __init__(self, methods: Sequence[Method], words: Sequence[str] | None) -> None:
+        """words: the names of those to run, beside the floor; None: all."""
+        self._methods = [m for m in methods if words is None or m.name in (FLOOR, *words)]
+        self._taken: list[list[tuple[float, float, bool, int]]] = [[] for _ in self._methods]
+
+    def run(self, residual: Array, gradient: Array, k: int, counts: bool) -> None:
+        """Run every method once, on a copy of the residual."""
+        answer, own = Answer(residual + gradient, k), np.empty_like(residual)
+        floor = None
+        for method, taken in zip(self._methods, self._taken, strict=True):
+            np.copyto(own, residual)
+            with use_threads(method.threads):
+                begun, began = time.thread_time(), time.perf_counter()
+                picked = method.step(own, gradient, k)
+                both = time.thread_time() - begun, time.perf_counter() - began
+            floor = floor or both
+            if counts:
+                clock = int(method.threads > 1)
+                over = both[clock] / floor[clock]
+                taken.append((both[clock], over, answer.is_given_by(picked), picked.entries))
+
+    def records(self, data: str, length: int, k: int, density: float) -> list[Record]:
+        """Return a record for each method."""
+        found = []
+        for method, taken in zip(self._methods, self._taken, strict=True):
+            seconds, over_floor, right, selected = zip(*taken, strict=True)
+            found.append(
+                Record(
+                    method=method.name,
+                    device=describe()["processor"],
+                    torch=torch.__version__,
+                    data=data,
+                    n=length,
+                    k=k,
+                    density=density,
+                    clock="wall" if method.threads > 1 else "cpu",
+                    seconds=Range.of(seconds),
+                    over_floor=Range.of(over_floor),
+                    exact=all(right),
+                    selected=round(statistics.median(selected)),
+                )
+            )
+        return found
+
+
+def measure(
+    source: Source,
+    density: float,
+    rows: Rounds,
+    rounds: int,
+    warm_up: int,
+    progress: Callable[[str], None] = silent,
+) -> list[Record]:
+    """Return a record for each method on the gradients of a source."""
+    k = max(1, round(source.length * density))
+    residual = np.zeros(source.length, np.float32)
+    threshold = 0.0
+    for number in range(warm_up + rounds):
+        gradient = source.next_gradient()
+        if number >= warm_up - 3:  # long enough before for thresholds to settle
+            progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
+            rows.run(residual, gradient, k, counts=number >= warm_up)
+        picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
+        reference.clear_at(residual, picked.indices)
+        source.apply(picked)
+    return rows.records(source.label, source.length, k, density)
+
+
+def cases(length: int, k: int) -> Iterator[tuple[str, Array, float]]:
+    """Yield each adverse case: its name, a residual, and a guess at its k-th largest |value|."""
+    random = np.random.default_rng(0)
+    normal = random.standard_normal(length, np.float32)
+    at_k = float(np.partition(np.abs(normal), length - k)[length - k])
+    yield "normal values, guess 2 times too high", normal, 2 * at_k
+    yield "normal values, guess 1e30", normal, 1e30
+    yield "all equal, half of it for a guess", np.ones(length, np.float32), 0.5
+    few = np.zeros(length, np.float32)
+    few[random.choice(length, k // 2, replace=False)] = 1
+    yield "fewer than k that are not zero", few, 0.5
+    normal[random.random(length) < 0.1] = np.nan
+    yield "10 % NaN", normal, at_k
+    ascending = np.linspace(0, 1, length, dtype=np.float32)
+    yield "ascending, half the guess", ascending, 0.5
+    yield "ascending, no guess", ascending, 0.0
+
+
+def measure_cases(
+    length: int,
+    density: float,
+    words: Sequence[str] | None,
+    rounds: int,
+    progress: Callable[[str], None] = silent,
+) -> Iterator[list[Record]]:
+    """Time our twins and torch.topk, case by case."""
+    k = max(2, round(length * density))
+    nothing = np.full(length, 1, np.float32)
+    nothing[:] = 0  # memory of its own: pages of fresh zeros would all be one
+    for name, residual, guess in cases(length, k):
+        ours = [Method(twin, Ours(TWINS[twin], guess)) for twin in sorted(TWINS)]
+        rows = Rounds([Method(FLOOR, floor), *ours, Method("torch.topk", torch_topk)], words)
+        for number in range(rounds + 2):
+            progress(f"{name}: round {number - 1} of {rounds}")
+            rows.run(residual, nothing, k, counts=number >= 2)
+        yield rows.records(f"{name} (synthetic)", length, k, density)
+
+
+class MergeRecord(NamedTuple):
+    """A way to make one list of several: two are merged into their k largest, more are summed."""
+
+    method: str
+    lists: int
+    k: int
+    nanoseconds_per_input_entry: Range
+
+
+def measure_merges(k: int, rounds: int, most_lists: int = 8) -> list[MergeRecord]:
+    """Time the merge of two selections of independent normal values at density 0.01, and a sum.
+
+    Whose lists they are changes from round to round: a processor learns those that come again.
+    """
+    random = np.random.default_rng(0)
+    picks = [
+        reference.select(random.standard_normal(100 * k, np.float32), k)[0]
+        for _ in range(most_lists)
+    ]
+    times: dict[tuple[str, int], list[float]] = {
+        (name, lists): [] for lists in (2, most_lists) for name in TWINS
+    }
+    for number in range(3 + rounds):
+        order = [picks[at] for at in random.permutation(most_lists)]
+        for (name, lists), row in times.items():
+            twin: Any = TWINS[name]
+            begun = time.thread_time()
+            if lists == 2:
+                twin.merge(*order[:2], k)
+            else:
+                twin.sum_by_index(order)
+            if number >= 3:
+                row.append(1e9 * (time.thread_time() - begun) / (lists * k))
+    return [MergeRecord(*key, k, Range.of(row)) for key, row in times.items()]
+
+
+# At which share of the steps: what the density is multiplied by from then on.
+DENSITIES: Final = {0.0: 64.0, 0.025: 16.0, 0.05: 4.0, 0.1: 1.0, 0.55: 4.0, 0.7: 1.0}
+MOST_DENSE: Final = 0.25
+# And at which the learning rate is divided by 10.
+DROPS: Final = (0.4, 0.8)
+
+# (residual, gradient, k, threshold) -> picks, the next threshold, how often the residual was read.
+Search = Callable[[Array, Array, int, float], tuple[SparseVector, float, int]]
+
+
+@dataclasses.dataclass
+class Rescans:
+    """One method over all steps.
+
+    rescans:    the steps after the first that read the residual more than once.
+    at_changes: those of them in which the density or the learning rate had just changed.
+    exact:      whether every step selected k entries, and no other was larger.
+    share:      of the steps, those that read the residual again.
+    """
+
+    method: str
+    data: str
+    n: int
+    density: float
+    steps: int
+    density_changes: int
+    rate_drops: int
+    rescans: int = 0
+    at_changes: int = 0
+    exact: bool = True
+    share: float = 0.0
+
+
+def searches() -> dict[str, Search]:
+    """Return the ways to search that are here, by the names of their methods."""
+    found: dict[str, Search] = {"gtopk-reference": reference.search}
+    if "gtopk-compiled" in TWINS:
+        found["gtopk-compiled"] = _compiled
+    return found
+
+
+def _compiled(
+    residual: Array, gradient: Array, k: int, threshold: float
+) -> tuple[SparseVector, float, int]:
+    from collectives.kernels.host import selection
+
+    picked, report = selection.search(residual, gradient, k, threshold)
+    return picked, report.next_threshold, report.scans
+
+
+def count_rescans(
+    source: Source, density: float, steps: int, progress: Callable[[str], None] = silent
+) -> list[Rescans]:
+    """Return the counts of each way to search on the same gradients."""
+    densities = {int(share * steps): factor for share, factor in DENSITIES.items()}
+    drops = {int(share * steps) for share in DROPS}
+    changes = len(densities) - 1, len(drops)
+    found = [
+        (Rescans(name, source.label, source.length, density, steps, *changes), search)
+        for name, search in searches().items()
+    ]
+    residuals = [np.zeros(source.length, np.float32) for _ in found]
+    thresholds = [0.0] * len(found)
+    k = 0
+    for step in range(steps):
+        if step in densities:
+            k = max(1, round(source.length * min(MOST_DENSE, density * densities[step])))
+        if step in drops:
+            source.slow_down(0.1)
+        if step % 10 == 0:
+            progress(f"{source.label}: step {step} of {steps}")
+        gradient = source.next_gradient()
+        for place, (counted, search) in enumerate(found):
+            residual = residuals[place]
+            answer = Answer(residual + gradient, k)
+            picked, thresholds[place], scans = search(residual, gradient, k, thresholds[place])
+            counted.exact &= answer.is_given_by(picked)
+            if step and scans > 1:
+                counted.rescans += 1
+                counted.at_changes += step in densities or step in drops
+                counted.share = counted.rescans / steps
+            reference.clear_at(residual, picked.indices)
+        source.apply(picked)
+    return [counted for counted, _ in found]
+
+
+def parser() -> Any:
+    """Return the command line's grammar."""
+    described = bench_parser(
+        "selection",
+        "Time a step of error feedback (accumulate, select, clear) by our kernels and "
+        "by others, in turn in one run, and check what each of them selects.",
+    )
+    data = (*SOURCES, ADVERSE)
+    add_words(
+        described,
+        "--elements",
+        whole_number,
+        [25_600_000],
+        metavar="N",
+        help="length of the gradient; default: 25600000",
+    )
+    described.option("--density", share, 0.001, "share of entries selected")
+    which = f"gradients to select from: {', '.join(data)} (bad guesses, NaN, ties); default: all"
+    add_words(described, "--data", one_of(data), data, help=which)
+    add_words(described, "--methods", str, help="methods to time; default: all")
+    described.option("--rounds", whole_number, 7, "timed rounds of each method")
+    described.option("--warm-up", whole_number, 20, "untimed rounds before those")
+    described.option(
+        "--threads",
+        whole_number,
+        usable_cores(),
+        "threads of the multi-threaded method; default: all cores",
+    )
+    described.option(
+        "--rescans",
+        whole_number,
+        None,
+        "time nothing; count how many of STEPS steps scan the residual a second time, "
+        "while density and learning rate change",
+        metavar="STEPS",
+    )
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    options = parser().parse_args(arguments)
+    known = [method.name for method in all_methods(options.threads)]
+    if unknown := set(options.methods or known) - set(known):
+        return refuse(
+            "selection", f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
+        )
+    torch.set_num_threads(1)
+    machine = describe()
+    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    sources = [
+        (elements, name)
+        for elements in options.elements
+        for name in options.data
+        if name != ADVERSE
+    ]
+    if options.rescans:
+        counted = [
+            each
+            for elements, name in sources
+            for each in count_rescans(
+                open_source(name, elements), options.density, options.rescans, show_progress
+            )
+        ]
+        show_progress()
+        print("\n".join(map(_rescans_text, counted)))
+        rescans = [dataclasses.asdict(each) for each in counted]
+        write_json({"machine": machine, "rescans": rescans}, options.json)
+        return 0
+    print("times are medians of rounds, with the lowest and the highest of the ratios\n")
+    records: list[Record] = []
+    merges: list[MergeRecord] = []
+
+    def take(found: list[Record]) -> None:
+        show_progress()
+        print(table(found))
+        records.extend(found)
+
+    for elements in options.elements:
+        if ADVERSE in options.data:
+            for found in measure_cases(
+                elements, options.density, options.methods, options.rounds, show_progress
+            ):
+                take(found)
+        for name in (name for length, name in sources if length == elements):
+            rows = Rounds(all_methods(options.threads), options.methods)
+            source = open_source(name, elements)
+            take(
+                measure(
+                    source, options.density, rows, options.rounds, options.warm_up, show_progress
+                )
+            )
+        for merge in measure_merges(max(1, round(elements * options.density)), rounds=31):
+            what = f"{'merge' if merge.lists == 2 else 'sum'} of {merge.lists} lists"
+            spent = merge.nanoseconds_per_input_entry.text(1)
+            print(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
+            merges.append(merge)
+        print()
+    content = {
+        "machine": machine,
+        "records": [
+            record._asdict()
+            | record.seconds.fields("seconds")
+            | record.over_floor.fields("over_floor")
+            for record in records
+        ],
+        "merges": [
+            merge._asdict()
+            | {"nanoseconds_per_input_entry": merge.nanoseconds_per_input_entry.median}
+            for merge in merges
+        ],
+    }
+    write_json(content, options.json)
+    return 0
+
+
+def _rescans_text(record: Rescans) -> str:
+    return (
+        f"{record.data}, n = {record.n:,}, density {record.density:g}, {record.method}: "
+        f"{record.rescans} of {record.steps:,} steps read the residual again "
+        f"({record.share:.2%}), {record.at_changes} of them just after one of "
+        f"{record.density_changes} changes of density and {record.rate_drops} drops; "
+        f"{'exact' if record.exact else 'NOT EXACT'}"
+    )
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the records of one kind of data as lines."""
+    first = records[0]
+    rows = [("", "ms", "over a += g", "selected / k")]
+    for record in records:
+        picked = "exact" if record.exact else f"{record.selected / record.k:.3g}"
+        rows.append(
+            (
+                record.method + (" [wall]" if record.clock == "wall" else ""),
+                f"{1e3 * record.seconds.median:.2f}",
+                record.over_floor.text(),
+                "" if record.method in (FLOOR, COPY) else picked,
+            )
+        )
+    lines = [
+        f"{first.data}, n = {first.n:,}, k = {first.k:,} (density {first.density:g})",
+        f"on {first.device}, by torch {first.torch}",
+        *aligned(rows),
+    ]
+    by_name = {record.method: record.seconds.median for record in records}
+    if topk := by_name.get("torch.topk"):
+        for name in sorted(by_name.keys() & TWINS.keys()):
+            lines.append(f"{name} is {topk / by_name[name]:.1f} times as fast as torch.topk")
+    return "\n  ".join(lines) + "\n"

@@ -1,1 +1,0 @@
-"""`gtopk bench selection`: what accumulating and selecting costs, against `a += g` and others."""
