@@ -25,9 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
-from gtopk.cli.simulate import replicas, speeds
+from gtopk.cli.simulate import render, replicas, speeds
 from gtopk.cli.simulate.setting import Cluster, Record, Setting
-from gtopk.cli.simulate.show import render
 from models.data.batches import SparseDataset
 from models.data.catalogue import shape_of
 from models.data.synthetic_xml import resized, synthesise

@@ -190,7 +190,9 @@ def count(text: str) -> int:
     if found is None:
         raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
     times = _COUNTS[found["prefix"].lower()]
-    _above_zero(_number(found["number"]) * times, text, 1.0)  # Decimal raises where floats are inf
+    # Decimal raises where floats are infinite.
+    if not 1.0 <= _number(found["number"]) * times < math.inf:
+        raise ValueError(f"must be at least 1, got {text!r}")
     exact = Decimal(_plain(found["number"])) * times
     if exact != exact.to_integral_value():
         raise ValueError(f"must be whole, got {text!r}")
@@ -203,9 +205,3 @@ def _number(text: str) -> float:
 
 def _plain(text: str) -> str:
     return text.replace("_", "").replace(",", "")
-
-
-def _above_zero(value: float, text: str, least: float = 0.0) -> float:
-    if not (value > 0.0 and least <= value < math.inf):
-        raise ValueError(f"must be {f'at least {least:g}' if least else 'above 0'}, got {text!r}")
-    return value

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .bench import BENCHMARKS, place
+from .arguments import Command
+from .bench import BENCHMARKS
 from .main import COMMANDS
 
 SHELLS: Final = ("bash", "zsh", "fish")
@@ -23,15 +24,12 @@ _HOW: Final = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Command:
     """Return the command line's grammar."""
-    described = argparse.ArgumentParser(
-        prog="gtopk completion",
-        description="Print the completion script for a shell. It needs shtab: pip install shtab.",
-        epilog="example:\n"
-        + "\n".join(f"  {line}" for line in _HOW)
-        + "\n\nOnce for each version of gtopk: to make it takes some seconds.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    described = Command(
+        "completion",
+        "Print the completion script for a shell. It needs shtab: pip install shtab.",
+        "\n  ".join(_HOW) + "\n\nOnce for each version of gtopk: to make it takes some seconds.",
     )
     described.add_argument("shell", choices=SHELLS)
     return described
@@ -43,7 +41,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     A command that cannot be imported here gets a parser with --help alone.
     """
     places = {name: module for name, (module, _) in COMMANDS.items() if name != "bench"}
-    places |= {f"bench {what}": f".bench{place(what)}" for what in BENCHMARKS}
+    places |= {f"bench {what}": f".bench.{what}" for what in BENCHMARKS}
     found = {}
     for name, module in places.items():
         try:

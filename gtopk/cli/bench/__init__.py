@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-# Each is imported when it is called: a module, or a package with its `command`.
+# Each is a module here, with its `parser` and `main`, that is imported when it is called.
 BENCHMARKS: Final[dict[str, str]] = {
     "collectives": "every reduction, compared with baselines and the model",
     "engine": "matching operations by name, and fusion, against a bare allreduce",
@@ -18,11 +18,6 @@ BENCHMARKS: Final[dict[str, str]] = {
     "selection": "accumulate and select against other selectors, on this machine",
     "wire": "bytes and time per entry of each format, and where it pays",
 }
-
-
-def place(benchmark: str) -> str:
-    """Return the module of a benchmark, from this package, with its `parser` and `main`."""
-    return f".{benchmark}"
 
 
 def usage() -> str:
@@ -52,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     words = list(sys.argv[2:] if arguments is None else arguments)
     if words and words[0] in BENCHMARKS:
-        command = importlib.import_module(place(words[0]), __package__)
+        command = importlib.import_module(f".{words[0]}", __package__)
         if "--json" in words and words[words.index("--json") + 1 :][:1] == ["-"]:
             return _json_alone(command.main, words[1:])
         code: int = command.main(words[1:])

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from gtopk.adaptive.hogbatch.sizes import Thresholds
+from gtopk.cli.simulate import render
 from gtopk.cli.simulate.modes import SIMULATED
 from gtopk.cli.simulate.setting import Classes, Cluster, Record, Setting, open_task
-from gtopk.cli.simulate.show import render
 
 SLOW = range(1, 4)
 CLUSTER = Cluster([1000, 100, 100, 100], overhead_seconds=1e-3, noise=0.03)
