@@ -124,9 +124,7 @@ class SparseExchange:
         self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
-        self._threshold_moved: tuple[SparseVector, SparseVector] | None = (
-            None  # picked, and returned
-        )
+        self._last_sent: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
@@ -202,7 +200,7 @@ class SparseExchange:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._result is not None
         picked, update, returned, kept = self._result
-        self._result, self._threshold_moved = None, (picked, returned)
+        self._result, self._last_sent = None, (picked, returned)
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
@@ -220,9 +218,9 @@ class SparseExchange:
 
     def sent_mass(self) -> float:
         """Return the sum of the absolute values picked in the last step, less those returned."""
-        if self._threshold_moved is None:
+        if self._last_sent is None:
             return 0.0
-        picked, returned = (float(abs(vector.values).sum()) for vector in self._threshold_moved)
+        picked, returned = (float(abs(vector.values).sum()) for vector in self._last_sent)
         return max(0.0, picked - returned)
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
