@@ -148,7 +148,7 @@ class Residual:
         self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
-    def make_steps(self, steps: AdamSteps) -> None:
+    def install_adam(self, steps: AdamSteps) -> None:
         """Turn gradients into these AdamW steps before they get here; call it before the first."""
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
@@ -433,7 +433,7 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def make_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def run_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
