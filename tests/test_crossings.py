@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # With the C++ core, which NumPy's kernels do without.
 MOST_FILES = {"DistributedOptimizer": 60, "DDP's hook": 53}
@@ -15,3 +16,19 @@ def test_a_step_goes_through_no_more_files_than_before(forked) -> None:
     assert {name for name, _, _ in said} == {*MOST_FILES}
     assert all(int(calls) >= int(files) > 0 for _, files, calls in said)
     assert [line for line in said if int(line[1]) > MOST_FILES[line[0]]] == []
+
+
+def test_the_page_names_calls_that_a_step_makes(forked) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    drawn = page.partition("## One step, file by file")[2].split("```")[1].strip().splitlines()
+    done = forked(2, "../crossings.py", "--pairs")
+    of_optimizer = done.stdout.partition("DDP's hook")[0]
+    calls = set(re.findall(r"^ *\d+  (\S+) -> (\S+)$", of_optimizer, re.M))
+    above: list[str] = []
+    for line in drawn:
+        file = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        del above[depth:]
+        if above:
+            assert (above[-1], file) in calls, line
+        above.append(file)

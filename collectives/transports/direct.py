@@ -42,10 +42,10 @@ def open_mpi(
     A collective. GPUs' messages are direct where the MPI library has passed the trial on every
     host, else staged through pinned host memory.
     """
-    return over_gpus(MpiTransport(communicator, timeout_seconds), timeout_seconds)
+    return open_for_gpus(MpiTransport(communicator, timeout_seconds), timeout_seconds)
 
 
-def over_gpus(host: MpiTransport, timeout_seconds: float) -> Transport:
+def open_for_gpus(host: MpiTransport, timeout_seconds: float) -> Transport:
     """Return a transport for hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
     if not _everywhere(host, has_gpu()):
         return host

@@ -375,7 +375,7 @@ def make_adam_steps(
     if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
-    bucket_exchange.exchange.residual.make_steps(AdamSteps(bucket, groups, ranks, parameters))
+    bucket_exchange.exchange.residual.install_adam(AdamSteps(bucket, groups, ranks, parameters))
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:

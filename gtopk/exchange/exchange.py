@@ -124,9 +124,7 @@ class SparseExchange:
         self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
-        self._threshold_moved: tuple[SparseVector, SparseVector] | None = (
-            None  # picked, and returned
-        )
+        self._last_sent: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
@@ -168,7 +166,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
-        sampling_seconds = make_adam_step(bucket, self.residual, transport) or 0.0
+        sampling_seconds = run_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Timestamp(bucket.device)
             picked = self._select(bucket, transport)
@@ -202,7 +200,7 @@ class SparseExchange:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._result is not None
         picked, update, returned, kept = self._result
-        self._result, self._threshold_moved = None, (picked, returned)
+        self._result, self._last_sent = None, (picked, returned)
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
@@ -220,9 +218,9 @@ class SparseExchange:
 
     def sent_mass(self) -> float:
         """Return the sum of the absolute values picked in the last step, less those returned."""
-        if self._threshold_moved is None:
+        if self._last_sent is None:
             return 0.0
-        picked, returned = (float(abs(vector.values).sum()) for vector in self._threshold_moved)
+        picked, returned = (float(abs(vector.values).sum()) for vector in self._last_sent)
         return max(0.0, picked - returned)
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
@@ -295,7 +293,7 @@ class DenseExchange:
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        sampling_seconds = make_adam_step(bucket, self.residual, transport)
+        sampling_seconds = run_adam_step(bucket, self.residual, transport)
         begun = Timestamp(bucket.device)
         with profiled("select"):
             gradient = bucket.gather() if sampling_seconds is None else bucket.flat
@@ -487,7 +485,7 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def make_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+def run_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
     """Put Adam's weighted steps into `flat`, in the gradients' place.
 
     It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
@@ -495,4 +493,4 @@ def make_adam_step(bucket: Bucket, residual: Residual | None, transport: Transpo
     """
     if residual is None or not residual.has_moments:
         return None
-    return residual.make_adam_step(bucket.gather(), bucket.share, transport)
+    return residual.run_adam_step(bucket.gather(), bucket.share, transport)

@@ -135,20 +135,20 @@ class Residual:
             for name in self._names
         ]
         self._second_buffers: list[Memory] = []
-        self._swapped: set[int] = set()  # parts changed since `remember`: old values are beside
+        self._swapped: set[int] = set()  # parts changed since `snapshot`: old values are beside
         self._betas, self._sizes = betas, sizes
         self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
         self.is_empty = True
         self._drained_steps = 0
         self.may_be_misplaced = True
-        # At `remember`: is_empty, _drained_steps, may_be_misplaced.
-        self._remembered: tuple[bool, int, bool] | None = None
+        # At `snapshot`: is_empty, _drained_steps, may_be_misplaced.
+        self._snapshot: tuple[bool, int, bool] | None = None
         # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
         self._stashed: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
-    def make_steps(self, steps: AdamSteps) -> None:
+    def install_adam(self, steps: AdamSteps) -> None:
         """Turn gradients into these AdamW steps before they get here; call it before the first."""
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
@@ -332,24 +332,24 @@ class Residual:
         """Let `restore` bring back what is here now; the first call makes room for it."""
         self._second_buffers = self._second_buffers or [one.like() for one in self._memory]
         self.drop_snapshot()
-        self._remembered = self.is_empty, self._drained_steps, self.may_be_misplaced
+        self._snapshot = self.is_empty, self._drained_steps, self.may_be_misplaced
 
     def restore(self) -> None:
-        """Become what was remembered last, to the bit; do nothing where nothing was."""
-        if self._remembered is None:
+        """Become what it was at the last `snapshot`, to the bit; do nothing without one."""
+        if self._snapshot is None:
             return
         # By swapping, not by subtracting what was added: that would round once more.
         for number in tuple(self._swapped):
             self._swap_buffers(number)
         if self._steps is not None:
             self._steps.undo()
-        self.is_empty, self._drained_steps, self.may_be_misplaced = self._remembered
+        self.is_empty, self._drained_steps, self.may_be_misplaced = self._snapshot
         self._stashed = None
         self.drop_snapshot()
 
     def drop_snapshot(self) -> None:
-        """Drop what was remembered: there is nothing to restore from now on."""
-        self._remembered = None
+        """Drop the snapshot: there is nothing to restore from now on."""
+        self._snapshot = None
         self._swapped.clear()
         if self._steps is not None:
             self._steps.drop_snapshot()
@@ -381,7 +381,7 @@ class Residual:
         """Put back what was set aside, once the update is applied."""
         if self._stashed is None:
             return
-        assert self._remembered is not None
+        assert self._snapshot is not None
         places = []
         for number, where, values in self._stashed:
             here = self._writable(number).tensor[where]
@@ -395,7 +395,7 @@ class Residual:
             self.is_empty &= number != 0
         if self._steps is not None:
             self._steps.undo_part(places)
-        self.may_be_misplaced |= self._remembered[2]  # values set aside were not brought home
+        self.may_be_misplaced |= self._snapshot[2]  # values set aside were not brought home
         self._stashed = None
 
     @property
@@ -410,12 +410,12 @@ class Residual:
 
     def _target_buffer(self, number: int) -> Memory | None:
         """Return the second buffer to write this part's new values into; None: write in place."""
-        if self._remembered is None or number in self._swapped:
+        if self._snapshot is None or number in self._swapped:
             return None
         return self._second_buffers[number]
 
     def _writable(self, number: int) -> Memory:
-        """Return this part's memory, to be changed in place; copy it first if it is remembered."""
+        """Return this part's memory, to be changed in place; copy what a snapshot holds first."""
         into = self._target_buffer(number)
         if into is not None:
             into.tensor.copy_(self._memory[number].tensor)
@@ -433,7 +433,7 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def make_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def run_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.

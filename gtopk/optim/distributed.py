@@ -255,7 +255,7 @@ class _DistributedOptimizer(Readings):
             self._corrected.require_unchanged(self)
             self._step_wrapped()
         if self._local is not None:
-            # A skipped step has not taken the centre: without this, parameters would stay c - a.
+            # A skipped step has not taken the center: without this, parameters would stay c - a.
             self._local.restore()
         # Only now: until the optimizer has stepped, `drop` gives the update back to the residual.
         self._reducer.commit()

@@ -21,7 +21,7 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
-VOTE_BITS: Final = 35  # of the flags, below the number of samples
+FLAG_BITS_BELOW_SAMPLES: Final = 35
 MOST: Final = 2**27 - 1
 
 
@@ -55,7 +55,7 @@ class Samples:
     @property
     def flags(self) -> int:
         """Return the bits of the flags that hold the number."""
-        return 0 if self.count is None else (self.count << 1 | 1) << VOTE_BITS
+        return 0 if self.count is None else (self.count << 1 | 1) << FLAG_BITS_BELOW_SAMPLES
 
     @property
     def own_weight(self) -> int:
@@ -94,7 +94,7 @@ def is_weighted(flags: int) -> bool:
 
 
 def _number(flags: int) -> int | None:
-    said = flags >> VOTE_BITS
+    said = flags >> FLAG_BITS_BELOW_SAMPLES
     return said >> 1 if said & 1 else None
 
 

@@ -37,7 +37,7 @@ from ..exchange.exchange import Exchanged
 from ..exchange.residual import ResidualSize
 from ..runtime.coordinator import Engine, Operation
 from ..runtime.coordinator.agreement import describe_missing
-from .samples import VOTE_BITS, LocalClip, Samples, is_weighted
+from .samples import FLAG_BITS_BELOW_SAMPLES, LocalClip, Samples, is_weighted
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
@@ -45,9 +45,9 @@ _UNPLANNED: Final = 4
 _JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
 _HERE: Final = 8  # this rank has not joined: the flags of one that has are 0
 _PREEMPTED: Final = 16
-_BROKEN_OFF: Final = 32  # by a rank that is about to join
+_ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
-_MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
+_MISSING: Final = (1 << FLAG_BITS_BELOW_SAMPLES) - (1 << _MISSING_SHIFT)
 
 
 class AnyBucketExchange(Protocol):
@@ -103,7 +103,7 @@ class StepTransaction:
     clip:    shortens the gradients, once their weight is known.
     changed: void: on some rank gradients were changed after their bucket was submitted.
     unplanned: void: some rank has a gradient that belongs to no bucket.
-    broken_off: void: some rank joined before its end.
+    aborted: void: some rank joined before its end.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are finite,
         also if their sum is not.
     spans:   begin and end of the engine's work on each bucket, by time.perf_counter.
@@ -168,7 +168,7 @@ class StepTransaction:
         The others end the transaction when they, too, have submitted every bucket, or joined.
         """
         for index in self._late():
-            self._submit(index, _BROKEN_OFF)
+            self._submit(index, _ABORTED)
         # This rank's part in them is done: a bucket that the others submit again is of their next
         # try, for which the reducer opens another transaction.
         self.shadowed.update(self.operations)
@@ -375,8 +375,8 @@ class StepTransaction:
             ]
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
-        # Where all ranks have broken off, the last bucket may be run before others.
-        self.aborted |= any(flags & _BROKEN_OFF for flags in all_flags)
+        # Where all ranks have aborted, the last bucket may be run before others.
+        self.aborted |= any(flags & _ABORTED for flags in all_flags)
         # All from flags and sums that are the same on all ranks: all return, or none. One rank that
         # returned alone would leave the others waiting in the exchange below.
         if self.void or (self._stopped and not last):

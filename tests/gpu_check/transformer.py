@@ -140,7 +140,7 @@ class Training:
         return min(1.0, (step + 1) / self.size.warm_steps)
 
     def _look(self, step: int, seconds: float) -> None:
-        """Note the loss on the text held out: at the centre, which is the same on all ranks."""
+        """Note the loss on the text held out: at the center, which is the same on all ranks."""
         if hvd.rank() > 0:
             return
         self.model.eval()

@@ -65,7 +65,7 @@ def train_scaled(
         scaler.update()
 
 
-def centre(optimizer: Any) -> np.ndarray:
+def center(optimizer: Any) -> np.ndarray:
     """Return the parameters that all ranks have, side by side."""
     with optimizer.evaluating():
         return flat(optimizer._parameter_names)

@@ -27,7 +27,7 @@ from gtopk.runtime.world import world
 from gtopk.torch import add_process_set, broadcast_optimizer_state, join
 from tests.gtopk.adamw import (
     OneRank,
-    centre,
+    center,
     distribute,
     flat,
     gradients_of,
@@ -117,7 +117,7 @@ def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_centre_moves_by_the_mean_of_the_ranks_steps(size, kind):
+def test_the_center_moves_by_the_mean_of_the_ranks_steps(size, kind):
     """Less what is held back; with unlike samples, skipped steps, and rates that change."""
 
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
@@ -130,7 +130,7 @@ def test_the_centre_moves_by_the_mean_of_the_ranks_steps(size, kind):
                 optimizer.set_num_samples(samples)
                 for group in optimizer.param_groups:
                     group["lr"] *= 0.8
-                before, left = centre(optimizer), held(optimizer)
+                before, left = center(optimizer), held(optimizer)
                 optimizer.zero_grad()
                 value(model, transport.rank, step, samples or 1).backward()
                 gradients = gradients_of(model)
@@ -138,7 +138,7 @@ def test_the_centre_moves_by_the_mean_of_the_ranks_steps(size, kind):
                     next(model.parameters()).grad.fill_(float("inf"))
                     optimizer.set_num_samples(1)
                 optimizer.step()
-                after, rest = centre(optimizer), held(optimizer)
+                after, rest = center(optimizer), held(optimizer)
                 if step == 4:
                     np.testing.assert_array_equal(before, after)
                     np.testing.assert_array_equal(left, rest)
@@ -218,7 +218,7 @@ def test_a_skipped_step_leaves_what_ranks_share(threads):
     threads(2, program)
 
 
-def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_centre(threads):
+def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center(threads):
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
         with world.entered(transport):
@@ -336,7 +336,7 @@ def test_local_residual_can_be_left_out(threads):
     threads(2, program)
 
 
-def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_centre(threads):
+def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_center(threads):
     def program(transport: LocalTransport) -> None:
         model, other = network(), network()
         with world.entered(transport):
@@ -507,7 +507,7 @@ def test_a_rate_that_changes_between_backward_and_step_counts(threads):
                 if early:
                     loss.backward()
                 optimizer.step()
-            return centre(optimizer)
+            return center(optimizer)
 
     early, late = (threads(2, lambda t, e=early: program(t, e)) for early in (True, False))
     np.testing.assert_array_equal(early, late)

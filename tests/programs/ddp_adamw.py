@@ -160,34 +160,34 @@ def test_replicas_are_one_and_all_is_kept_when_ddp_makes_its_buckets_anew() -> N
         assert_alike(model)
 
 
-def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_centre() -> None:
+def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center() -> None:
     model, optimizer, state = hooked(0.02)
     seen: list[torch.Tensor] = []
     model.module.layers[0].register_forward_pre_hook(lambda *call: seen.append(weights(model)))
     train(model, optimizer, range(3))
-    centre = weights(model)
+    center = weights(model)
     held = state.state_dict(model)["held"][RANK]
     own = torch.cat(
         [held[name]["residual"].reshape(-1) for name, _ in model.module.named_parameters()]
     )
     optimizer.zero_grad()
     loss(model, 3)
-    torch.testing.assert_close(seen[-1], centre - SIZE * own, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(seen[-1], centre)
+    torch.testing.assert_close(seen[-1], center - SIZE * own, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(seen[-1], center)
     with state.evaluating():
-        assert torch.equal(weights(model), centre)
+        assert torch.equal(weights(model), center)
         loss(model, 3)
-        assert torch.equal(seen[-1], centre)
+        assert torch.equal(seen[-1], center)
     loss(model, 3).backward()
     for each in (model, model.module):
         each.eval()
         each(batch(0))
-        assert torch.equal(seen[-1], centre)
+        assert torch.equal(seen[-1], center)
         each.train()
         loss(model, 3)
-        assert not torch.equal(seen[-1], centre)
+        assert not torch.equal(seen[-1], center)
         values = each.state_dict().values()
-        assert torch.equal(torch.cat([v.reshape(-1) for v in values]), centre)
+        assert torch.equal(torch.cat([v.reshape(-1) for v in values]), center)
     optimizer.step()
     assert_alike(model)
 
@@ -447,10 +447,10 @@ def test_what_cannot_be_is_refused() -> None:
 def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -> None:
     model, optimizer, old = hooked(0.02)
     train(model, optimizer, range(3))
-    centre = weights(model)
+    center = weights(model)
     GTopKState(0.02, optimizer=optimizer)  # of a model that is wrapped anew, say
     model.module(batch(0))
-    assert torch.equal(weights(model), centre)
+    assert torch.equal(weights(model), center)
     assert old.makes_adam_steps
 
 

@@ -182,7 +182,7 @@ def unsent(model: Any, state: fsdp.ReplicaState) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_the_centre() -> None:
+def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_the_center() -> None:
     model, optimizer, state = sharded(0.05)
     seen: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model):  # behind FSDP's own hook: parameters are whole
@@ -197,18 +197,18 @@ def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_t
         return torch.cat([seen[number] for number in range(3)])
 
     train(model, optimizer, range(3))
-    centre, applied = weights(model), weights(model) - 2 * unsent(model, state)
-    assert not torch.equal(applied, centre)
+    center, applied = weights(model), weights(model) - 2 * unsent(model, state)
+    assert not torch.equal(applied, center)
     for _ in range(2):
         loss(model, 3)  # without a backward pass FSDP keeps the last layers whole
         torch.testing.assert_close(whole(), applied, rtol=1e-12, atol=1e-12)
         model.eval()
         loss(model, 3)
-        assert torch.equal(whole(), centre)
+        assert torch.equal(whole(), center)
         model.train()
     with state.evaluating():
         loss(model, 3)
-        assert torch.equal(whole(), centre)
+        assert torch.equal(whole(), center)
     optimizer.zero_grad()
     value = loss(model, 3)
     torch.testing.assert_close(whole(), applied, rtol=1e-12, atol=1e-12)

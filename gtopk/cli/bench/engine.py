@@ -24,7 +24,12 @@ from collectives.transports import Transport, local_world, run_ranks
 
 from ...runtime.coordinator import Engine, Operation, Settings
 from ...runtime.coordinator.fusion import Dense, layout_of
-from ...runtime.coordinator.operation import Announcement, OperationSpec, Request, exchange
+from ...runtime.coordinator.operation import (
+    Announcement,
+    OperationSpec,
+    Request,
+    gather_announcements,
+)
 from ...runtime.coordinator.readiness_table import ReadinessTable
 from ...runtime.launch import launched_by
 from ...runtime.machine import load, this_machine
@@ -80,13 +85,13 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     spec = OperationSpec(("float32 [1]",), None, (layout,))
     requests = [Request(f"allreduce.{number}", spec, 0) for number in range(names)]
-    table.enter(exchange(transport, Announcement(fresh=tuple(requests)), table.slots))
+    table.enter(gather_announcements(transport, Announcement(fresh=tuple(requests)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
 
     def negotiate() -> None:
         announcement = table.announcement_of([*requests], transport.rank)
-        outcome = table.enter(exchange(transport, announcement, table.slots))
+        outcome = table.enter(gather_announcements(transport, announcement, table.slots))
         assert len(outcome.ready) == names
 
     def allreduce() -> None:

@@ -17,7 +17,7 @@ from ...compression import ErrorFeedback, Hierarchical
 from ...errors import check_choice
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ...reduce_ops import Adasum
-from .local_residual import on_this_rank, take_centre, versions_of
+from .local_residual import on_this_rank, take_center, versions_of
 
 
 def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
@@ -44,7 +44,7 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
     """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
 
     agreed: the steps as they were put there, to find changes; None: they are not checked.
-    The parameters are then the centre, also those that had unsent steps applied.
+    The parameters are then the center, also those that had unsent steps applied.
     Raises RuntimeError for a sparse gradient, as Adam does, and ValueError for changed steps.
     """
     if agreed is not None:
@@ -54,11 +54,11 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
         if is_decoupled(group, optimizer):
             keep -= float(group["lr"]) * float(group["weight_decay"])
         for parameter in group["params"]:
-            centre = take_centre(parameter)
+            center = take_center(parameter)
             update = parameter.grad
             if update is None:
-                if centre is not None:
-                    on_this_rank(parameter).copy_(centre)
+                if center is not None:
+                    on_this_rank(parameter).copy_(center)
                 continue
             if update.is_sparse:
                 raise RuntimeError(
@@ -67,8 +67,8 @@ def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
                 )
             here = on_this_rank(parameter)
             # Decay first, in the parameter's own memory, which may be c - a until then: one pass
-            # writes the decayed centre over it.
-            torch.mul(here if centre is None else centre, keep, out=here)
+            # writes the decayed center over it.
+            torch.mul(here if center is None else center, keep, out=here)
             here.sub_(on_this_rank(update))
 
 

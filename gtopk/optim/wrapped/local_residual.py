@@ -1,6 +1,6 @@
 """LocalResidual: forward and backward use the model with this rank's own unsent steps applied.
 
-    step()      parameters hold the centre c, to the bit the same on all ranks
+    step()      parameters hold the center c, to the bit the same on all ranks
     forward     of a model in training: they become c - a; a: this rank's unsent steps
     backward    this rank's gradient at c - a
     step()      c moves by what the ranks agreed on
@@ -8,10 +8,10 @@
 Without it a rank computes gradients as if its unsent steps had never been made, and makes them
 again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
 costs most of the accuracy that compression loses. Between a step and the next forward pass
-parameters are the centre: evaluation, checkpoints, the replica check and broadcasts see that.
+parameters are the center: evaluation, checkpoints, the replica check and broadcasts see that.
 
-Where parameters are c - a, no other code may change them: a rank could not tell the new centre from
-its own unsent steps. A model's load_state_dict() is allowed: it replaces the centre.
+Where parameters are c - a, no other code may change them: a rank could not tell the new center from
+its own unsent steps. A model's load_state_dict() is allowed: it replaces the center.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _sources: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionar
 _numbers = itertools.count()
 
 
-def take_centre(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the centre of a parameter that is c - a; the caller must write it back.
+def take_center(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return the center of a parameter that is c - a; the caller must write it back.
 
-    None: the parameter is the centre. Raises RuntimeError where it was changed while it was c - a.
+    None: the parameter is the center. Raises RuntimeError where it was changed while it was c - a.
     """
     holder = _sources.get(parameter)
-    return None if holder is None else holder._load_centre(parameter)
+    return None if holder is None else holder._load_center(parameter)
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class ResidualSource(Protocol):
 
 
 class LocalResidual:
-    """Swaps the parameters of one optimizer between the centre and c - a.
+    """Swaps the parameters of one optimizer between the center and c - a.
 
     The models are found in the first forward pass after there is something to apply: the outermost
     modules that have one of the parameters. Where none is found by the end of that step, as for
@@ -78,7 +78,7 @@ class LocalResidual:
     caller must call `restore`.
 
     owner: for messages, the object that has `evaluating` and the option local_residual.
-    swapped: called when parameters have become c - a, or the centre.
+    swapped: called when parameters have become c - a, or the center.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LocalResidual:
         swapped: Callable[[], None] = lambda: None,
     ) -> None:
         self._source, self._owner, self._swapped = holder, owner, swapped
-        self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._center: dict[torch.nn.Parameter, torch.Tensor] = {}
         # Versions of the parameters that are c - a now.
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
@@ -161,15 +161,15 @@ class LocalResidual:
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
-            here, centre = on_this_rank(parameter), self._centre.get(parameter)
-            if centre is None or (centre.shape, centre.dtype, centre.device) != (
+            here, center = on_this_rank(parameter), self._center.get(parameter)
+            if center is None or (center.shape, center.dtype, center.device) != (
                 here.shape,
                 here.dtype,
                 here.device,
             ):
-                centre = self._centre[parameter] = torch.empty_like(here)
-            # A copy, as (c - a) + a is not c to the bit, and the centre is the same on all ranks.
-            centre.copy_(here)
+                center = self._center[parameter] = torch.empty_like(here)
+            # A copy, as (c - a) + a is not c to the bit, and the center is the same on all ranks.
+            center.copy_(here)
             # A residual carries the rank's weight in the sum, 1/ranks: alone, it counts in full.
             here.sub_(residual.to(here.device), alpha=ranks)
             self._versions[parameter] = versions_of(parameter)
@@ -179,7 +179,7 @@ class LocalResidual:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the parameters the centre; raise RuntimeError where one was changed meanwhile."""
+        """Make the parameters the center; raise RuntimeError where one was changed meanwhile."""
         applied = [*self._versions]
         for parameter in applied:
             self._restore(parameter)
@@ -188,10 +188,10 @@ class LocalResidual:
 
     @torch.no_grad()
     def _restore(self, parameter: torch.nn.Parameter) -> None:
-        if (centre := self._load_centre(parameter)) is not None:
-            on_this_rank(parameter).copy_(centre)
+        if (center := self._load_center(parameter)) is not None:
+            on_this_rank(parameter).copy_(center)
 
-    def _load_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def _load_center(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         version = self._versions.pop(parameter, None)
         if version is None:
             return None
@@ -203,7 +203,7 @@ class LocalResidual:
                 "rank has not sent yet: the replicas would part. Change it after step(), or within "
                 f"`with {self._owner}.evaluating():`, or give local_residual=False"
             )
-        return self._centre[parameter]
+        return self._center[parameter]
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         named = (pair for root in self._roots for pair in root.named_parameters())
@@ -212,10 +212,10 @@ class LocalResidual:
 
     def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
         """Tell whether a parameter has the values that `apply` gave it, as after SAM's detour."""
-        ranks, centre = self._source.peers.size, self._centre[parameter]
+        ranks, center = self._source.peers.size, self._center[parameter]
         for other, residual in self._source.residuals():
             if other is parameter:
-                applied = centre.sub(residual.to(centre.device), alpha=ranks)
+                applied = center.sub(residual.to(center.device), alpha=ranks)
                 return torch.equal(applied, on_this_rank(parameter))
         return False
 
@@ -241,7 +241,7 @@ class LocalResidual:
             self.apply()
 
     def eval(self) -> None:
-        """Keep the parameters at the centre until `train`."""
+        """Keep the parameters at the center until `train`."""
         self.restore()
         self._is_at_rest = True
 

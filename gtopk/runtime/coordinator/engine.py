@@ -44,7 +44,7 @@ from .operation import (
     Request,
     ShadowWork,
     Work,
-    exchange,
+    gather_announcements,
 )
 from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
 
@@ -332,8 +332,8 @@ class Engine:
         self._waiting_in = next(iter(self._announced), "join" if self._announced_joining else "")
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
-                announcements = exchange(self.transport, announcement, self._table.slots)
-            self._enter(announcements)
+                gathered = gather_announcements(self.transport, announcement, self._table.slots)
+            self._enter(gathered)
         except BaseException as error:
             self._abandon(error)
         self.cycles += 1

@@ -117,7 +117,9 @@ class Announcement(NamedTuple):
 _NOTHING: Final = Announcement()
 
 
-def exchange(transport: Transport, announcement: Announcement, names: int) -> list[Announcement]:
+def gather_announcements(
+    transport: Transport, announcement: Announcement, names: int
+) -> list[Announcement]:
     """Return every rank's announcement, in rank order; all ranks must call it together.
 
     names: the number of ready bits; equal on all ranks.

@@ -48,7 +48,7 @@ class WatchdogSettings(NamedTuple):
     late:     the message when `seconds` are over.
     orphaned: the message when the process `launcher` is no longer its parent; launcher 0: that is
               not checked.
-    roll:     the ranks to look for; None: none.
+    siblings: the ranks to look for; None: none.
     file:     the failure file that gets the message, too, added to `record`; "": none. The launcher
               that reads a rank's stderr may be gone.
     """
@@ -63,10 +63,10 @@ class WatchdogSettings(NamedTuple):
 
 
 class SiblingWatch:
-    """Checks repeatedly whether all ranks of a roll are alive."""
+    """Checks repeatedly whether all siblings are alive."""
 
-    def __init__(self, roll: Siblings, own: int) -> None:
-        self.roll = roll
+    def __init__(self, siblings: Siblings, own: int) -> None:
+        self.siblings = siblings
         self._own, self._parent = own, parent_of(own)
         self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
         self._since = 0.0
@@ -77,7 +77,7 @@ class SiblingWatch:
         here = _children(self._parent)
         silent = 0  # processes that do not show which rank they are
         for pid in here - self._numbers.keys():
-            number = variable_of(pid, self.roll.variable)
+            number = variable_of(pid, self.siblings.variable)
             if number is None:
                 silent += 1
             elif number.isdecimal():
@@ -85,15 +85,15 @@ class SiblingWatch:
                 self._absent = None
         present = {number for pid, number in self._numbers.items() if pid in here}
         ranks = here & self._numbers.keys()
-        if len(present) < len(ranks) or self._numbers.get(self._own) != self.roll.rank:
+        if len(present) < len(ranks) or self._numbers.get(self._own) != self.siblings.rank:
             self._numbers.clear()  # the variable is not the launcher's, or not yet
             self._absent = None
             return ""
-        if self._own not in here or len(present) + silent >= self.roll.ranks:
+        if self._own not in here or len(present) + silent >= self.siblings.ranks:
             self._absent = None
             return ""
         if self._absent is None:
-            known = range(self.roll.ranks) if self.roll.is_all else self._numbers.values()
+            known = range(self.siblings.ranks) if self.siblings.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
         # A watchdog that began late, after a long import, need not wait for further starts.
         still_come = min(map(age_seconds, ranks)) < _COMES_SECONDS
@@ -184,7 +184,7 @@ def watch(settings: WatchdogSettings) -> None:
             return
         why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if caller is not None and (ended := caller.missing()):
-            why = caller.roll.missed.format(ended)
+            why = caller.siblings.missed.format(ended)
         if settings.launcher and parent_of(watched) not in (0, settings.launcher):
             why = settings.orphaned
         if why:

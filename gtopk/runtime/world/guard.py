@@ -208,7 +208,7 @@ class Guard:
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
         self._failures = failures
-        self._retired = self._has_reported = False  # _told: the rank's error was printed
+        self._retired = self._has_reported = False  # reported: its error was printed
         self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:

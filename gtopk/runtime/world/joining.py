@@ -391,13 +391,13 @@ def _watched(
     orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
     if launcher_has_ended():
         raise PeerError(orphaned)
-    roll = None
+    siblings = None
     if job and all_join and (here := ranks_here(job)):
         missed = (
             f"gtopk: {which} cannot join the others: of those that {named} started on this host "
             "{} before hvd.init()"
         )
-        roll = Siblings(missed, job.variables[0], job.rank, here, is_all=here == job.size)
+        siblings = Siblings(missed, job.variables[0], job.rank, here, is_all=here == job.size)
     late = (
         f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
@@ -407,7 +407,7 @@ def _watched(
         file = os.path.abspath(guard.path_of(folder, job.rank))
         record = guard.record_of(job.rank, job.size)
     return deadline(
-        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record)
+        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", siblings, file, record)
     )
 
 

@@ -45,7 +45,7 @@ def vectors(random: np.random.Generator, size: int, dtype: type) -> dict[str, np
     few[random.integers(0, size, 3)] = 1
     holes = np.where(random.random(size) < 0.1, np.nan, normal)
     holes[random.integers(0, size, 3)] = -np.inf
-    denormal = np.finfo(dtype).smallest_subnormal * random.integers(-9, 9, size)
+    subnormal = np.finfo(dtype).smallest_subnormal * random.integers(-9, 9, size)
     everything = {
         "normal": normal,
         "ascending": np.sort(normal),
@@ -56,7 +56,7 @@ def vectors(random: np.random.Generator, size: int, dtype: type) -> dict[str, np
         "zeros": np.zeros(size),
         "few": few,
         "not finite": holes,
-        "denormal": denormal,
+        "subnormal": subnormal,
     }
     return {name: values.astype(dtype) for name, values in everything.items()}
 

@@ -56,7 +56,7 @@ def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def elements(dtype: type) -> st.SearchStrategy[float]:
-    """Return values of all magnitudes, denormal and huge; no two of them overflow when added."""
+    """Return values of all magnitudes, subnormal and huge; no two of them overflow when added."""
     bound = float(np.finfo(dtype).max) / 4
     width = np.dtype(dtype).itemsize * 8
     if width == 32:

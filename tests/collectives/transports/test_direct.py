@@ -14,7 +14,7 @@ import pytest
 
 from collectives import Transport, run_ranks
 from collectives.transports import LocalTransport, direct, local_world
-from collectives.transports.direct import DirectTransport, over_gpus
+from collectives.transports.direct import DirectTransport, open_for_gpus
 from collectives.transports.staged import StagedTransport
 from collectives.transports.transfer_header import TransferHeader, TransferMethod
 from tests.collectives.fake_cuda import CUDARuntimeError
@@ -41,7 +41,7 @@ def opened(
     def program(host: LocalTransport) -> type[Transport]:
         own = hosts[host.rank]
         host.neighbours = lambda: [rank for rank, its in enumerate(hosts) if its == own]
-        return type(over_gpus(host, 30))
+        return type(open_for_gpus(host, 30))
 
     return run_ranks(local_world(len(hosts), 30), program)
 

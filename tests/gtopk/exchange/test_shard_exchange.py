@@ -213,7 +213,7 @@ def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
         with world.entered(transport):
             inner = torch.optim.SGD(model.parameters(), lr=0.05)
             optimizer = LocalSGD(inner, 2, lambda p: torch.optim.SGD(p, lr=1.0), SHARDS)
-            centre = flat(model)
+            center = flat(model)
             for step in range(8):
                 optimizer.zero_grad()
                 model(inputs(transport.rank, step).double()).square().sum().backward()
@@ -221,10 +221,10 @@ def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
                     before = _left(optimizer)
                     alone = flat(model)
                     gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                    change = centre - (alone - 0.05 * gradient)
+                    change = center - (alone - 0.05 * gradient)
                     optimizer.step()
-                    moved = centre - flat(model)
-                    centre = flat(model)
+                    moved = center - flat(model)
+                    center = flat(model)
                     found.append((before, change.numpy() / 3, moved.numpy(), _left(optimizer)))
                 else:
                     optimizer.step()

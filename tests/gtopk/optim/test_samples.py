@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
-from gtopk.optim.samples import MOST, VOTE_BITS, Samples
+from gtopk.optim.samples import FLAG_BITS_BELOW_SAMPLES, MOST, Samples
 from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
 from tests.gtopk.held import held
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, MOST), min_size=1, max_size=20), st.integers(0, 2**VOTE_BITS - 1))
-def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -> None:
+@given(
+    st.lists(st.integers(0, MOST), min_size=1, max_size=20),
+    st.integers(0, 2**FLAG_BITS_BELOW_SAMPLES - 1),
+)
+def test_weights_are_shares_of_the_total(counts: list[int], rest_of_flags: int) -> None:
     ranks = [Samples(count) for count in counts]
-    all_flags = [rank.flags | rest_of_vote for rank in ranks]
+    all_flags = [rank.flags | rest_of_flags for rank in ranks]
     assert max(all_flags) < 2**63
     weights = [rank.weight(all_flags) for rank in ranks]
     assert weights == [count / sum(counts) if count else 0.0 for count in counts]

@@ -140,7 +140,7 @@ def hostile(random: np.random.Generator) -> dict[str, np.ndarray]:
         "a cliff below the k-th": cliff,
         "NaN and infinities": broken,
         "one bit apart": ulps,
-        "denormal": (noise * 1e-42).astype(np.float32),
+        "subnormal": (noise * 1e-42).astype(np.float32),
         "of every magnitude": (noise * 10.0 ** random.integers(-37, 37, n)).astype(np.float32),
     }
 

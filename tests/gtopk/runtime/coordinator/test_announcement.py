@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from collectives.errors import MessageError
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.runtime.coordinator.fusion import Layout
-from gtopk.runtime.coordinator.operation import Announcement, OperationSpec, cycle_bytes, exchange
+from gtopk.runtime.coordinator.operation import (
+    Announcement,
+    OperationSpec,
+    cycle_bytes,
+    gather_announcements,
+)
 
 any_flags = st.integers(-(1 << 63), (1 << 63) - 1)
 layouts = st.builds(
@@ -39,7 +44,7 @@ announcements = st.builds(
 @given(st.lists(announcements, min_size=1, max_size=4))
 def test_all_hear_what_each_says(said: list[Announcement]) -> None:
     def program(transport: LocalTransport) -> list[Announcement]:
-        return exchange(transport, said[transport.rank], 70)
+        return gather_announcements(transport, said[transport.rank], 70)
 
     for heard in run_ranks(local_world(len(said), 20), program):
         assert heard == said
@@ -51,7 +56,7 @@ def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, nam
     def program(transport: LocalTransport) -> tuple[int, int]:
         transport.traffic.read_and_reset()
         ready = (1 << names) - 1 >> transport.rank  # not the same on all ranks
-        exchange(transport, Announcement(ready), names)
+        gather_announcements(transport, Announcement(ready), names)
         taken = transport.traffic.read_and_reset()
         return taken.sent_bytes, taken.sent_messages
 
@@ -65,6 +70,6 @@ def test_what_is_no_announcement_names_its_sender(threads):
             transport.allgather_into(np.full(24, 7, np.uint8), range(0, 25, 8))
             return
         with pytest.raises(MessageError, match="the message from rank 1 is malformed"):
-            exchange(transport, Announcement(), 0)
+            gather_announcements(transport, Announcement(), 0)
 
     threads(3, program)
