@@ -38,7 +38,7 @@ from .exchange.bucket_exchange import (
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_state import ResidualState, under_known_names, unmatched
-from .integrations.adam import HookedAdam, check_clip_norm
+from .integrations.adam import HookedAdam, PassWatch, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
     after_ddp,
@@ -149,12 +149,15 @@ class GTopKState:
         self._world = world.current()
         peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
         self._adam: HookedAdam | None = None
+        made_by = self.compression.correction if of_adam["adam"] is None else "AdamW"
+        self._passes = PassWatch(self._world.rank, made_by)
         if optimizer is not None and of_adam["adam"] is not None:
             self._adam = HookedAdam(
                 optimizer,
                 self._skips,
                 peers,
                 self._bucket_exchanges.residuals,
+                self._passes,
                 local_residual=of_adam["local_residual"],
             )
         elif optimizer is not None:
@@ -207,8 +210,7 @@ class GTopKState:
         self._refuse_another_model(bucket)
         if not bucket.index():
             self._abort_pass()  # in case an error has ended the last pass
-            if self._adam is not None:
-                self._adam.watch(bucket.parameters())
+            self._passes.watch(bucket.parameters())
         bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
         bucket_exchange.parameters[0].grad = buffer
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -276,8 +278,10 @@ class GTopKState:
 
     def accept_gradients(self) -> None:
         """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        counted = self._skips.counted
+        self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
-            (self._adam.note if self._skips.counted else self._adam.forget)()
+            (self._adam.note if counted else self._adam.forget)()
 
     @property
     def makes_adam_steps(self) -> bool:

@@ -45,7 +45,7 @@ from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_buck
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_state import ResidualState, unmatched
-from .integrations.adam import HookedAdam
+from .integrations.adam import HookedAdam, PassWatch
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.fsdp_adam import ShardGroups, residuals_of
 from .integrations.fsdp_units import (
@@ -73,6 +73,7 @@ from .telemetry.step_report import StepReport
 
 __all__ = ["ReplicaState", "replicate"]
 
+_ACCUMULATING: Final = "behind model.set_requires_gradient_sync(False)"
 _NO_CLIPPING: Final = (
     "FSDP hands over each module's gradients before the norm of all is known, so leave clipping out"
 )
@@ -182,8 +183,8 @@ class ReplicaState:
         compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
-        optimizer: torch.optim.Optimizer | None = None,
-        of_adam: Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | None,
+        of_adam: Mapping[str, Any],
     ) -> None:
         self.compression = compression
         self.scaler = scaler
@@ -196,24 +197,25 @@ class ReplicaState:
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        # Residuals of names that no parameter has; saved again
-        self._unmatched: dict[str, ResidualState] = {}
+        self._unmatched: dict[str, ResidualState] = {}  # of names that no parameter has
         self._step = PassTransaction()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
         self._adam: HookedAdam | None = None
-        if optimizer is not None and of_adam is not None and of_adam["adam"] is not None:
+        made_by = compression.correction if of_adam["adam"] is None else "AdamW"
+        self._passes = PassWatch(self._world.rank, made_by, _ACCUMULATING)
+        if optimizer is not None and of_adam["adam"] is not None:
             self._adam = HookedAdam(
                 optimizer,
                 self._skips,
                 peers,
                 partial(residuals_of, self._bucket_exchanges),
+                self._passes,
                 local_residual=of_adam["local_residual"],
                 groups=ShardGroups(optimizer, units),
                 swapped=partial(reshard, units),
-                accumulating="behind model.set_requires_gradient_sync(False)",
                 clipping=_NO_CLIPPING,
             )
         elif optimizer is not None:
@@ -241,8 +243,7 @@ class ReplicaState:
             unit.accumulate(gradients)
             return
         unit.add_accumulated(gradients)
-        if self._adam is not None:
-            self._adam.require_cleared(map(unit.parameter, unit.with_gradient))
+        self._passes.require_cleared(map(unit.parameter, unit.with_gradient))
         self._await_end_of_pass()
         if any(each.unit is unit for each in self._unfinished):  # a module that is used twice
             self._finish()
@@ -405,6 +406,7 @@ class ReplicaState:
         self._steps.close(counted, overlapped=not self._has_waited)
         self._has_waited = False
         self.progress.steps += counted
+        self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
             (self._adam.note if counted else self._adam.forget)()
         ranks = zip(everyone.members.ranks, all_flags, strict=True)

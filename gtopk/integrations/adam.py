@@ -7,6 +7,7 @@ step()      a hook of the optimizer subtracts them, and hides them from the opti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
@@ -15,12 +16,14 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..errors import check_number
+from ..errors import check_number, page
 from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
 from .hook_steps import HookSkips
+
+_log = logging.getLogger("gtopk")
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 
@@ -76,16 +79,90 @@ class HookGroups(AdamGroups):
         return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
 
 
+class PassWatch:
+    """Raises where a backward pass adds its gradients to agreed steps, which are no gradients.
+
+    made_by: who made the steps of gradients; "": gradients remain gradients, which may be added up.
+    accumulating: how to add up passes, for the error.
+    """
+
+    def __init__(
+        self, rank: int, made_by: str, accumulating: str = "within `with model.no_sync():`"
+    ) -> None:
+        self.agreed: AgreedSteps | None = None  # of the last pass
+        self._rank, self._made_by, self.accumulating = rank, made_by, accumulating
+        self._watched: dict[torch.Tensor, Any] = {}
+        self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
+
+    def note(self, parameters: Iterable[torch.Tensor] | None) -> None:
+        """Note that a pass has ended.
+
+        parameters: whose gradients are agreed steps now; None: the pass does not count.
+        """
+        is_agreed = self._made_by and parameters is not None
+        self.agreed = AgreedSteps(parameters or ()) if is_agreed else None
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError where this pass has added gradients to agreed steps.
+
+        parameters: of the first bucket of a pass; they are checked from the next pass on. A pass
+            that is not exchanged may add to agreed steps, as in a GAN.
+        """
+        parameters = list(parameters) if self._made_by else []
+        if not self._added.isdisjoint(parameters):  # others get gradients later in this pass
+            self._added.clear()
+            raise self._error()
+        for parameter in parameters:
+            if parameter not in self._watched and parameter.requires_grad:
+                self._watched[parameter] = parameter.register_hook(
+                    _WeakGradientHook(self._track_gradient, parameter)
+                )
+
+    def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError where gradients of these parameters would be added to agreed steps.
+
+        In place of `watch`, for a hook that runs before gradients are added.
+        """
+        agreed = self.agreed
+        if agreed is None:
+            return
+        if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
+            raise self._error()
+
+    def close(self) -> None:
+        """Watch no more."""
+        for handle in self._watched.values():
+            handle.remove()
+
+    def _error(self) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self._rank}: a backward pass has added its gradients to the agreed steps of "
+            f"{self._made_by}, which the pass before has left in their place: have all passes of a "
+            f"step but the last {self.accumulating}, and clear gradients (optimizer.zero_grad()) "
+            "after step(). A pass whose gradients are thrown away, as the discriminator's in a "
+            f"generator's step, belongs {self.accumulating}, too: exchanged, it takes from the "
+            f"residual what no step applies ({page('Several models, and GANs')})"
+        )
+
+    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Note, before a pass adds to a gradient, whether it is still an agreed step."""
+        if self.agreed is None or not self.agreed.is_in(parameter):
+            self._added.discard(parameter)
+        elif not self.agreed.is_changed(parameter):
+            self._added.add(parameter)
+
+
 class HookedAdam:
     """Makes an optimizer's `step` apply the agreed steps that a hook leaves in the gradients.
 
-    The hook calls `watch` when a pass begins, and `note` or `forget` when it has ended.
+    The hook calls `note` or `forget` when a pass has ended, and `passes.note` before.
 
     groups: the options and state by which the hook makes the steps.
     skips: of the model's passes. residuals: returns each parameter's residual after the last pass.
     local_residual: whether forward passes in training include this rank's unsent steps.
     swapped: called when parameters have become c - a, or the centre.
-    accumulating, clipping: for errors, how to add up passes, and how to clip gradients.
+    passes: has the agreed steps, and watches for passes that add to them.
+    clipping: for errors, how to clip gradients.
     """
 
     def __init__(
@@ -94,25 +171,23 @@ class HookedAdam:
         skips: HookSkips,
         peers: Peers,
         residuals: Residuals,
+        passes: PassWatch,
         *,
         local_residual: bool,
         groups: HookGroups | None = None,
         swapped: Callable[[], None] = lambda: None,
-        accumulating: str = "within `with model.no_sync():`",
         clipping: str = "give the state global_clip_norm=, which clips before the moments",
     ) -> None:
         self.groups = HookGroups(optimizer) if groups is None else groups
-        self._accumulating, self._clipping = accumulating, clipping
+        self._passes, self._clipping = passes, clipping
         self.peers, self.residuals = peers, residuals
         self._optimizer, self._skips = optimizer, skips
         self._local = LocalResidual(self, "state", swapped) if local_residual else None
-        self._agreed: AgreedSteps | None = None  # of the last pass
         self._is_due = False  # no step has applied them yet
+        self._has_warned = False
         self._in_closure = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
-        self._watched: dict[torch.Tensor, Any] = {}
-        self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
         if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
             owner.detach()
         _owners[optimizer] = ref(self)
@@ -133,55 +208,27 @@ class HookedAdam:
         self.forget()
         if self._local is not None:
             self._local.eval()  # its residual is not sent any more
-        for handle in (self._before, *self._others, *self._watched.values()):
+        for handle in (self._before, *self._others):
             handle.remove()
+        self._passes.close()
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where this pass has added gradients to agreed steps.
-
-        parameters: of the first bucket of a pass; they are checked from the next pass on. A pass
-            that is not exchanged may add to agreed steps, as in a GAN.
-        """
-        parameters = list(parameters)
-        if not self._added.isdisjoint(parameters):  # others get gradients later in this pass
-            self._added.clear()
-            raise self._added_to_steps()
-        for parameter in parameters:
-            if parameter not in self._watched and parameter.requires_grad:
-                self._watched[parameter] = parameter.register_hook(
-                    _WeakGradientHook(self._track_gradient, parameter)
-                )
-
-    def _added_to_steps(self) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.peers.world.rank}: a backward pass has added its gradients to the agreed "
-            "steps of AdamW, which the pass before has left in their place: have all passes of a "
-            f"step but the last {self._accumulating}, and clear gradients (optimizer.zero_grad()) "
-            "after step()"
-        )
-
-    def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where gradients of these parameters would be added to agreed steps.
-
-        In place of `watch`, for a hook that runs before gradients are added.
-        """
-        agreed = self._agreed
-        if agreed is None:
-            return
-        if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
-            raise self._added_to_steps()
-
-    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Note, before a pass adds to a gradient, whether it is still an agreed step."""
-        agreed = self._agreed
-        if agreed is None or not agreed.is_in(parameter):
-            self._added.discard(parameter)
-        elif not agreed.is_changed(parameter):
-            self._added.add(parameter)
+    def _warn_of_unused(self) -> None:
+        """Warn, once, where no step has applied what the pass before exchanged."""
+        if self._is_due and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "rank %d: gradients of a backward pass were exchanged, and no step() has applied "
+                "them: what that pass took from the residual is lost. Have a pass whose gradients "
+                "are thrown away, as the discriminator's in a generator's step, %s (%s)",
+                self.peers.world.rank,
+                self._passes.accumulating,
+                page("Several models, and GANs"),
+            )
 
     def note(self) -> None:
         """Note that a pass that counts has ended: gradients are agreed steps now."""
-        self._agreed, self._is_due = AgreedSteps(self._skips.parameters()), True
+        self._warn_of_unused()
+        self._is_due = True
         # Within a closure torch is going through these hooks: their dict must not change then.
         if not self._in_closure:  # register anew: run after hooks that came later and may clip
             self._before.remove()
@@ -189,7 +236,8 @@ class HookedAdam:
 
     def forget(self) -> None:
         """Note that gradients are no agreed steps, and make the parameters the centre."""
-        self._agreed, self._is_due = None, False
+        self._passes.agreed = None
+        self._is_due = False
         if self._local is not None:
             self._local.restore()
 
@@ -219,7 +267,7 @@ class HookedAdam:
             for p in group["params"]
             if p.grad is not None
         ]
-        if self._agreed is None and self.groups.begin_states():
+        if self._passes.agreed is None and self.groups.begin_states():
             self._hide(stepped)
             return None
         for parameter, _ in stepped:
@@ -248,7 +296,7 @@ class HookedAdam:
 
     def _require_agreed(self, parameter: torch.nn.Parameter) -> None:
         """Raise ValueError for a gradient that is no agreed step, or that was applied before."""
-        agreed = self._agreed
+        agreed = self._passes.agreed
         if agreed is not None and self._is_due and agreed.is_in(parameter):
             if not agreed.is_changed(parameter):
                 return

@@ -251,6 +251,36 @@ def test_passes_that_add_up_without_no_sync_are_refused() -> None:
         raises(RuntimeError, loss(model, 4).backward, "model.no_sync()")
 
 
+def test_so_are_passes_that_add_up_to_steps_of_a_correction() -> None:
+    for correction in ({"momentum_correction": 0.9}, {"adam_correction": (0.9, 0.999)}):
+        model = DistributedDataParallel(Net(), **IN_ORDER)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.register_comm_hook(GTopKState(0.5, **correction), gtopk_hook)
+        train(model, optimizer, range(3))
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss(model, 3).backward()
+        loss(model, 4).backward()
+        raises(RuntimeError, loss(model, 5).backward, next(iter(correction)), "model.no_sync()")
+
+
+def test_a_pass_that_is_exchanged_and_thrown_away_is_told_of_once() -> None:
+    model, optimizer, _ = hooked()
+    train(model, optimizer, range(2))
+
+    def throw_away() -> None:
+        for step in range(2, 5):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+
+    said = [text for text in logged(throw_away) if "no step() has applied them" in text]
+    assert len(said) == 1
+    assert f"rank {RANK}" in said[0]
+    optimizer.zero_grad()
+    with model.no_sync():
+        assert not logged(throw_away)
+
+
 def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
     ours, optimizer, _ = hooked()
     theirs, other, _ = hooked()
