@@ -21,7 +21,7 @@ from numbers import Real
 from typing import Literal
 
 
-def page(title: Literal["Tuning", "Clipping", "Several models, and GANs"]) -> str:
+def page(title: Literal["Tuning", "Clipping", "Checkpoints", "Several models, and GANs"]) -> str:
     """Return where a page of the docs is, or a part of one: an installed package has no files."""
     return f"'{title}' in gtopk's docs"
 

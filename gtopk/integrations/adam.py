@@ -185,6 +185,8 @@ class HookedAdam:
         self._local = LocalResidual(self, "state", swapped) if local_residual else None
         self._is_due = False  # no step has applied them yet
         self._has_warned = False
+        self._has_residual = False  # of a pass, or loaded
+        self._lacks_residual = False  # the optimizer's state was loaded, and none with it
         self._in_closure = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
@@ -225,10 +227,23 @@ class HookedAdam:
                 page("Several models, and GANs"),
             )
 
+    def _warn_of_lost_residual(self) -> None:
+        """Warn, in the first step, where the hook's state was not loaded with the optimizer's."""
+        if self._lacks_residual:
+            _log.warning(
+                "rank %d: the state of %s was loaded, and the state of the hook was not: the steps "
+                "that this rank had not sent are lost. Save state_dict(model) of the hook's state "
+                "on every rank, or gather_state(model) on one, and give it to load_state_dict (%s)",
+                self.peers.world.rank,
+                type(self._optimizer).__name__,
+                page("Checkpoints"),
+            )
+        self._lacks_residual = False
+
     def note(self) -> None:
         """Note that a pass that counts has ended: gradients are agreed steps now."""
         self._warn_of_unused()
-        self._is_due = True
+        self._is_due = self._has_residual = True
         # Within a closure torch is going through these hooks: their dict must not change then.
         if not self._in_closure:  # register anew: run after hooks that came later and may clip
             self._before.remove()
@@ -247,6 +262,7 @@ class HookedAdam:
 
     def loaded(self) -> None:
         """Let forward passes include the residual that was loaded."""
+        self._has_residual, self._lacks_residual = True, False
         if self._local is not None:
             self._local.find_models()
 
@@ -272,6 +288,7 @@ class HookedAdam:
             return None
         for parameter, _ in stepped:
             self._require_agreed(parameter)
+        self._warn_of_lost_residual()
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves unscaling to a fused optimizer.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
@@ -321,6 +338,9 @@ class HookedAdam:
     def _after_load(self, optimizer: Any) -> None:
         keep_precision(optimizer, self._loading)
         self._loading = {}
+        steps = (state for state in optimizer.state.values() if SHARED in state)
+        may_lack = len(self.peers.ranks) > 1 and not self._has_residual
+        self._lacks_residual = may_lack and any(state.get(STEP, 0) > 0 for state in steps)
 
 
 def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:

@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -279,6 +280,25 @@ def test_a_pass_that_is_exchanged_and_thrown_away_is_told_of_once() -> None:
     optimizer.zero_grad()
     with model.no_sync():
         assert not logged(throw_away)
+
+
+def test_a_residual_that_is_not_loaded_with_the_optimizer_is_told_of() -> None:
+    model, optimizer, state = hooked()
+    train(model, optimizer, range(3))
+    before = saved(model, optimizer, state)
+    for loads_first, loads_last in ((False, False), (True, False), (False, True)):
+        resumed, again, fresh = hooked()
+        resumed.module.load_state_dict(before["model"])
+        if loads_first:
+            fresh.load_state_dict(before["state"], resumed)
+        again.load_state_dict(before["optimizer"])
+        if loads_last:
+            fresh.load_state_dict(before["state"], resumed)
+        said = logged(partial(train, resumed, again, range(3, 5)))
+        told = [text for text in said if "the state of the hook was not" in text]
+        assert len(told) == (SIZE > 1 and not (loads_first or loads_last)), told
+        again.load_state_dict(before["optimizer"])  # the hook has its own residual by now
+        assert not logged(partial(train, resumed, again, range(5, 6)))
 
 
 def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
