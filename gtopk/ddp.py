@@ -38,7 +38,7 @@ from .exchange.bucket_exchange import (
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_state import ResidualState, under_known_names, unmatched
-from .integrations.adam import HookedAdam, PassWatch, check_clip_norm
+from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
     after_ddp,
@@ -50,7 +50,7 @@ from .integrations.ddp_passes import (
 )
 from .integrations.frameworks import Stateful
 from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
-from .integrations.optimizer_checks import check_optimizers
+from .integrations.optimizer_checks import PassWatch, check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
@@ -493,4 +493,6 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     The future's value is the bucket's buffer with the agreed entries of the mean over the ranks.
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
+    if not isinstance(state, GTopKState):
+        raise TypeError(f"register_comm_hook(state, gtopk_hook) needs a GTopKState, got {state!r}")
     return state.exchange(bucket)

@@ -45,7 +45,7 @@ from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_buck
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_state import ResidualState, unmatched
-from .integrations.adam import HookedAdam, PassWatch
+from .integrations.adam import HookedAdam
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.fsdp_adam import ShardGroups, residuals_of
 from .integrations.fsdp_units import (
@@ -59,7 +59,7 @@ from .integrations.fsdp_units import (
     units_of,
 )
 from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
-from .integrations.optimizer_checks import check_optimizers
+from .integrations.optimizer_checks import PassWatch, check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.skip_counter import MAX_SKIPPED_STEPS
@@ -183,8 +183,8 @@ class ReplicaState:
         compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
-        optimizer: torch.optim.Optimizer | None,
-        of_adam: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        of_adam: Mapping[str, Any] | None = None,
     ) -> None:
         self.compression = compression
         self.scaler = scaler
@@ -204,9 +204,9 @@ class ReplicaState:
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
         self._adam: HookedAdam | None = None
-        made_by = compression.correction if of_adam["adam"] is None else "AdamW"
+        made_by = "AdamW" if of_adam and of_adam["adam"] is not None else compression.correction
         self._passes = PassWatch(self._world.rank, made_by, _ACCUMULATING)
-        if optimizer is not None and of_adam["adam"] is not None:
+        if optimizer is not None and of_adam and of_adam["adam"] is not None:
             self._adam = HookedAdam(
                 optimizer,
                 self._skips,

@@ -8,20 +8,20 @@ step()      a hook of the optimizer subtracts them, and hides them from the opti
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from ..errors import check_number, page
 from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
-from ..optim.wrapped.adam_step import AgreedSteps, keep_precision, step
+from ..optim.wrapped.adam_step import keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
 from .hook_steps import HookSkips
+from .optimizer_checks import PassWatch
 
 _log = logging.getLogger("gtopk")
 
@@ -77,79 +77,6 @@ class HookGroups(AdamGroups):
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         rows = torch.zeros(rows_of(parameter), dtype=dtype, device="cpu")
         return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
-
-
-class PassWatch:
-    """Raises where a backward pass adds its gradients to agreed steps, which are no gradients.
-
-    made_by: who made the steps of gradients; "": gradients remain gradients, which may be added up.
-    accumulating: how to add up passes, for the error.
-    """
-
-    def __init__(
-        self, rank: int, made_by: str, accumulating: str = "within `with model.no_sync():`"
-    ) -> None:
-        self.agreed: AgreedSteps | None = None  # of the last pass
-        self._rank, self._made_by, self.accumulating = rank, made_by, accumulating
-        self._watched: dict[torch.Tensor, Any] = {}
-        self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
-
-    def note(self, parameters: Iterable[torch.Tensor] | None) -> None:
-        """Note that a pass has ended.
-
-        parameters: whose gradients are agreed steps now; None: the pass does not count.
-        """
-        is_agreed = self._made_by and parameters is not None
-        self.agreed = AgreedSteps(parameters or ()) if is_agreed else None
-
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where this pass has added gradients to agreed steps.
-
-        parameters: of the first bucket of a pass; they are checked from the next pass on. A pass
-            that is not exchanged may add to agreed steps, as in a GAN.
-        """
-        parameters = list(parameters) if self._made_by else []
-        if not self._added.isdisjoint(parameters):  # others get gradients later in this pass
-            self._added.clear()
-            raise self._error()
-        for parameter in parameters:
-            if parameter not in self._watched and parameter.requires_grad:
-                self._watched[parameter] = parameter.register_hook(
-                    _WeakGradientHook(self._track_gradient, parameter)
-                )
-
-    def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where gradients of these parameters would be added to agreed steps.
-
-        In place of `watch`, for a hook that runs before gradients are added.
-        """
-        agreed = self.agreed
-        if agreed is None:
-            return
-        if any(agreed.is_in(each) and not agreed.is_changed(each) for each in parameters):
-            raise self._error()
-
-    def close(self) -> None:
-        """Watch no more."""
-        for handle in self._watched.values():
-            handle.remove()
-
-    def _error(self) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self._rank}: a backward pass has added its gradients to the agreed steps of "
-            f"{self._made_by}, which the pass before has left in their place: have all passes of a "
-            f"step but the last {self.accumulating}, and clear gradients (optimizer.zero_grad()) "
-            "after step(). A pass whose gradients are thrown away, as the discriminator's in a "
-            f"generator's step, belongs {self.accumulating}, too: exchanged, it takes from the "
-            f"residual what no step applies ({page('Several models, and GANs')})"
-        )
-
-    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Note, before a pass adds to a gradient, whether it is still an agreed step."""
-        if self.agreed is None or not self.agreed.is_in(parameter):
-            self._added.discard(parameter)
-        elif not self.agreed.is_changed(parameter):
-            self._added.add(parameter)
 
 
 class HookedAdam:
@@ -326,9 +253,10 @@ class HookedAdam:
         raise ValueError(
             f"rank {self.peers.world.rank}: step() takes the agreed steps of AdamW, and a "
             f"parameter of shape {list(parameter.shape)} has another gradient: of a pass within "
-            "no_sync() after the one that was exchanged, say, one that was stepped with before, or "
-            "of another model. Let the last pass before step() be exchanged; adam_steps='after' "
-            "steps with any gradients"
+            "no_sync() after the one that was exchanged, say, one that was stepped with before, of "
+            "another model, of a call of model.module, or of a layer thawed after the model was "
+            "wrapped. Let the last pass before step() be exchanged, wrap the model anew after "
+            "thawing a layer; adam_steps='after' steps with any gradients"
         )
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -356,16 +284,6 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
             "with any other optimizer use clip_grad_norm_ after backward, which clips what the "
             "ranks have agreed on"
         )
-
-
-class _WeakGradientHook:
-    """A tensor's gradient hook: calls a function with the tensor, which it refers to weakly."""
-
-    def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
-        self._call, self._of = call, TensorWeakRef(tensor)
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._call(self._of())
 
 
 @contextmanager

@@ -282,6 +282,13 @@ def test_a_pass_that_is_exchanged_and_thrown_away_is_told_of_once() -> None:
         assert not logged(throw_away)
 
 
+def test_another_state_is_refused_by_name() -> None:
+    for state in (None, GTopKState):
+        model = DistributedDataParallel(Net())
+        model.register_comm_hook(state, gtopk_hook)
+        raises(TypeError, loss(model, 0).backward, "needs a GTopKState, got")
+
+
 def test_a_residual_that_is_not_loaded_with_the_optimizer_is_told_of() -> None:
     model, optimizer, state = hooked()
     train(model, optimizer, range(3))
