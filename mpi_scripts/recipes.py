@@ -219,6 +219,8 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     )._replace(node_size=4),
     "oktopk": lambda s: corrected(Compression.oktopk, s.density),
     "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
+    "shards, 3 bits": lambda s: Recipe(Compression.shards(1, 3)),
+    "shards, 4 bits": lambda s: Recipe(Compression.shards(1, 4)),
     "AdamW": lambda s: Recipe(adam=True),
     "AdamW, 3 times the rate": lambda s: Recipe(adam=True, rate=3.0),
     "AdamW, tuned": lambda s: Recipe(adam=True, rate=1.2, ramp=RAMP),
