@@ -1,9 +1,12 @@
-"""Print the bytes a parameter that steps take beside the model, its gradients and its optimizer."""
+"""Print the bytes a parameter that steps take beside the model, its gradients and its optimizer.
+
+The first argument is the way: a process has but one, as some of what another held is freed late.
+"""
 
 from __future__ import annotations
 
-import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,13 @@ def megabytes(what: str) -> float:
     return int(line.split()[1]) / 1e3
 
 
-def measure(kind: type[torch.optim.Optimizer], compression: Any) -> dict[str, float]:
+def measure(
+    kind: type[torch.optim.Optimizer], compression: Any, values: int = VALUES
+) -> dict[str, float]:
     """Return it between steps, and at most within one."""
-    weight = torch.nn.Parameter(torch.ones(VALUES))
+    weight = torch.nn.Parameter(torch.ones(values))
     optimizer: Any = kind([weight], lr=1e-3)  # type: ignore[call-arg]
-    weight.grad = torch.ones(VALUES)
+    weight.grad = torch.ones(values)
     for _ in range(2):
         optimizer.step()
     before = megabytes("VmRSS")
@@ -47,7 +52,7 @@ def measure(kind: type[torch.optim.Optimizer], compression: Any) -> dict[str, fl
         weight.grad.fill_(1.0)
         optimizer.step()
         peaks.append(megabytes("VmHWM"))
-    scale = 1e6 / VALUES
+    scale = 1e6 / values
     # The least of the steps after the first shards' turns: where cores are busy, the engine's
     # thread may let go of a step's arrays only when the next has begun.
     return {
@@ -58,13 +63,9 @@ def measure(kind: type[torch.optim.Optimizer], compression: Any) -> dict[str, fl
 
 hvd.init()
 torch.set_num_threads(1)
-measure(*WAYS["sparse"])  # what libraries load at their first use is no step's
-found = {}
-for way, options in WAYS.items():
-    for _ in range(2):  # the engine lets go of what it did before, and what that held is freed
-        hvd.barrier()
-        gc.collect()
-    found[way] = measure(*options)
+way = WAYS[sys.argv[1]]
+measure(*way, values=1000)  # what libraries load at their first use is no step's
+found = measure(*way)
 if hvd.rank() == 0:
     print(json.dumps(found), flush=True)
 hvd.barrier()

@@ -123,7 +123,7 @@ def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch)
 def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):
     text = prose(said(capsys, *SLOW, *BACKWARD, assumed))
     assert "What decides: " in text or "Half or twice of any one input" in text
-    assert "Memory on each rank beside the model: about 9 bytes a parameter" in text
+    assert "Memory on each rank beside the model: about 8 bytes a parameter" in text
     alone = ["--elements", "1M", "--ranks", "4", "--bandwidth", "1mbit", assumed]
     assert "Half or twice of any one input leaves this verdict" in prose(said(capsys, *alone))
 
