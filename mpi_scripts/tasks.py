@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from models.data.classification import Classification, load
 from models.data.digit_images import load_digit_images
-from models.data.docstrings import load_docstrings
+from models.data.docstrings import load_code, load_docstrings
+from models.data.lanes import Text
 from models.data.text_windows import TextWindows
 from models.digits_cnn import digits_cnn
 from models.gpt import Gpt
@@ -155,26 +156,21 @@ def residual_network(seed: int, epochs: int = 16, *, pixels: int = 16) -> Task:
     return of_digits(data, resnet20, epochs, falling(0.05), seed)
 
 
-def docstrings(seed: int) -> Samples:
-    """Return the standard library's docstrings (real): windows of 32 bytes, and their next ones.
+def windows(text: Text, length: int, seed: int) -> Samples:
+    """Return a text's windows of `length` bytes, and their next ones; 512 are held out."""
 
-    512 windows are held out.
-    """
-    text = load_docstrings()
-    steps, tested = 32, 512
+    def cut(tokens: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = TextWindows(tokens, length)
+        order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed))
+        return parts.__getitems__(order[:count].tolist())
 
-    def windows(tokens: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        cut = TextWindows(tokens, steps)
-        order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))
-        return cut.__getitems__(order[:count].tolist())
-
-    return *windows(text.train, None), *windows(text.test, tested)
+    return *cut(text.train, None), *cut(text.test, 512)
 
 
 def language_model(seed: int, epochs: int = 2) -> Task:
     """Return docstrings for an LSTM that predicts the next byte: 2 layers, 329,984 parameters."""
     return Task(
-        *docstrings(seed),
+        *windows(load_docstrings(), 32, seed),
         new_model=lambda: LstmLanguageModel(256, width=128, dropout=0.0),
         epochs=epochs,
         batch=64,
@@ -188,13 +184,26 @@ def language_model(seed: int, epochs: int = 2) -> Task:
 def transformer(seed: int, epochs: int = 2, *, adam_rate: Callable[[float], float]) -> Task:
     """Return docstrings for a GPT that predicts the next byte: 3 blocks, 168,512 parameters."""
     return Task(
-        *docstrings(seed),
+        *windows(load_docstrings(), 32, seed),
         new_model=lambda: Gpt(context=32, width=64, layers=3),
         epochs=epochs,
         batch=64,
         rate=constant(0.1),
         seed=seed,
         adam_rate=adam_rate,
+    )
+
+
+def larger_transformer(seed: int, epochs: int = 2) -> Task:
+    """Return the standard library's code (real) for a GPT: 3 blocks, 1,076,712 parameters."""
+    return Task(
+        *windows(load_code(), 64, seed),
+        new_model=lambda: Gpt(context=64, width=168, layers=3),
+        epochs=epochs,
+        batch=32,
+        rate=constant(0.1),
+        seed=seed,
+        adam_rate=warmed(2e-3),
     )
 
 
@@ -207,4 +216,5 @@ TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "lstm": language_model,
     "gpt": partial(transformer, adam_rate=constant(1e-3)),
     "gpt, cosine": partial(transformer, adam_rate=warmed(3e-3)),
+    "larger gpt, cosine": larger_transformer,
 }

@@ -1,4 +1,4 @@
-"""Real text without a download: the docstrings of Python's standard library, byte by byte.
+"""Real text without a download: Python's standard library, its docstrings or its code, by byte.
 
 They are those of this interpreter, and differ between versions of Python: the origin names the
 version, and figures of different versions must not be compared.
@@ -19,7 +19,7 @@ import torch
 from .lanes import Text
 from .malformed import MalformedFile
 
-TEST_EVERY: Final = 10  # docstrings: one of them is held out for testing
+TEST_EVERY: Final = 10
 VOCABULARY: Final = 256
 _DOCSTRING: Final = re.compile(r'^[ \t]*[rR]?"""(.+?)"""', re.MULTILINE | re.DOTALL)
 
@@ -28,23 +28,34 @@ def load_docstrings(library: Path | None = None) -> Text:
     """Return the docstrings of the library's modules, in the order of the modules' names.
 
     library: the folder of the standard library; None: this interpreter's.
+    Every tenth is held out for testing.
     Raises FileNotFoundError where the interpreter came without its sources, MalformedFile for a
     module that is no UTF-8.
     """
-    folder = library or Path(os.__file__).parent
-    texts = [
-        inspect.cleandoc(text)
-        for path in sorted(folder.glob("[a-z]*.py"))
-        for text in _DOCSTRING.findall(_source(path))
-    ]
+    sources = _sources(library)
+    texts = [inspect.cleandoc(text) for source in sources for text in _DOCSTRING.findall(source)]
+    return _split(texts, "docstrings")
+
+
+def load_code(library: Path | None = None) -> Text:
+    """Return the code of the library's modules, without the docstrings; otherwise as above."""
+    return _split([_DOCSTRING.sub("", source) for source in _sources(library)], "code")
+
+
+def _split(texts: list[str], name: str) -> Text:
+    """Hold every tenth text out."""
     train = [text for number, text in enumerate(texts, 1) if number % TEST_EVERY]
     test = texts[TEST_EVERY - 1 :: TEST_EVERY]
     if not test:
-        raise FileNotFoundError(
-            f"no docstrings in {folder}: the sources of Python's standard library are needed"
-        )
-    origin = f"docstrings of Python {platform.python_version()}'s standard library"
+        raise FileNotFoundError(f"no {name}: the sources of Python's standard library are needed")
+    origin = f"{name} of Python {platform.python_version()}'s standard library"
     return Text(_as_bytes(train), _as_bytes(test), VOCABULARY, origin)
+
+
+def _sources(library: Path | None) -> list[str]:
+    """Return the modules' texts."""
+    folder = library or Path(os.__file__).parent
+    return [_source(path) for path in sorted(folder.glob("[a-z]*.py"))]
 
 
 def _source(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The docstrings of the standard library: real text, split by docstring, the same every time."""
+"""The standard library's docstrings and code: real text, the same every time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from models.data.docstrings import load_docstrings
+from models.data.docstrings import load_code, load_docstrings
 from models.data.malformed import MalformedFile
 
 
@@ -34,9 +34,21 @@ def test_every_tenth_docstring_is_held_out_whole(tmp_path) -> None:
     assert as_text(text.train) == "\n\n".join(order[:9] + order[10:])
 
 
-def test_an_interpreter_without_sources_is_named(tmp_path) -> None:
+def test_code_is_what_is_left_and_every_tenth_module_is_held_out_whole(tmp_path) -> None:
+    for number in range(10):
+        text = f'def f():\n    """told {number}"""\n    return {number}\n'
+        (tmp_path / f"m{number}.py").write_text(text)
+    text = load_code(tmp_path)
+    assert text.origin == f"code of Python {platform.python_version()}'s standard library"
+    code = [f"def f():\n\n    return {number}\n" for number in range(10)]
+    assert as_text(text.test) == code[9]
+    assert as_text(text.train) == "\n\n".join(code[:9])
+
+
+@pytest.mark.parametrize("load", [load_docstrings, load_code])
+def test_an_interpreter_without_sources_is_named(load, tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="the sources of Python's standard library"):
-        load_docstrings(tmp_path)
+        load(tmp_path)
 
 
 def test_a_module_that_is_no_utf_8_is_named(tmp_path) -> None:
