@@ -34,6 +34,19 @@ def end_here() -> None:
 
             guard.write_error_file = write_when_stopped
             raise RuntimeError("boom")
+        case "SIGTERM, and again while it is announced":
+            assert world._guard is not None
+            assert world._guard._heartbeat is not None
+            heartbeat = world._guard._heartbeat
+            lost = heartbeat.lost
+
+            def lost_when_stopped_again(seconds: float = 0.0) -> Any:
+                heartbeat.lost = lost
+                os.kill(os.getpid(), signal.SIGTERM)
+                return lost(seconds)
+
+            heartbeat.lost = lost_when_stopped_again
+            os.kill(os.getpid(), signal.SIGTERM)
         case "exception, once the heartbeat's secret is told":
             assert world._guard is not None
             assert world._guard._heartbeat is not None
