@@ -36,16 +36,15 @@ def end_here() -> None:
             raise RuntimeError("boom")
         case "SIGTERM, and again while it is announced":
             assert world._guard is not None
-            assert world._guard._heartbeat is not None
-            heartbeat = world._guard._heartbeat
-            lost = heartbeat.lost
+            own = world._guard
+            record_end = own._record_end
 
-            def lost_when_stopped_again(seconds: float = 0.0) -> Any:
-                heartbeat.lost = lost
+            def record_when_stopped_again(how: str, error: Any = None) -> None:
+                own._record_end = record_end
                 os.kill(os.getpid(), signal.SIGTERM)
-                return lost(seconds)
+                record_end(how, error)
 
-            heartbeat.lost = lost_when_stopped_again
+            own._record_end = record_when_stopped_again
             os.kill(os.getpid(), signal.SIGTERM)
         case "exception, once the heartbeat's secret is told":
             assert world._guard is not None
