@@ -425,7 +425,9 @@ class ReplicaState:
         return flags
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual; save it on every rank."""
+        """Return this rank's residual; save it on every rank, after `step`."""
+        self._abort_pass()
+        self._skips.warn_of_saving(self._world.rank)
         parts = {
             name: bucket_exchanges.residual_of(shard, is_trained=unit.parameter(name).requires_grad)
             for unit, bucket_exchanges in self._bucket_exchanges.items()

@@ -218,7 +218,7 @@ def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(like: torch.Tensor, length: int) -> torch.nn.Parameter:
-    """Return a parameter of this length, of another's dtype and device, with one element's memory."""
+    """Return a parameter of this length, in the memory of one element; dtype, device as `like`."""
     return torch.nn.Parameter(like.detach().new_empty(1).expand(length))
 
 
