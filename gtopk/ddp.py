@@ -35,7 +35,6 @@ from .exchange.bucket_exchange import (
     mean_square_ratio,
     open_bucket_exchange,
 )
-from .exchange.buckets.parameters import refuse_complex
 from .exchange.exchange import Progress
 from .exchange.residual_state import ResidualState, under_known_names, unmatched
 from .integrations.adam import HookedAdam, check_clip_norm
@@ -44,7 +43,8 @@ from .integrations.ddp_passes import (
     after_ddp,
     named_parameters,
     process_set_of,
-    refuse_sparse,
+    refuse_another_group,
+    refuse_kinds,
     residuals_by_parameter,
     write_flat_gradients,
 )
@@ -111,7 +111,7 @@ class GTopKState:
         that is beyond float16 stays in the residual, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know; the first backward pass does for complex
-    parameters and for sparse gradients. It can't be pickled: save its state_dict.
+    parameters, sparse gradients, another group than DDP's. It has no pickle: save its state_dict.
     """
 
     def __init__(
@@ -180,10 +180,9 @@ class GTopKState:
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = PassTransaction()  # used by the engine's thread only
-        self._buckets = 0  # how many the step has; 0: not known yet
-        # Used by the engine's thread only: ranks that had SIGTERM in the step.
-        self._preempted: set[int] = set()
+        self._preempted: set[int] = set()  # likewise: ranks that had SIGTERM in the step
         self._not_finite: dict[int, list[int]] = {}  # likewise: by rank, DDP's numbers of buckets
+        self._buckets = 0  # how many the step has; 0: not known yet
         self._counted = True
         self._steps = HookSteps(peers, self.compression, self.progress)
 
@@ -205,8 +204,9 @@ class GTopKState:
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to exchange a bucket; the future's value is its buffer with agreed gradients."""
         buffer = bucket.buffer()
-        refuse_complex(bucket.parameters())
-        refuse_sparse(bucket)
+        refuse_kinds(bucket)
+        if not self._bucket_exchanges:
+            refuse_another_group(bucket.parameters(), self._members.ranks)
         self._refuse_another_model(bucket)
         if not bucket.index():
             self._abort_pass()  # in case an error has ended the last pass
@@ -403,9 +403,11 @@ class GTopKState:
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's residual of the model's parameters, by name, in their shapes.
 
-        Save it on every rank; or join all ranks' entries of "held" in one state, which any number
-        of ranks can load.
+        Save it on every rank, after `step`: what the pass has sent is in no parameter before. Or
+        join all ranks' entries of "held" in one state, which any number of ranks can load.
         """
+        self._abort_pass()  # in case an error has ended the last pass
+        self._skips.warn_of_saving(self._world.rank)
         parts = {
             name: self._bucket_exchanges.residual_of(parameter, is_trained=parameter.requires_grad)
             for name, parameter in named_parameters(model)

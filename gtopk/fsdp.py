@@ -55,7 +55,6 @@ from .integrations.fsdp_units import (
     require_outermost,
     require_shape,
     reshard,
-    stand_in,
     units_of,
 )
 from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
@@ -348,9 +347,8 @@ class ReplicaState:
         self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         sizes = [parameter.numel() for parameter in parameters]
-        vector = stand_in(whole.detach().new_empty(1), whole.numel())
         bucket_exchange = open_bucket_exchange(
-            unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes
+            unit.name, [whole], [unit.name], self.compression, self.progress, sizes=sizes
         )
         if self._adam is not None:
             make_adam_steps(
@@ -427,7 +425,9 @@ class ReplicaState:
         return flags
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual; save it on every rank."""
+        """Return this rank's residual; save it on every rank, after `step`."""
+        self._abort_pass()
+        self._skips.warn_of_saving(self._world.rank)
         parts = {
             name: bucket_exchanges.residual_of(shard, is_trained=unit.parameter(name).requires_grad)
             for unit, bucket_exchanges in self._bucket_exchanges.items()

@@ -4,7 +4,9 @@ A calibration is kept as a small JSON file for the hosts that it was measured on
 
     {"facts": what it depends on, "saved": seconds since 1970, "calibration": ...}
 
-A file that is damaged, old or about other facts is ignored: measuring again takes seconds.
+A file that is damaged, old or about other facts is ignored: measuring again takes seconds. Of the
+files in the cache's folder the newest are kept: where hosts have new names each day, as containers
+do, none is ever read again.
 
 Before a kept calibration is used, a few short reductions check that its links between hosts still
 hold: there may be another network by now, another route, another shaper. That takes a tenth of a
@@ -18,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -40,6 +43,9 @@ from .prediction import Candidate, Prediction, predict
 from .probes import Clock, agree_on_mean
 
 OLDEST_SECONDS: Final = 7 * 86400.0
+MOST_FILES: Final = 64
+# Also the temporary file of a process that was killed while it wrote.
+_NAME: Final = re.compile(r"calibration-[0-9a-f]{16}\.json(\.\d+)?")
 
 Facts = Mapping[str, str]
 
@@ -82,12 +88,29 @@ def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
+        _remove_oldest(path)
     except OSError:
         return False
     finally:
         with contextlib.suppress(OSError):  # after the rename it is gone
             beside.unlink()
     return True
+
+
+def _remove_oldest(written: Path) -> None:
+    """Remove all but the newest files beside one that was written into the cache's folder."""
+    if not _NAME.fullmatch(written.name):  # a file of the user's own
+        return
+
+    def modified_at(path: Path) -> float:
+        with contextlib.suppress(OSError):  # another run has removed it
+            return path.stat().st_mtime
+        return 0.0
+
+    found = [path for path in written.parent.iterdir() if _NAME.fullmatch(path.name)]
+    for path in sorted(found, key=modified_at, reverse=True)[MOST_FILES:]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:

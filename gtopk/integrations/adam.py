@@ -113,13 +113,14 @@ class HookedAdam:
         self._is_due = False  # no step has applied them yet
         self._has_warned = False
         self._has_residual = False  # of a pass, or loaded
-        self._lacks_residual = False  # the optimizer's state was loaded, and none with it
+        self._lacks_residual = False  # the optimizer has made steps, and nothing of them is here
         self._in_closure = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
         if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
             owner.detach()
         _owners[optimizer] = ref(self)
+        self._look_for_steps()
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._others = [
             optimizer.register_step_post_hook(self._after_step),
@@ -155,12 +156,13 @@ class HookedAdam:
             )
 
     def _warn_of_lost_residual(self) -> None:
-        """Warn, in the first step, where the hook's state was not loaded with the optimizer's."""
+        """Warn, in the first step, where the optimizer goes on without an earlier hook's state."""
         if self._lacks_residual:
             _log.warning(
-                "rank %d: the state of %s was loaded, and the state of the hook was not: the steps "
-                "that this rank had not sent are lost. Save state_dict(model) of the hook's state "
-                "on every rank, or gather_state(model) on one, and give it to load_state_dict (%s)",
+                "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: "
+                "the steps that this rank had not sent are lost. Save state_dict(model) of the "
+                "hook's state on every rank, or gather_state(model) on one, and give it to "
+                "load_state_dict (%s)",
                 self.peers.world.rank,
                 type(self._optimizer).__name__,
                 page("Checkpoints"),
@@ -266,7 +268,11 @@ class HookedAdam:
     def _after_load(self, optimizer: Any) -> None:
         keep_precision(optimizer, self._loading)
         self._loading = {}
-        steps = (state for state in optimizer.state.values() if SHARED in state)
+        self._look_for_steps()
+
+    def _look_for_steps(self) -> None:
+        """Note whether the optimizer's state is of steps whose residual this hook lacks."""
+        steps = (state for state in self._optimizer.state.values() if SHARED in state)
         may_lack = len(self.peers.ranks) > 1 and not self._has_residual
         self._lacks_residual = may_lack and any(state.get(STEP, 0) > 0 for state in steps)
 

@@ -61,7 +61,8 @@ class BucketExchanges:
             for parameter in parameters:
                 if parameter in self._bucket_of:
                     self._take_out(self._bucket_of[parameter][0])
-            whole = torch.nn.Parameter(buffer.detach())  # shares the buffer's memory
+            # Not of the buffer's own memory: DDP allocates others, and this one would be kept.
+            whole = stand_in(buffer, buffer.numel())
             bucket_exchange = self._open_bucket_exchange(whole, parameters)
             starts = itertools.accumulate((p.numel() for p in parameters), initial=0)
             for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
@@ -156,7 +157,7 @@ class BucketExchanges:
         if own is None and parameter in self._bucket_of:
             own = self._views(parameter)
         elif own is None and is_trained and parameter.numel() and not parameter.is_complex():
-            whole = torch.nn.Parameter(parameter.detach().new_zeros(parameter.numel()))
+            whole = stand_in(parameter, parameter.numel())
             alone = self._open_bucket_exchange(whole, [parameter])
             own = self._views_in(alone, 0, 0, parameter.numel())
         return {
@@ -214,6 +215,11 @@ def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return elements in the order of memory as a view in the parameter's shape."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
+
+
+def stand_in(like: torch.Tensor, length: int) -> torch.nn.Parameter:
+    """Return a parameter of this length, in the memory of one element; dtype, device as `like`."""
+    return torch.nn.Parameter(like.detach().new_empty(1).expand(length))
 
 
 def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -10,14 +10,17 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from ..exchange.buckets.parameters import refuse_complex
 from ..exchange.residual_state import ResidualState, fits, plain_name
+from ..optim.double_reduction import groups_of_ddp
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from .bucket_exchanges import as_shaped, split
 
 
-def refuse_sparse(bucket: GradBucket) -> None:
-    """Raise ValueError for the sparse gradient of an embedding, for which DDP has a bucket."""
+def refuse_kinds(bucket: GradBucket) -> None:
+    """Raise ValueError for complex parameters, and for the sparse gradient of an embedding."""
+    refuse_complex(bucket.parameters())
     if bucket.buffer().is_sparse:
         shape = list(bucket.parameters()[0].shape)
         raise ValueError(
@@ -96,6 +99,20 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
         f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
         f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
     )
+
+
+def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+    """Raise ValueError where DDP averages these parameters over others than the hook's `ranks`."""
+    known = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
+    if all(set(group) == set(ranks) for group in known):
+        return  # there is no other group, and the tenth of a second is saved
+    found = [*map(torch.distributed.get_process_group_ranks, groups_of_ddp(parameters))]
+    if found and all(set(group) != set(ranks) for group in found):
+        raise ValueError(
+            f"rank {world.current().rank}: DistributedDataParallel averages this model over ranks "
+            f"{found[0]}, and the state of its hook over ranks {list(ranks)}: give both one group, "
+            "GTopKState(process_group=model.process_group)"
+        )
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -22,6 +22,7 @@ from ..exchange.residual import ROWS
 from ..exchange.residual_state import ResidualState, fits, plain_name
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, find_or_register
+from .bucket_exchanges import stand_in
 
 
 class Unit:
@@ -250,11 +251,6 @@ def reshard(units: Iterable[Unit]) -> None:
     """Reshard every unit."""
     for unit in units:
         unit.reshard()
-
-
-def stand_in(one: torch.Tensor, length: int) -> torch.nn.Parameter:
-    """Return a parameter of this length that takes the memory of one element."""
-    return torch.nn.Parameter(one.expand(length))
 
 
 def require_shape(

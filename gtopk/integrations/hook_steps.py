@@ -10,6 +10,7 @@ engine                  [ a ] [ b ] [ c ]                       waits when it ha
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 import time
@@ -34,6 +35,8 @@ from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
+
+_log = logging.getLogger("gtopk")
 
 
 class PassFlags:
@@ -246,6 +249,7 @@ class HookSkips:
     parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
     skipped: how many passes did not count; counted: whether the last one does.
+    is_due: the last pass counts, and no optimizer has stepped since.
     """
 
     def __init__(
@@ -254,6 +258,7 @@ class HookSkips:
         check_count("max_skipped_steps", max_skipped_steps)
         self.parameters = parameters
         self.counted = True  # the last pass
+        self.is_due = self._has_warned = False
         self._skipped = SkippedSteps(max_skipped_steps)
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
@@ -269,7 +274,7 @@ class HookSkips:
         where: the ranks whose gradients are not finite; "": only the sum is not.
         Raises FloatingPointError where more passes in a row did not count than allowed.
         """
-        self.counted = counted
+        self.counted = self.is_due = counted
         if counted:
             self._skipped.end_row()
         else:
@@ -277,7 +282,19 @@ class HookSkips:
 
     def end_row(self) -> None:
         """Begin a new row: a state was loaded."""
+        self.is_due = False
         self._skipped.end_row()
+
+    def warn_of_saving(self, rank: int) -> None:
+        """Warn, once, where a state is saved between a pass and the step that applies it."""
+        if self.is_due and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "rank %d: the hook's state is saved between backward() and step(): what the pass "
+                "has sent is in the gradients alone, neither in the residual nor in the "
+                "parameters, and a run that is resumed from it lacks it. Save after step()",
+                rank,
+            )
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients, once, where the last pass does not count.

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import TensorWeakRef
 
 from ..compression import ErrorFeedback
@@ -24,10 +27,11 @@ from .hook_steps import HookSkips
 
 
 class _Watch(NamedTuple):
-    """One hook's check of optimizers, as long as the hook lives."""
+    """One hook's check of optimizers, as long as the hook lives; seen: those of its model."""
 
     skips: weakref.ref[HookSkips]
     check: Callable[[torch.optim.Optimizer, HookSkips], None]
+    seen: weakref.WeakSet[torch.optim.Optimizer]
 
 
 # Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
@@ -38,19 +42,32 @@ _adding = threading.Lock()
 
 def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks check an optimizer that is about to step."""
-    for skips, check in _watched:
+    for skips, check, _ in _watched:
         alive = skips()
         if alive is not None:
             check(optimizer, alive)
 
 
-def _watch(skips: HookSkips, check: Callable[[torch.optim.Optimizer, HookSkips], None]) -> None:
+def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
+    """Let all living hooks know that an optimizer has stepped their models."""
+    for skips, _, seen in _watched:
+        alive = skips()
+        if alive is not None and optimizer in seen:
+            alive.is_due = False
+
+
+def _watch(
+    skips: HookSkips,
+    check: Callable[[torch.optim.Optimizer, HookSkips], None],
+    seen: weakref.WeakSet[torch.optim.Optimizer],
+) -> None:
     global _watched
     with _adding:
         if not _watched:
             register_optimizer_step_pre_hook(_check_all)
+            register_optimizer_step_post_hook(_note_step)
         living = (each for each in _watched if each.skips() is not None)
-        _watched = (*living, _Watch(weakref.ref(skips), check))
+        _watched = (*living, _Watch(weakref.ref(skips), check, seen))
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
@@ -117,7 +134,7 @@ def check_optimizers(
             seen.add(optimizer)
             corrected.require_unchanged(optimizer)
 
-    _watch(skips, check)
+    _watch(skips, check, seen)
     return corrected
 
 

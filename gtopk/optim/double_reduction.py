@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -14,28 +14,39 @@ from torch.utils.weak import TensorWeakRef
 
 
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise ValueError where DDP reduces the gradients of one of these parameters already.
+    """Raise ValueError where DDP reduces the gradients of one of these parameters already."""
+    # DDP needs torch's process group; where there is none, the tenth of a second is saved.
+    if not (
+        "torch.nn.parallel.distributed" in sys.modules
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        return
+    if groups_of_ddp(parameters):
+        raise ValueError(
+            "DistributedDataParallel and DistributedOptimizer both reduce this model's "
+            "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "
+            "or keep DDP with gtopk.ddp.gtopk_hook and a plain optimizer"
+        )
+
+
+def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the process group of each DDP that reduces gradients of these parameters.
 
     DDP leaves no mark on a parameter, but keeps its parameters in a list, to which the garbage
     collector leads from a parameter. A walk over all objects would hold tuples that other threads
     are still filling: CPython raises then.
     """
-    ddp = sys.modules.get("torch.nn.parallel.distributed")
     ours = list(parameters)
-    # DDP needs torch's process group; where there is none, the tenth of a second is saved.
-    if not (ddp and torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
     lists = [
         each for each in gc.get_referrers(*ours) if isinstance(each, list) and each is not ours
     ]
+    found = []
     for owner in gc.get_referrers(*lists):
         kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
-            raise ValueError(
-                "DistributedDataParallel and DistributedOptimizer both reduce this model's "
-                "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "
-                "or keep DDP with gtopk.ddp.gtopk_hook and a plain optimizer"
-            )
+            found.append(kept["process_group"])
+    return found
 
 
 class SharedParameters:

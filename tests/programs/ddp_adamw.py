@@ -308,6 +308,51 @@ def test_a_residual_that_is_not_loaded_with_the_optimizer_is_told_of() -> None:
         assert not logged(partial(train, resumed, again, range(5, 6)))
 
 
+def test_ddp_may_be_made_anew_after_an_error_between_forward_and_step() -> None:
+    """DDP broadcasts rank 0's parameters then, which must not hold its unsent steps."""
+    undisturbed, other, _ = hooked()
+    train(undisturbed, other, range(6))
+    for fails_in_backward, is_new in itertools.product((False, True), repeat=2):
+        model, optimizer, state = hooked()
+        train(model, optimizer, range(3))
+        net = model.module
+        optimizer.zero_grad()
+        value = loss(model, 3)
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ArithmeticError("broken off")
+
+        broken = net.layers[0].weight.register_hook(fail)
+        if fails_in_backward:
+            with pytest.raises(ArithmeticError, match="broken off"):
+                value.backward()
+        broken.remove()
+        del model, value  # and the hooks that DDP has on parameters
+        gc.collect()
+        again = DistributedDataParallel(net, **IN_ORDER)
+        if is_new:
+            held = state.state_dict(again)
+            state = GTopKState(0.1, optimizer=optimizer)
+            state.load_state_dict(held, again)
+        again.register_comm_hook(state, gtopk_hook)
+        train(again, optimizer, range(3, 6))
+        assert torch.equal(weights(again), weights(undisturbed))
+        assert state.progress.steps == 6
+
+
+def test_a_new_state_for_an_optimizer_that_goes_on_tells_of_the_residual_it_lacks() -> None:
+    model, optimizer, _ = hooked()
+    train(model, optimizer, range(3))
+    net = model.module
+    del model
+    gc.collect()
+    again = DistributedDataParallel(net, **IN_ORDER)
+    again.register_comm_hook(GTopKState(0.1, optimizer=optimizer), gtopk_hook)
+    said = logged(partial(train, again, optimizer, range(3, 5)))
+    told = [text for text in said if "the state of the hook was not loaded" in text]
+    assert len(told) == (SIZE > 1), said
+
+
 def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
     ours, optimizer, _ = hooked()
     theirs, other, _ = hooked()

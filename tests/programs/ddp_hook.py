@@ -1,6 +1,7 @@
 """For ranks of ddp_checks.py: gTop-k as a communication hook of PyTorch's DDP."""
 
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -671,6 +672,10 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
         train(ours, range(4))
         train(theirs, range(4))
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
+        mixed = wrapped(GTopKState(0.05), process_group=group)
+        said = re.escape(f"over ranks {some.ranks}, and the state of its hook over ranks [0, ")
+        with pytest.raises(ValueError, match=rf"rank {RANK}: .* {said}"):
+            mixed(batch(0)).square().mean().backward()
         state = GTopKState(0.05, group)
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS, process_group=group)
         record = Recorder(state, some)
@@ -679,7 +684,15 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
         train(model, range(5))
         assert_alike(model, some)
         record.assert_nothing_is_lost(model, begun)
-    # The others have made no state before; all begin their first together.
+        mixed = wrapped(GTopKState(0.05, group))  # of all ranks
+        with pytest.raises(
+            ValueError, match=r"model over ranks \[0, 1, 2.*GTopKState\(process_group"
+        ):
+            mixed(batch(0)).square().mean().backward()
+    else:
+        wrapped(None)
+        # All ranks have made as many states of all ranks: they are numbered.
+        GTopKState(0.05)
     everyone = wrapped(GTopKState(0.05))
     train(everyone, range(2))
     assert_alike(everyone)

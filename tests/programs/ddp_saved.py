@@ -98,6 +98,45 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_goes_on_as_it_was_sav
     goes_on_after_an_error_in_backward(is_loaded=True)
 
 
+def test_a_state_that_is_saved_between_backward_and_step_is_warned_of_once() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def saves(*, stepped: bool) -> list[str]:
+        model(batch(0)).square().mean().backward()
+        if stepped:
+            optimizer.step()
+        return [text for text in logged(lambda: state.state_dict(model)) if "backward()" in text]
+
+    assert saves(stepped=True) == []
+    (said,) = saves(stepped=False)
+    assert said.startswith(f"rank {RANK}: the hook's state is saved between backward() and step()")
+    assert saves(stepped=False) == []
+    fresh = GTopKState(0.05)
+    fresh.load_state_dict(state.state_dict(model), model)
+    assert logged(lambda: fresh.state_dict(model)) == []
+
+
+def test_a_pass_that_an_error_has_ended_is_in_no_state() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(3))
+    before = state.state_dict(model)["held"][RANK]
+    first = model.module.layers[0].weight
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("broken off")
+
+    broken = first.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="broken off"):
+        model(batch(3)).square().mean().backward()
+    broken.remove()
+    after = state.state_dict(model)["held"][RANK]
+    for name, parts in before.items():
+        assert all(torch.equal(after[name][what], part) for what, part in parts.items()), name
+
+
 def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)

@@ -34,6 +34,18 @@ def end_here() -> None:
 
             guard.write_error_file = write_when_stopped
             raise RuntimeError("boom")
+        case "SIGTERM, and again while it is announced":
+            assert world._guard is not None
+            own = world._guard
+            record_end = own._record_end
+
+            def record_when_stopped_again(how: str, error: Any = None) -> None:
+                own._record_end = record_end
+                os.kill(os.getpid(), signal.SIGTERM)
+                record_end(how, error)
+
+            own._record_end = record_when_stopped_again
+            os.kill(os.getpid(), signal.SIGTERM)
         case "exception, once the heartbeat's secret is told":
             assert world._guard is not None
             assert world._guard._heartbeat is not None

@@ -11,11 +11,13 @@ costs most of the accuracy that compression loses. Between a step and the next f
 parameters are the center: evaluation, checkpoints, the replica check and broadcasts see that.
 
 Where parameters are c - a, no other code may change them: a rank could not tell the new center from
-its own unsent steps. A model's load_state_dict() is allowed: it replaces the center.
+its own unsent steps. A model's load_state_dict() is allowed: it replaces the center. So is DDP made
+anew, as after an error between forward and step(): it broadcasts rank 0's center.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import weakref
@@ -23,7 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -97,6 +102,7 @@ class LocalResidual:
         self._number = next(_numbers)
         self._is_at_rest = False  # by `eval`, until `train`
         self._has_given_up = False
+        _watch_wrapping()
 
     def find_models(self) -> None:
         """Find the models in the next forward pass; does nothing where some are known.
@@ -250,6 +256,18 @@ class LocalResidual:
         self._is_at_rest = False
         if self._has_given_up:
             self.apply()
+
+
+@functools.cache
+def _watch_wrapping() -> None:
+    """From now on, make the parameters of a model the center when DDP is made around it."""
+
+    def restore(module: torch.nn.Module, name: str, inner: torch.nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and inner is not None:
+            for residual in {_sources[p] for p in inner.parameters() if p in _sources}:
+                residual.restore()
+
+    register_module_module_registration_hook(restore)
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

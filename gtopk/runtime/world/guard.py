@@ -210,6 +210,7 @@ class Guard:
         self._failures = failures
         self._retired = self._has_reported = False  # reported: its error was printed
         self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
+        self._is_stopping = False  # announcing a SIGTERM, which takes a second or two
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
@@ -368,6 +369,9 @@ class Guard:
         if self._speaks:
             self._stopped_meanwhile = True
             return
+        if self._is_stopping:
+            return  # launchers send it to a process, and then to its group
+        self._is_stopping = True
         if not self._retired and not self._has_reported:  # else its error is printed already
             self._announce_stop()
         # By the default handler, so that the launcher sees a rank that the signal has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -109,6 +110,31 @@ def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
+
+
+def test_of_many_files_the_newest_are_kept_and_no_other_file_is_removed(tmp_path):
+    folder = tmp_path / "gtopk"
+    folder.mkdir()
+    others = {folder / "calibration-mine.json", folder / "calibration.txt"}
+    for path in others:
+        path.write_text("")
+        os.utime(path, (1, 1))
+    for age in range(1, 2 * cache.MOST_FILES):
+        killed = ".4711" if age % 2 else ""  # while it wrote
+        path = folder / f"calibration-{age:016x}.json{killed}"
+        path.write_text("")
+        os.utime(path, (time.time() - age, time.time() - age))
+    path = cache.cache_path(FACTS)
+    assert cache.save(path, FACTS, KEPT)
+    kept = {*folder.iterdir()} - others
+    assert len(kept) == cache.MOST_FILES
+    assert {int(each.name[12:28], 16) for each in kept - {path}} == {*range(1, cache.MOST_FILES)}
+    assert cache.load(path, FACTS, 2) == KEPT
+    assert others < {*folder.iterdir()}
+    mine = tmp_path / "gtopk" / "mine.json"
+    (folder / f"calibration-{0:016x}.json").write_text("")
+    assert cache.save(mine, FACTS, KEPT)
+    assert len({*folder.iterdir()} - others) == cache.MOST_FILES + 2
 
 
 @pytest.mark.parametrize("place", [".", "/"])

@@ -155,3 +155,15 @@ def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(thre
         assert all(map(torch.equal, one, other))
     assert all(map(torch.equal, whole[0][5::7], whole[1][5::7]))
     assert all(bool((shared >= 0).any()) for shared in whole[0][5::7])
+
+
+def test_the_memory_of_a_buffer_is_not_kept_once_another_takes_its_place() -> None:
+    """As in DDP that is made anew around a model of one bucket."""
+    parameters = some_parameters()
+    bucket_exchanges = Hook().bucket_exchanges
+    for _ in range(2):
+        buffer = torch.zeros(12).double()
+        one = bucket_exchanges.bucket_exchange_of([*parameters.values()], buffer)
+        assert one.elements == 12
+        held = one.parameters[0].untyped_storage()
+        assert held.nbytes() == buffer.itemsize

@@ -121,6 +121,13 @@ def test_nor_does_a_launcher_cut_a_rank_off_in_mid_sentence(mpirun, tmp_path):
     assert (tmp_path / "failure_rank1.json").exists()
 
 
+def test_a_second_sigterm_while_the_first_is_announced_is_not_announced(mpirun):
+    job = mpirun(2, "ends.py", "SIGTERM, and again while it is announced", "1", timeout=60)
+    assert job.returncode != 0
+    said = r"rank 1 of 2 .* was stopped by SIGTERM at step 5"
+    assert len(re.findall(said, job.stderr)) == 1, job.stderr
+
+
 def test_a_job_that_ends_well_says_nothing_and_leaves_no_failure_file(mpirun, tmp_path):
     job = mpirun(2, "ends.py", "well", "2", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode == 0
