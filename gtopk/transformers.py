@@ -33,7 +33,7 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as missing:
     raise ImportError(
-        "gtopk.transformers needs Transformers: pip install gtopk[transformers]"
+        "gtopk.transformers needs Transformers: pip install transformers accelerate"
     ) from missing
 
 from .ddp import GTopKState, gtopk_hook
