@@ -172,6 +172,7 @@ class GTopKState:
             else "give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
+            residuals=self._bucket_exchanges.residuals if self._adam is None else None,
         )
         self._pending: list[_PendingBucket] = []  # to be exchanged at the end of the pass
         # Residuals of names that no parameter has; saved again.
@@ -273,15 +274,18 @@ class GTopKState:
 
     def _end_pass(self) -> None:
         """Note the agreed gradients, once DDP has written them."""
-        self.accept_gradients()
+        self._note_gradients(again=False)
         self._corrected.agree(self._skips.parameters() if self._skips.counted else (), self.scaler)
 
     def accept_gradients(self) -> None:
         """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        self._note_gradients(again=True)
+
+    def _note_gradients(self, *, again: bool) -> None:
         counted = self._skips.counted
         self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
-            (self._adam.note if counted else self._adam.forget)()
+            self._adam.note(again=again) if counted else self._adam.forget()
 
     @property
     def makes_adam_steps(self) -> bool:
@@ -471,7 +475,7 @@ class GTopKState:
             "the model has no parameter of that name; give it the names that it was saved with",
         )
         self._abort_pass()
-        self._skips.end_row()
+        self._skips.note_loaded()
         if self._adam is not None:
             self._adam.forget()
         self._bucket_exchanges.put_residuals(found)

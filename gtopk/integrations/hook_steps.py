@@ -246,6 +246,7 @@ class HookSkips:
     parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
     skipped: how many passes did not count; counted: whether the last one does.
+    is_loaded: whether a state was loaded.
     """
 
     def __init__(
@@ -254,6 +255,7 @@ class HookSkips:
         check_count("max_skipped_steps", max_skipped_steps)
         self.parameters = parameters
         self.counted = True  # the last pass
+        self.is_loaded = False
         self._skipped = SkippedSteps(max_skipped_steps)
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
@@ -275,8 +277,9 @@ class HookSkips:
         else:
             self._skipped.note(rank, step, where)
 
-    def end_row(self) -> None:
-        """Begin a new row: a state was loaded."""
+    def note_loaded(self) -> None:
+        """Note that a state was loaded: a new row begins."""
+        self.is_loaded = True
         self._skipped.end_row()
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
