@@ -24,7 +24,7 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..errors import check_count
-from ..exchange.bucket_exchange import BucketExchange
+from ..exchange.bucket_exchange import BucketExchange, gradient_norm
 from ..exchange.exchange import Exchanged, Progress
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
@@ -149,6 +149,7 @@ class HookSteps:
 
     last: the report of the last step; None before the first.
     stragglers: how fast the ranks compute, beside each other.
+    clip_factor: by which this rank's gradients of the step were shortened.
     """
 
     def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
@@ -164,6 +165,7 @@ class HookSteps:
         self._ended: float | None = None  # when the last wait ended
         self._ended_before: float | None = None  # when that of the previous step ended
         self.last: StepReport | None = None
+        self.clip_factor = 1.0
 
     def add_bucket(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program's thread; return its number in the step."""
@@ -209,6 +211,7 @@ class HookSteps:
             skipped=not counted,
             samples=None,
             dense_seconds=self._expected.dense_seconds,
+            gradient_norm=gradient_norm(self._seen.bucket_exchanges, self.clip_factor),
         )
         balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges

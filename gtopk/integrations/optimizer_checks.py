@@ -74,8 +74,8 @@ def warn_of_lost_residual(
     norm: of the residual that was saved, where it is known.
     """
     _log.warning(
-        "rank %d: the state of %s was loaded, and the state of the hook was not: what this rank had "
-        "not sent is lost%s. Save state_dict(model) of the hook's state on every rank, or "
+        "rank %d: the state of %s was loaded, and the state of the hook was not: what this rank "
+        "had not sent is lost%s. Save state_dict(model) of the hook's state on every rank, or "
         "gather_state(model) on one, and give it to load_state_dict (%s)",
         rank,
         type(optimizer).__name__,
