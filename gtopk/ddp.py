@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -40,10 +40,13 @@ from .exchange.residual_state import ResidualState, under_known_names, unmatched
 from .integrations.adam import HookedAdam, check_clip_norm
 from .integrations.bucket_exchanges import BucketExchanges, compression_of
 from .integrations.ddp_passes import (
+    HookReplicas,
+    PendingBucket,
     after_ddp,
     named_parameters,
     process_set_of,
     refuse_another_group,
+    refuse_another_model,
     refuse_kinds,
     residuals_by_parameter,
     write_flat_gradients,
@@ -64,17 +67,6 @@ from .runtime.world import world
 from .telemetry.step_report import StepReport
 
 __all__ = ["GTopKState", "gtopk_hook"]
-
-
-class _PendingBucket(NamedTuple):
-    """A bucket that DDP has handed over, with the future of its agreed gradients."""
-
-    bucket_exchange: BucketExchange
-    number: int
-    is_last: bool
-    is_joined: bool  # this rank has joined: the gradients are zeros of no sample
-    buffer: torch.Tensor
-    future: torch.futures.Future[torch.Tensor]
 
 
 class GTopKState:
@@ -103,6 +95,10 @@ class GTopKState:
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
+    check_every: compare the ranks' parameters by hash, in the second pass and then every so many; 0
+        never; None: every 100. on_divergence: "warn" of the first parameter that differs, or
+        "error": the backward pass raises HorovodInternalError on every rank. None: "error" where
+        check_every is given, else "warn". divergences: how many checks have warned.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
@@ -126,6 +122,8 @@ class GTopKState:
         global_clip_norm: float | None = None,
         adam_steps: Literal["before", "after"] = "before",
         local_residual: bool | None = None,
+        check_every: int | None = None,
+        on_divergence: Literal["error", "warn"] | None = None,
         **options: Any,
     ) -> None:
         if isinstance(optimizer, Wrapping):
@@ -148,6 +146,7 @@ class GTopKState:
         self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
         self._world = world.current()
         peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
+        self._replicas = HookReplicas(peers, self._bucket_exchanges, check_every, on_divergence)
         self._adam: HookedAdam | None = None
         made_by = self.compression.correction if of_adam["adam"] is None else "AdamW"
         self._passes = PassWatch(self._world.rank, made_by)
@@ -172,8 +171,9 @@ class GTopKState:
             else "give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
             stepped=None if self._adam is None else optimizer,
             adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
+            residuals=self._bucket_exchanges.residuals if self._adam is None else None,
         )
-        self._pending: list[_PendingBucket] = []  # to be exchanged at the end of the pass
+        self._pending: list[PendingBucket] = []  # to be exchanged at the end of the pass
         # Residuals of names that no parameter has; saved again.
         self._unmatched: dict[str, ResidualState] = {}
         # One thread, so that buckets end in order: the last one's task finds all before it done.
@@ -192,6 +192,11 @@ class GTopKState:
         return self._skips.skipped
 
     @property
+    def divergences(self) -> int:
+        """How many checks have found, and warned, that replicas differ."""
+        return self._replicas.check.divergences
+
+    @property
     def last_step(self) -> StepReport | None:
         """The report of the last step; None before the first."""
         return self._steps.last
@@ -207,7 +212,7 @@ class GTopKState:
         refuse_kinds(bucket)
         if not self._bucket_exchanges:
             refuse_another_group(bucket.parameters(), self._members.ranks)
-        self._refuse_another_model(bucket)
+        refuse_another_model(bucket, self._bucket_exchanges)
         if not bucket.index():
             self._abort_pass()  # in case an error has ended the last pass
             self._passes.watch(bucket.parameters())
@@ -217,7 +222,9 @@ class GTopKState:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         is_joined = torch._C._current_graph_task_id() == -1  # by DDP.join
         number, is_last = bucket.index(), bucket.is_last()
-        pending = _PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
+        pending = PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
+        if is_last and (comparison := self._replicas.begin(is_joined)) is not None:
+            self._finisher.submit(self._replicas.end, comparison, self._failures)
         if self._global_clip_norm is None:
             self._submit(pending, 1.0)
         else:
@@ -230,7 +237,7 @@ class GTopKState:
             after_ddp(self._end_pass)
         return future
 
-    def _submit_clipped(self, pending: _PendingBucket) -> None:
+    def _submit_clipped(self, pending: PendingBucket) -> None:
         """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
         self._pending.append(pending)
         if not pending.is_last:
@@ -244,11 +251,11 @@ class GTopKState:
             ratio=mean_square_ratio([each.bucket_exchange for each in together]),
         )
         weight = 1.0 / len(self._members.ranks)
-        factor = clip.factor(weight, weight)
+        factor = self._steps.clip_factor = clip.factor(weight, weight)
         for each in together:
             self._submit(each, factor)
 
-    def _submit(self, pending: _PendingBucket, factor: float) -> None:
+    def _submit(self, pending: PendingBucket, factor: float) -> None:
         """Begin to exchange a bucket; factor: multiplies its gradients."""
         bucket_exchange, buffer = pending.bucket_exchange, pending.buffer
         scale = loss_scale(self.scaler)
@@ -273,15 +280,18 @@ class GTopKState:
 
     def _end_pass(self) -> None:
         """Note the agreed gradients, once DDP has written them."""
-        self.accept_gradients()
+        self._note_gradients(again=False)
         self._corrected.agree(self._skips.parameters() if self._skips.counted else (), self.scaler)
 
     def accept_gradients(self) -> None:
         """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        self._note_gradients(again=True)
+
+    def _note_gradients(self, *, again: bool) -> None:
         counted = self._skips.counted
         self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
-            (self._adam.note if counted else self._adam.forget)()
+            self._adam.note(again=again) if counted else self._adam.forget()
 
     @property
     def makes_adam_steps(self) -> bool:
@@ -332,17 +342,6 @@ class GTopKState:
             )
         return bucket_exchange
 
-    def _refuse_another_model(self, bucket: GradBucket) -> None:
-        """Raise ValueError for new parameters after the first step, which has buckets in order."""
-        if not self._bucket_exchanges.knows(bucket.parameters()) and bucket.index() != len(
-            self._bucket_exchanges
-        ):
-            raise ValueError(
-                "this GTopKState has the parameters of another model: use one GTopKState for each "
-                "model (or, of one model whose parameters have several dtypes, static_graph=True, "
-                "with which DDP does not number its first buckets: leave it out)"
-            )
-
     def _work(
         self,
         bucket_exchange: BucketExchange,
@@ -369,7 +368,7 @@ class GTopKState:
             self._buckets = 0
             self.progress.steps += self._counted
 
-    def _finish(self, operation: Operation, pending: _PendingBucket) -> None:
+    def _finish(self, operation: Operation, pending: PendingBucket) -> None:
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
@@ -377,6 +376,7 @@ class GTopKState:
                 self._steps.note_wait_end()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
+                self._replicas.progress.steps += self._counted
                 self._world.note_preempted([*self._preempted])
                 where = " and ".join(
                     f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
@@ -473,7 +473,7 @@ class GTopKState:
             "the model has no parameter of that name; give it the names that it was saved with",
         )
         self._abort_pass()
-        self._skips.end_row()
+        self._skips.note_loaded()
         if self._adam is not None:
             self._adam.forget()
         self._bucket_exchanges.put_residuals(found)

@@ -471,7 +471,7 @@ class ReplicaState:
                 rows = unit.padded[name].shape
                 require_shape(name, residuals.get(name, {}), shard.shape, rows)
         self._abort_pass()
-        self._skips.end_row()
+        self._skips.note_loaded()
         if self._adam is not None:
             self._adam.forget()
         for unit in self._bucket_exchanges:

@@ -33,11 +33,12 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as missing:
     raise ImportError(
-        "gtopk.transformers needs Transformers: pip install gtopk[transformers]"
+        "gtopk.transformers needs Transformers: pip install transformers accelerate"
     ) from missing
 
 from .ddp import GTopKState, gtopk_hook
 from .exchange.residual_state import norm_of
+from .integrations.optimizer_checks import ResidualNote
 from .telemetry.sinks import scalars_of_step
 from .torch.checkpoint import load_latest, save_checkpoint
 from .torch.functions import allgather_object, broadcast_object
@@ -204,6 +205,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 _take_precise_state(optimizer, folder)
                 held: dict[str, Any] = found.values["residuals"]
                 return held
+        ResidualNote.take(optimizer)  # else it is told of again, in the first step
         if args.process_index == 0:
             _log.warning(
                 "the residuals and moments that gtopk saved with %s, at step %d, are in none of "

@@ -164,6 +164,7 @@ class AdamSteps:
         self._hypers: list[Hyper | None] = []
         self._aside: Collection[int] = ()  # parameters without a gradient on any rank
         self._before: _Before | None = None
+        self.mean_square = 0.0  # the mean gradient's sum of squares, from the last step's sample
 
     def read(self, own: OwnMoments) -> None:
         """Read the options, and take over state that was loaded into the optimizer."""
@@ -290,7 +291,9 @@ class AdamSteps:
         # A first sample has the weight 1, with which lerp returns it to the bit: no trace of
         # UNKNOWN.
         self._shared[places] = torch.lerp(before, squares, weights)
-        self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, squares.cpu())
+        on_host = squares.cpu()
+        self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, on_host)
+        self.mean_square = SWEEP * float(on_host.sum())  # a sweep has each coordinate once
         own_rows.mul_(_ROW_DECAY)
         if share:
             own_rows.index_add_(0, sample.rows, mine.square_().div_(share))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class BucketExchange:
         self.names = list(names)
         self.bucket = bucket
         self.exchange = exchange
+        self.adam: AdamSteps | None = None  # made of its gradients, before they are exchanged
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
         self._checksum: torch.Tensor | None = None
@@ -375,7 +377,8 @@ def make_adam_steps(
     if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
-    bucket_exchange.exchange.residual.install_adam(AdamSteps(bucket, groups, ranks, parameters))
+    bucket_exchange.adam = AdamSteps(bucket, groups, ranks, parameters)
+    bucket_exchange.exchange.residual.install_adam(bucket_exchange.adam)
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
@@ -392,3 +395,15 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
+
+
+def gradient_norm(bucket_exchanges: Iterable[Any], clip_factor: float) -> float | None:
+    """Return the mean gradient's norm in the last step, from that step's sample.
+
+    clip_factor: by which this rank's gradients were shortened before, and about so the others'.
+
+    None where no Adam's steps are made of it: no rank knows it then.
+    """
+    steps = [each.adam for each in bucket_exchanges if isinstance(each, BucketExchange)]
+    squares = [each.mean_square for each in steps if each is not None]
+    return math.sqrt(sum(squares)) / clip_factor if squares else None

@@ -21,7 +21,7 @@ from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
 from .hook_steps import HookSkips
-from .optimizer_checks import PassWatch
+from .optimizer_checks import PassWatch, warn_of_lost_residual
 
 _log = logging.getLogger("gtopk")
 
@@ -158,20 +158,16 @@ class HookedAdam:
     def _warn_of_lost_residual(self) -> None:
         """Warn, in the first step, where the optimizer goes on without an earlier hook's state."""
         if self._lacks_residual:
-            _log.warning(
-                "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: "
-                "the steps that this rank had not sent are lost. Save state_dict(model) of the "
-                "hook's state on every rank, or gather_state(model) on one, and give it to "
-                "load_state_dict (%s)",
-                self.peers.world.rank,
-                type(self._optimizer).__name__,
-                page("Checkpoints"),
-            )
+            warn_of_lost_residual(self.peers.world.rank, self._optimizer)
         self._lacks_residual = False
 
-    def note(self) -> None:
-        """Note that a pass that counts has ended: gradients are agreed steps now."""
-        self._warn_of_unused()
+    def note(self, *, again: bool = False) -> None:
+        """Note that a pass that counts has ended: gradients are agreed steps now.
+
+        again: the same pass, whose gradients were written anew.
+        """
+        if not again:
+            self._warn_of_unused()
         self._is_due = self._has_residual = True
         # Within a closure torch is going through these hooks: their dict must not change then.
         if not self._in_closure:  # register anew: run after hooks that came later and may clip

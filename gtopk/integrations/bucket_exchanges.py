@@ -47,6 +47,10 @@ class BucketExchanges:
         """Return the parameters of all buckets, and of the state that was loaded last."""
         return {*self._bucket_of, *self._residuals}
 
+    def in_order(self) -> list[torch.Tensor]:
+        """Return the parameters of all buckets, as they came: in the same order on all ranks."""
+        return list(self._bucket_of)
+
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Tell whether all these parameters were in a bucket, or in a state that was loaded."""
         return all(p in self._bucket_of or p in self._residuals for p in parameters)

@@ -4,18 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import refuse_complex
+from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, fits, plain_name
 from ..optim.double_reduction import groups_of_ddp
+from ..optim.peers import Peers
+from ..optim.replica_check import ReplicaCheck, require_check
+from ..optim.wrapped.local_residual import center_of
+from ..runtime.coordinator import Operation
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from .bucket_exchanges import as_shaped, split
+from .bucket_exchanges import BucketExchanges, as_shaped, split
+
+
+class PendingBucket(NamedTuple):
+    """A bucket that DDP has handed over, with the future of its agreed gradients."""
+
+    bucket_exchange: BucketExchange
+    number: int
+    is_last: bool
+    is_joined: bool  # this rank has joined: the gradients are zeros of no sample
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+
+class HookReplicas:
+    """Compares the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
+
+    peers, progress: of the hook; progress counts passes since the hook was made, and not those of a
+        state that was loaded, as all ranks must compare in the same pass.
+    check: says how often replicas differed.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        bucket_exchanges: BucketExchanges,
+        check_every: int | None,
+        on_divergence: Literal["error", "warn"] | None,
+    ) -> None:
+        require_check(check_every, on_divergence)
+        self.peers, self.progress = peers, Progress()
+        self._bucket_exchanges = bucket_exchanges
+        self.check = ReplicaCheck(self, check_every, on_divergence)
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """The parameters as they were after the last step: DDP does not tell a hook their names."""
+        return {
+            center_of(each): f"number {number} in DDP's buckets, of shape {list(each.shape)}"  # type: ignore[arg-type]
+            for number, each in enumerate(self._bucket_exchanges.in_order())
+        }
+
+    def begin(self, is_joined: bool) -> Operation | None:
+        """Begin to compare, if it is time; call it at the last bucket of a pass.
+
+        is_joined: this rank has joined: no rank compares then.
+        """
+        self.check.await_step(updates=self.progress.steps > 0)
+        if (compare := self.check.begin()) is None:
+            return None
+        return self.peers.engine.submit(
+            f"{self.peers.name}.replicas",
+            [],
+            lambda transport, all_flags: compare(transport) if all(all_flags) else None,
+            flags=not is_joined,
+        )
+
+    def end(self, operation: Operation, failures: list[Exception]) -> None:
+        """Warn of replicas that differ, or add HorovodInternalError, on every rank alike."""
+        try:
+            self.check.end(operation.wait(), {})
+        except Exception as error:  # in a thread that goes on with the pass's other buckets
+            failures.append(error)
+
+
+def refuse_another_model(bucket: GradBucket, known: BucketExchanges) -> None:
+    """Raise ValueError for new parameters after the first step, which has buckets in order."""
+    if not known.knows(bucket.parameters()) and bucket.index() != len(known):
+        raise ValueError(
+            "this GTopKState has the parameters of another model: use one GTopKState for each "
+            "model (or, of one model whose parameters have several dtypes, static_graph=True, "
+            "with which DDP does not number its first buckets: leave it out)"
+        )
 
 
 def refuse_kinds(bucket: GradBucket) -> None:

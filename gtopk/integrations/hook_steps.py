@@ -25,7 +25,7 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..errors import check_count
-from ..exchange.bucket_exchange import BucketExchange
+from ..exchange.bucket_exchange import BucketExchange, gradient_norm
 from ..exchange.exchange import Exchanged, Progress
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
@@ -152,6 +152,7 @@ class HookSteps:
 
     last: the report of the last step; None before the first.
     stragglers: how fast the ranks compute, beside each other.
+    clip_factor: by which this rank's gradients of the step were shortened.
     """
 
     def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
@@ -167,6 +168,7 @@ class HookSteps:
         self._ended: float | None = None  # when the last wait ended
         self._ended_before: float | None = None  # when that of the previous step ended
         self.last: StepReport | None = None
+        self.clip_factor = 1.0
 
     def add_bucket(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program's thread; return its number in the step."""
@@ -212,6 +214,7 @@ class HookSteps:
             skipped=not counted,
             samples=None,
             dense_seconds=self._expected.dense_seconds,
+            gradient_norm=gradient_norm(self._seen.bucket_exchanges, self.clip_factor),
         )
         balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
@@ -250,6 +253,7 @@ class HookSkips:
     max_skipped_steps: how many passes in a row may not count.
     skipped: how many passes did not count; counted: whether the last one does.
     is_due: the last pass counts, and no optimizer has stepped since.
+    is_loaded: whether a state was loaded.
     """
 
     def __init__(
@@ -258,7 +262,7 @@ class HookSkips:
         check_count("max_skipped_steps", max_skipped_steps)
         self.parameters = parameters
         self.counted = True  # the last pass
-        self.is_due = self._has_warned = False
+        self.is_due = self.is_loaded = self._has_warned = False
         self._skipped = SkippedSteps(max_skipped_steps)
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
@@ -280,9 +284,9 @@ class HookSkips:
         else:
             self._skipped.note(rank, step, where)
 
-    def end_row(self) -> None:
-        """Begin a new row: a state was loaded."""
-        self.is_due = False
+    def note_loaded(self) -> None:
+        """Note that a state was loaded: a new row begins."""
+        self.is_due, self.is_loaded = False, True
         self._skipped.end_row()
 
     def warn_of_saving(self, rank: int) -> None:

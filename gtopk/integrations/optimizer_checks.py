@@ -6,10 +6,12 @@ error in its first step, as is any other than the one whose steps the hook makes
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -24,6 +26,10 @@ from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentu
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import AgreedSteps, adam_before, require_plain
 from .hook_steps import HookSkips
+
+_log = logging.getLogger("gtopk")
+
+Residuals = Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
 class _Watch(NamedTuple):
@@ -77,6 +83,55 @@ def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
     return any(each is inner for each in (*values, *lists))
 
 
+def warn_of_lost_residual(
+    rank: int, optimizer: torch.optim.Optimizer, norm: float | None = None
+) -> None:
+    """Warn that an optimizer goes on from earlier steps without the state of an earlier hook.
+
+    norm: of the residual that was saved, where it is known.
+    """
+    _log.warning(
+        "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: what "
+        "this rank had not sent is lost%s. Save state_dict(model) of the hook's state on every "
+        "rank, or gather_state(model) on one, and give it to load_state_dict (%s)",
+        rank,
+        type(optimizer).__name__,
+        "" if norm is None else f" (a norm of {norm:.3g} on the rank that saved)",
+        page("Checkpoints"),
+    )
+
+
+class ResidualNote:
+    """The residual's norm in the groups of an optimizer's saved state.
+
+    By it a run that goes on without the hook's state is known, where the optimizer itself has no
+    state, as SGD. Live groups have none, but from loading on until `take`.
+    residuals: a method of the hook's bucket exchanges, to which this refers weakly.
+    """
+
+    _KEY: Final = "gtopk_residual_norm"
+
+    def __init__(self, residuals: Residuals) -> None:
+        self._residuals = weakref.WeakMethod(residuals)
+
+    def add_to_saved(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note it in every `state_dict` of this optimizer from now on."""
+        optimizer.register_state_dict_post_hook(self._add)
+
+    def _add(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if (residuals := self._residuals()) is None:
+            return
+        norm = math.hypot(*(float(part.norm()) for _, part in residuals()))
+        for group in state_dict["param_groups"] if norm else ():
+            group[self._KEY] = norm
+
+    @classmethod
+    def take(cls, optimizer: torch.optim.Optimizer) -> float | None:
+        """Remove it from an optimizer whose state was loaded, and return it; None: it has none."""
+        norms = [group.pop(cls._KEY) for group in optimizer.param_groups if cls._KEY in group]
+        return max(norms, default=None)
+
+
 def check_optimizers(
     skips: HookSkips,
     compression: ErrorFeedback,
@@ -86,6 +141,7 @@ def check_optimizers(
     way: str,
     stepped: torch.optim.Optimizer | None = None,
     adam: str = "",
+    residuals: Residuals | None = None,
 ) -> CorrectedGradients:
     """Check each optimizer of the model once, at its first step, as long as the hook lives.
 
@@ -96,6 +152,8 @@ def check_optimizers(
     way: how to let the hook make an Adam's steps, in words.
     stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
     adam: as of `CorrectedGradients`.
+    residuals: as of `ResidualNote`, to tell where the hook's state is not loaded with an
+        optimizer's; None: that is not told.
     """
     seen = weakref.WeakSet[torch.optim.Optimizer]()
     corrected = CorrectedGradients(compression, adam)
@@ -104,10 +162,13 @@ def check_optimizers(
     of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
     has_warned = False  # not "nothing in `seen`": an optimizer that another replaces leaves it
+    has_stepped = False
+    note = None if residuals is None else ResidualNote(residuals)
 
     def check(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
-        nonlocal has_warned
+        nonlocal has_warned, has_stepped
         if optimizer in seen:
+            ResidualNote.take(optimizer)
             corrected.require_unchanged(optimizer)
             return
         parameters = ours.parameters()
@@ -131,6 +192,12 @@ def check_optimizers(
                 if says:
                     takes = adam_before(optimizer, compression) is not None
                     log_advice(optimizer, compression, way if takes else "")
+            if note is not None:
+                norm = note.take(optimizer)
+                if norm is not None and not (has_stepped or ours.is_loaded):
+                    warn_of_lost_residual(rank, optimizer, norm)
+                note.add_to_saved(optimizer)
+            has_stepped = True
             seen.add(optimizer)
             corrected.require_unchanged(optimizer)
 

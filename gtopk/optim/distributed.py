@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ..compression import Compressing, Compression
+from ..exchange.bucket_exchange import gradient_norm
 from ..exchange.buckets.parameters import name_parameters, require_trained
 from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
@@ -155,7 +156,6 @@ class _DistributedOptimizer(Readings):
         reduced = time.perf_counter()
         if transaction.is_asynchronous:  # on a GPU: backward was launched by then, and not over
             begun = max(begun, min(transaction.ready, reduced))
-        compute_seconds = begun - ended_before if ended_before else 0.0
         self._skip = not transaction.finite()
         if self._skip:
             transaction.skip()
@@ -169,7 +169,7 @@ class _DistributedOptimizer(Readings):
         self.last_step = report(
             transaction,
             step=self._world.step,
-            compute_seconds=compute_seconds,
+            compute_seconds=begun - ended_before if ended_before else 0.0,
             waits=[(begun, self._exchange_ended)],
             synchronize_seconds=self._exchange_ended - begun,
             apply_seconds=self._exchange_ended - reduced,
@@ -177,6 +177,7 @@ class _DistributedOptimizer(Readings):
             skipped=self._skip,
             samples=transaction.samples.count,
             dense_seconds=self._reducer.expected.dense_seconds,
+            gradient_norm=gradient_norm(transaction.bucket_exchanges, transaction.clip.applied),
         )
         balance_of(self._world).note(self.last_step)
         if not self._skip:

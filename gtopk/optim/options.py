@@ -23,6 +23,7 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet
+from .replica_check import require_check
 
 _log = logging.getLogger("gtopk")
 FEW_ENTRIES: Final = 500
@@ -84,16 +85,7 @@ class Options:
             check_number(name, value)
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
-        if self.check_every is not None:
-            check_count("check_every", self.check_every)
-        if self.on_divergence not in (None, "error", "warn", "heal"):
-            raise ValueError(
-                f"on_divergence must be 'error', 'warn' or 'heal', got {self.on_divergence!r}"
-            )
-        if self.on_divergence and self.check_every == 0:
-            raise ValueError(
-                f"on_divergence={self.on_divergence!r} needs a check: give check_every, say 100"
-            )
+        require_check(self.check_every, self.on_divergence, ("error", "warn", "heal"))
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
         self._refuse_clipping_of_steps()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from collectives.errors import MismatchError
 from collectives.kernels.codes import checksum
 from collectives.transports import Transport
 
+from ..errors import check_choice, check_count
 from ..exchange.buckets.arrays import as_bytes
+from ..exchange.exchange import Progress
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.logs import EVERYWHERE
 from ..runtime.object_codec import decode, encode
 from ..runtime.world import world
 from ..telemetry.run_record import recorder_of
-from .reducer import Reducer
+from .peers import Peers
 
 # For ranks whose replica was not finite and became the others': only parameters were replaced.
 BUFFERS_STAY: Final = (
@@ -192,6 +194,31 @@ _STAY: Final = (
 )
 
 
+def require_check(
+    check_every: int | None, on_divergence: str | None, ways: Sequence[str] = ("error", "warn")
+) -> None:
+    """Raise ValueError or TypeError for options that make no check; ways: of on_divergence."""
+    if check_every is not None:
+        check_count("check_every", check_every)
+    if on_divergence is not None:
+        check_choice("on_divergence", on_divergence, ways)
+    if on_divergence and check_every == 0:
+        raise ValueError(
+            f"on_divergence={on_divergence!r} needs a check: give check_every, say 100"
+        )
+
+
+class Replicated(Protocol):
+    """An object whose parameters are the same on all ranks: see `Reducer`."""
+
+    @property
+    def names(self) -> Mapping[Any, str]: ...
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def peers(self) -> Peers: ...
+
+
 class ReplicaCheck:
     """Compares an optimizer's replicas: call `await_step`, then `after_step`, on all ranks alike.
 
@@ -203,11 +230,11 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        reducer: Reducer,
+        of: Replicated,
         every: int | None,
         on_divergence: Literal["error", "warn", "heal"] | None,
     ) -> None:
-        self._reducer = reducer
+        self._of = of
         self._every = EVERY if every is None else every
         self._on_divergence = on_divergence or ("warn" if every is None else "error")
         self._is_due = False
@@ -219,10 +246,10 @@ class ReplicaCheck:
         updates: whether it has an update. Only such steps count, as all ranks count them alike; the
         world's own count does not: a rank that has joined, or where a step failed, has taken fewer.
         """
-        steps = self._reducer.progress.steps
+        steps = self._of.progress.steps
         # After the first, too: that is where a forgotten broadcast shows.
         is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
-        self._is_due = updates and is_time and self._reducer.peers.size > 1
+        self._is_due = updates and is_time and self._of.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Check the replicas where it is time; heal parameters and their optimizer state if asked.
@@ -232,7 +259,7 @@ class ReplicaCheck:
         error, or they cannot be healed.
         """
         if (compare_ranks := self.begin()) is not None:
-            self.end(self._reducer.peers.run_unless_joined("replicas", compare_ranks), state)
+            self.end(self._of.peers.run_unless_joined("replicas", compare_ranks), state)
 
     def begin(self) -> Look | None:
         """Return the comparison of the parameters as they are, for all ranks to run together.
@@ -242,7 +269,7 @@ class ReplicaCheck:
         """
         if not self._is_due:
             return None
-        parameters, is_error = self._reducer.names, self._on_divergence == "error"
+        parameters, is_error = self._of.names, self._on_divergence == "error"
         own, names = checksums(parameters), list(parameters.values())
 
         def compare_ranks(transport: Transport) -> list[Divergence]:
@@ -281,19 +308,19 @@ class ReplicaCheck:
         self, diverged: Sequence[Divergence], state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> str:
         """Replace parameters that differ by the majority's; return in words what was done."""
-        parameters = self._reducer.names
+        parameters = self._of.names
         own: dict[str, bytes] = {}
         problem = ""
         try:
             own = pack(parameters, [each.name for each in diverged], state)
         except TypeError as error:  # on some ranks perhaps: the others would wait
             problem = str(error)
-        ranks, repaired = self._reducer.peers.run(
+        ranks, repaired = self._of.peers.run(
             "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
         install_parameters(parameters, repaired, state)
         again, names = checksums(parameters), list(parameters.values())
-        self._reducer.peers.run(
+        self._of.peers.run(
             "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)
         )
         has = "has" if len(ranks) == 1 else "have"

@@ -131,6 +131,7 @@ class LocalClip:
     allowed_norm: of the sum, if the ranks' gradients are independent; None: any.
     allowed_mean: of the mean gradient; None: any. ratio: the mean gradient's sum of squares, over
         that of this rank's gradient.
+    applied: the factor that was returned last.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class LocalClip:
         allowed_mean: float | None = None,
         ratio: float = 1.0,
     ) -> None:
-        self._allowed_norm, self._norm = allowed_norm, 0.0
+        self._allowed_norm, self._norm, self.applied = allowed_norm, 0.0, 1.0
         self._allowed_mean, self._ratio = allowed_mean, ratio
         if allowed_norm is not None or allowed_mean is not None:
             self._norm = norm_of([each for each in gradients if each is not None]) / scale
@@ -153,7 +154,10 @@ class LocalClip:
         sqrt(share) times the allowed norm, have a sum of that norm: with shares of 1/ranks this is
         Lin et al. 2018, section 3.2. A norm that is not finite gives 1: the step is skipped.
         """
-        norm = weight * self._norm
+        self.applied = self._factor(weight * self._norm, share)
+        return self.applied
+
+    def _factor(self, norm: float, share: float) -> float:
         if not 0.0 < norm < math.inf:
             return 1.0
         allowed = math.inf

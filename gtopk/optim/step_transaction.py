@@ -141,7 +141,7 @@ class StepTransaction:
         self._missing_is_zero = missing_is_zero
         self._weight, self._share = weight, share
         self._scale, self._predivide = scale, predivide
-        self._clip = clip
+        self.clip = clip
         self.shadowed: set[int] = set()  # buckets
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
@@ -329,7 +329,7 @@ class StepTransaction:
             self._finite[index] = bucket_exchange.all_finite()
 
     def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
-        return weight * self._clip.factor(weight, share) / self._scale_of(bucket_exchange)
+        return weight * self.clip.factor(weight, share) / self._scale_of(bucket_exchange)
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
         # A residual may be resumed in a run, or a bucket, with another predivide factor.

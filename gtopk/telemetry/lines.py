@@ -192,6 +192,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
                 if each.default is not dataclasses.MISSING
             },
             "covers": _is_name,
+            "gradient_norm": _is_value,
         },
     ),
     "resumed": ({"step": _is_count}, {}),
@@ -227,6 +228,8 @@ def sound(line: Line, rank: int | None) -> Line | None:
         return None
     if what == "values":
         line["values"] = {name: _within(value) for name, value in line["values"].items()}
+    if what == "step" and "gradient_norm" in line:
+        line["gradient_norm"] = _within(line["gradient_norm"])
     if what == "withheld":
         line |= {name: _within(line[name]) for name in ("norm", "age_steps")}
     return line

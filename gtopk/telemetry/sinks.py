@@ -322,6 +322,8 @@ def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
         yield "gtopk/bits per entry", 8 * step.coded_bytes / step.coded_entries
     if (samples := batch(step)) is not None:
         yield "gtopk/samples", samples
+    if step.gradient_norm is not None:
+        yield "gtopk/gradient norm", step.gradient_norm
     if step.covers != "step":
         yield "gtopk/local steps", step.local_steps
     if step.predicted_seconds is not None:

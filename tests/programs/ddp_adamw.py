@@ -204,6 +204,41 @@ def test_the_mean_gradient_is_clipped_before_the_moments() -> None:
     assert_alike(ours)
 
 
+def test_the_report_has_the_norm_of_the_mean_gradient_before_clipping() -> None:
+    """Over 60 steps of one gradient the samples hold each coordinate once: their mean is exact."""
+    for clips in ({}, {"global_clip_norm": 0.5}):
+        torch.manual_seed(0)
+        x = batch(0, 0 if clips else RANK)  # how much a rank shortens is its own estimate
+        whole = torch.nn.Linear(12, 12).double()
+        whole(x).sum().backward()
+        mean = torch.cat([hvd.allreduce(p.grad.reshape(-1)) for p in whole.parameters()])
+        model = DistributedDataParallel(torch.nn.Linear(12, 12).double())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state = GTopKState(0.1, optimizer=optimizer, **clips)
+        model.register_comm_hook(state, gtopk_hook)
+        other = DistributedOptimizer(
+            torch.optim.AdamW(whole.parameters(), lr=0.01),
+            whole.named_parameters(),
+            Compression.gtopk(0.1),
+            **clips,
+        )
+        for trained, stepped, reports in ((model, optimizer, state), (whole, other, other)):
+            squares = []
+            for _ in range(60):
+                stepped.zero_grad()
+                trained(x).sum().backward()
+                stepped.step()
+                assert reports.last_step is not None
+                squares.append(reports.last_step.gradient_norm**2)
+            found = torch.tensor(sum(squares) / 60, dtype=torch.float64)
+            # Samples travel as bfloat16.
+            torch.testing.assert_close(found, mean.square().sum(), rtol=0.01, atol=0.0)
+    model, optimizer, state = hooked(adam_steps="after")
+    train(model, optimizer, range(1))
+    assert state.last_step is not None
+    assert state.last_step.gradient_norm is None
+
+
 def test_clipping_after_backward_is_refused_with_the_way_out() -> None:
     for early in (True, False):
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS)
@@ -491,6 +526,17 @@ def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
         assert not torch.equal(layer.weight, before[0])
         assert float(optimizer.state[layer.weight]["step"]) == 5
         assert_alike(model)
+
+
+def test_what_is_compared_is_the_model_that_ranks_share_and_not_after_a_join() -> None:
+    """Forward passes see each rank's own unsent steps; who has joined has an older model."""
+    model, optimizer, _ = hooked(
+        0.02, buckets={**SMALL_BUCKETS, "find_unused_parameters": True}, check_every=1
+    )
+    train(model, optimizer, range(4))
+    with model.join():
+        train(model, optimizer, range(4, 6 + 2 * RANK))
+    assert_alike(model)
 
 
 def test_ranks_that_run_out_of_batches_join() -> None:

@@ -617,6 +617,39 @@ def test_a_density_that_leaves_few_entries_is_told_once() -> None:
     assert said == ([told] if RANK == 0 else [])
 
 
+def part(model: Any) -> None:
+    """Change a parameter on the last rank alone, as a script may that forgets the others."""
+    if RANK == SIZE - 1:
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 1.0
+
+
+def test_replicas_that_part_are_told_of_and_are_an_error_where_that_is_asked_for() -> None:
+    ways = (({}, 1, 0), ({"check_every": 0}, 0, 0), ({"check_every": 1}, 0, 1))
+    for options, warns, fails in ways:
+        state = GTopKState(0.05, **options)
+        model = wrapped(state)
+        said = logged(lambda model=model: train(model, range(2)))
+        assert not any("replicas" in text for text in said)  # nor an error
+        state = GTopKState(0.05, **options)
+        model = wrapped(state)
+        train(model, range(1))
+        part(model)
+        raised = []
+        try:
+            said = logged(lambda model=model: train(model, range(1, 4)))
+        except HorovodInternalError as error:
+            raised = [str(error)]
+        told = [text for text in said if "the replicas are not the same" in text]
+        assert (len(told), len(raised)) == ((warns, fails) if SIZE > 1 else (0, 0))
+        assert state.divergences == len(told)
+        for text in told + raised:
+            assert "in DDP's buckets, of shape [12, 12]' has the checksums" in text
+            assert f"rank {SIZE - 1}: " in text
+    with pytest.raises(ValueError, match="one of error, warn; got 'heal'"):
+        GTopKState(0.05, check_every=5, on_divergence="heal")
+
+
 def test_a_preempted_rank_tells_the_others_in_its_next_step() -> None:
     state = GTopKState(0.05)
     model, here = wrapped(state), world.current()

@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -172,6 +173,47 @@ def test_a_new_state_has_back_what_checkpoints_have() -> None:
         assert parts.keys() == held[name].keys() == {"residual", "velocity"}
         assert all(torch.equal(held[name][what], part) for what, part in parts.items())
     assert fresh.progress.steps == 3
+
+
+def test_a_hooks_state_that_is_not_loaded_with_sgds_is_told_of_once() -> None:
+    """SGD without momentum has no state of its own: its groups say that there was a residual."""
+
+    def made(gives: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GTopKState]:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = GTopKState(0.05, optimizer=optimizer if gives else None)
+        model = DistributedDataParallel(net, **SMALL_BUCKETS)
+        model.register_comm_hook(state, gtopk_hook)
+        return model, optimizer, state
+
+    def steps(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+
+    def told_of(call: Callable[[], None]) -> list[str]:
+        return [text for text in logged(call) if "the state of the hook was not" in text]
+
+    for gives in (False, True):
+        model, optimizer, state = made(gives)
+        fresh = optimizer.state_dict()
+        assert told_of(lambda each=(model, optimizer): steps(*each)) == []
+        saved, held = copy.deepcopy(optimizer.state_dict()), state.state_dict(model)
+        for loaded, is_kept in ((saved, False), (saved, True), (fresh, False)):
+            model, optimizer, state = made(gives)
+            optimizer.load_state_dict(loaded)
+            if is_kept:
+                state.load_state_dict(held, model)
+            told = told_of(lambda each=(model, optimizer): steps(*each))
+            assert len(told) == (SIZE > 1 and loaded is saved and not is_kept), told
+            for text in told:
+                norm = re.search(r"\(a norm of (\S+) on the rank that saved\)", text)
+                own = [parts["residual"].reshape(-1) for parts in held["held"][RANK].values()]
+                assert norm is not None, text
+                assert float(norm[1]) == float(f"{float(torch.cat(own).norm()):.3g}") > 0
+            # Nothing of it stays in the optimizer: plain torch reads its groups as ever.
+            assert optimizer.param_groups[0].keys() == fresh["param_groups"][0].keys()
 
 
 class Wrapper(torch.nn.Module):

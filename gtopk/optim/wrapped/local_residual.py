@@ -50,6 +50,12 @@ def take_center(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return None if holder is None else holder._load_center(parameter)
 
 
+def center_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the center of a parameter, itself where it is not c - a; it is not to be changed."""
+    holder = _sources.get(parameter)
+    return parameter if holder is None else holder._center[parameter]
+
+
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor's elements on this rank: of a DTensor the local shard."""
     to_local = getattr(tensor, "to_local", None)

@@ -23,7 +23,7 @@ from collectives.transports import Transport
 from collectives.transports.transport import print_line
 
 from ... import settings
-from .agreement import name_ranks
+from .agreement import advice_on, name_ranks
 from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
 from .operation import Event, Operation, Phase, ShadowWork, What, Work
 from .readiness_table import ReadinessTable, ReadyOperation
@@ -73,6 +73,8 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 _NAMES_SAID = 3
+# Some ranks alone in a checkpoint are most often a script's fault, and all begin it after one step.
+_CHECKPOINT_WARNING_SECONDS: Final = 5.0
 
 
 class Stalls:
@@ -104,12 +106,18 @@ class Stalls:
         }
 
     def warn(self, announced: Iterable[Operation], table: ReadinessTable) -> None:
-        """Print, once a warning interval, operations that wait and the ranks they wait for."""
+        """Print, once a warning interval, operations that wait and the ranks they wait for.
+
+        A checkpoint's are told of early, once, with advice.
+        """
         now = time.perf_counter()
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in announced:
-            since = self._warned.get(operation.name, operation.announced)
-            if now - max(since, operation.announced) > self._warning_seconds:
+            since = max(self._warned.get(operation.name, 0.0), operation.announced)
+            seconds = self._warning_seconds
+            if advice_on([operation.name]) and since == operation.announced and seconds < math.inf:
+                seconds = min(seconds, _CHECKPOINT_WARNING_SECONDS)
+            if now - since > seconds:
                 self._warned[operation.name] = now
                 stalled.setdefault(tuple(table.missing(operation.name)), []).append(operation)
         for missing, operations in stalled.items():
@@ -119,9 +127,9 @@ class Stalls:
             names = "".join(f", {name}" for name in more) + (
                 f" and {others} more" if others else ""
             )
-            print_line(
-                f"{self._waits(operations[0], table, now)}{names}; ready: {name_ranks(ready)}"
-            )
+            advice = advice_on(operation.name for operation in operations)
+            waits = self._waits(operations[0], table, now)
+            print_line(f"{waits}{names}; ready: {name_ranks(ready)}{advice}")
 
     def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]

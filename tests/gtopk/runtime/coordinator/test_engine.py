@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.errors import HorovodInternalError
-from gtopk.runtime.coordinator import Engine, Event, Settings
+from gtopk.runtime.coordinator import Engine, Event, Settings, execution
 from gtopk.runtime.coordinator.fusion import Dense
 
 QUICK = Settings(idle_seconds=0.05)
@@ -334,6 +335,30 @@ def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
         assert f"rank {rank} has waited 0." in said
     assert "for rank 1 in a; ready: ranks 0, 2" in said
     assert "rank 1 has waited" not in said
+
+
+def test_who_lacks_in_a_checkpoint_is_said_early_and_once_with_advice(threads, capfd, monkeypatch):
+    monkeypatch.setattr(execution, "_CHECKPOINT_WARNING_SECONDS", 0.1)
+    said: list[str] = []
+    name = "allgather.checkpoint.problem.content"
+
+    def program(engine: Engine, rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.5)
+        engine.submit("other", [], nothing).wait()
+        while rank == 1 and not any("\n" in text for text in said):
+            said.append(capfd.readouterr().err)
+            time.sleep(0.01)
+        if rank == 1:
+            time.sleep(0.5)
+            said.append(capfd.readouterr().err)
+        engine.submit(name, [], nothing).wait()
+
+    threads(2, with_engine(program, Settings(idle_seconds=0.05)))
+    (line,) = "".join(said).splitlines()
+    waits = rf"rank 0 has waited 0\.\d+ s for rank 1 in {name}; ready: rank 0; gtopk's"
+    assert re.search(waits, line)
+    assert "not under `if hvd.rank() == 0`" in line
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, ValueError], ids=["unread", "closed"])
