@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -61,8 +62,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     logs is the norm of the agreed steps, and `args.max_grad_norm` is 0. With any other optimizer
     Trainer clips the agreed gradients.
 
-    Another `train` of the same Trainer goes on with the residual. One from a checkpoint loads the
-    residual from its folder, in `output_dir` or as `args.resume_from_checkpoint` names it.
+    Another `train` of the same Trainer goes on with the residual, as does one that begins again
+    with smaller batches (`auto_find_batch_size`). One from a checkpoint loads the residual from its
+    folder, in `output_dir` or as `args.resume_from_checkpoint` names it.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
@@ -70,7 +72,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._options = options
         self.state: GTopKState | None = None
         self._trainer: Trainer | None = None
-        self._model: DistributedDataParallel | None = None  # the model of the state
+        self._model: torch.nn.Module | None = None  # the model of the state, without DDP
+        # DDP with the hook. Trainer frees it before it makes another: two would both reduce.
+        self._wrapped: ref[DistributedDataParallel] | None = None
         self._max_grad_norm = 0.0  # Trainer's, while the hook clips in its place
         self._name = ""  # of this run's folder in checkpoints
 
@@ -89,7 +93,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
             )
         # An AcceleratedOptimizer wraps the optimizer that steps.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        before = self.state if self._model is model else None
+        before = self.state if self._model is model.module else None
         held = None if before is None else before.state_dict(model)
         self.state = GTopKState(
             self._density,
@@ -106,8 +110,9 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._name = broadcast_object(f"gtopk-{secrets.token_hex(4)}", 0)
         folder = str(Path(args.output_dir).absolute())
         state.stateful_callbacks[_KEY] = {"name": self._name, "output_dir": folder}
-        if self._model is not model:
-            self._model = model
+        self._model = model.module
+        if self._wrapped is None or self._wrapped() is not model:
+            self._wrapped = ref(model)
             model.register_comm_hook(self, _exchange)  # DDP takes a hook only once
 
     def on_pre_optimizer_step(

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from ..errors import HorovodInternalError
+from ..errors import HorovodInternalError, check_count
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.world.process_sets import ProcessSet
@@ -27,6 +27,31 @@ from .outer_optimizer import center_in_place, options_by_group
 
 # A fragment of whole layers may have so many times the values of one that cuts layers up.
 _UNEVEN: Final = 1.1
+
+
+def check_rounds(inner_steps: int | None, overlap_steps: int, fragments: int) -> None:
+    """Raise ValueError or TypeError for options of `LocalSGD` that no rounds can have."""
+    if inner_steps is not None:
+        check_count("inner_steps", inner_steps)
+        if inner_steps == 0:
+            raise ValueError("inner_steps must be at least 1, or None, got 0")
+    check_count("overlap_steps", overlap_steps)
+    if overlap_steps > (inner_steps or 0):
+        raise ValueError(
+            f"overlap_steps must be at most inner_steps={inner_steps}, got {overlap_steps}: "
+            "an exchange must have ended before the next begins"
+            + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
+        )
+    check_count("fragments", fragments)
+    if fragments < 1 or fragments > max(1, inner_steps or 0):
+        raise ValueError(
+            f"fragments must lie in 1..inner_steps={inner_steps}, got {fragments}: "
+            + (
+                "each is exchanged in a step of its own"
+                if inner_steps is not None
+                else "without inner_steps outer_step() exchanges all at once"
+            )
+        )
 
 
 def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:

@@ -47,7 +47,7 @@ from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.recorder import is_sampling_due, sample_residual
 from ..telemetry.run_record import balance_of, recorder_of
 from ..telemetry.step_report import StepReport
-from .fragments import Fragment, Fragments
+from .fragments import Fragment, Fragments, check_rounds
 from .outer_exchange import LostReplicas, OuterResult, Round, report_of
 from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
 
@@ -445,27 +445,7 @@ def LocalSGD(
         with fragments fewer good ones than there are fragments end no row.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """
-    if inner_steps is not None:
-        check_count("inner_steps", inner_steps)
-        if inner_steps == 0:
-            raise ValueError("inner_steps must be at least 1, or None, got 0")
-    check_count("overlap_steps", overlap_steps)
-    if overlap_steps > (inner_steps or 0):
-        raise ValueError(
-            f"overlap_steps must be at most inner_steps={inner_steps}, got {overlap_steps}: "
-            "an exchange must have ended before the next begins"
-            + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
-        )
-    check_count("fragments", fragments)
-    if fragments < 1 or fragments > max(1, inner_steps or 0):
-        raise ValueError(
-            f"fragments must lie in 1..inner_steps={inner_steps}, got {fragments}: "
-            + (
-                "each is exchanged in a step of its own"
-                if inner_steps is not None
-                else "without inner_steps outer_step() exchanges all at once"
-            )
-        )
+    check_rounds(inner_steps, overlap_steps, fragments)
     check_number("residual_decay", residual_decay)
     if not 0 <= residual_decay <= 1:
         raise ValueError(f"residual_decay must lie in 0..1, got {residual_decay}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import raises
+from checks import logged, raises
 from fsdp_hook import MESH, RANK
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -68,6 +68,19 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
         optimizer.zero_grad()
         loss(model, step).backward()
         optimizer.step()
+
+
+def test_a_state_that_is_saved_between_backward_and_step_is_warned_of() -> None:
+    for adam_steps in ("before", "after"):
+        model, optimizer, state = sharded(adam_steps=adam_steps)
+        train(model, optimizer, range(2))
+        assert not logged(state.state_dict)
+        optimizer.zero_grad()
+        loss(model, 2).backward()
+        (said,) = logged(state.state_dict)
+        assert said.startswith(f"rank {RANK}: the hook's state is saved between backward()")
+        optimizer.step()
+        assert not logged(state.state_dict)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

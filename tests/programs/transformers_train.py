@@ -155,6 +155,42 @@ trainer.train()
 assert callback.state.progress.steps == 16
 
 
+# One that begins again with smaller batches, as memory does not suffice, goes on with the residual.
+tries = 0
+
+
+def too_much(outputs: Any, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+    """In the fourth step of the first try, after a forward pass with this rank's unsent steps."""
+    global tries
+    tries += 1
+    if tries == 4:
+        raise RuntimeError("CUDA out of memory.")
+    return outputs["logits"].square().mean()
+
+
+class Found(transformers.TrainerCallback):
+    """Notes the norm of the residual whenever training has begun, before a step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.steps: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.norms.append(float(residual_norm(callback, trainer)))
+        self.steps.append(callback.state.progress.steps)
+
+
+callback, found = GTopK(density=0.05), Found()
+again = {"auto_find_batch_size": True, "save_strategy": "no"}
+trainer = made([callback, found], FOLDER / "again", loss=too_much, **again)
+trainer.train()
+assert found.steps == [0, 1, 2, 3, *range(3, 11)], found.steps
+assert found.norms[4] == found.norms[3] > 0
+assert callback.state.progress.steps == 3 + 8
+mine = weights(trainer)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+
+
 # A gradient that is not finite on one rank costs one step on all.
 calls = 0
 
