@@ -183,7 +183,9 @@ class CorrectedGradients:
         if not self._agreed:
             return
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        here = [p for p in stepped if p in self._agreed and self._agreed[p][0]() is p.grad]
+        # A weak reference to a gradient that is no more is None, too.
+        having = [p for p in stepped if p in self._agreed and p.grad is not None]
+        here = [p for p in having if self._agreed[p][0]() is p.grad]
         if not here:
             return
         before = math.hypot(*(self._agreed[p][1] for p in here))

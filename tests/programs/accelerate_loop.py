@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,28 @@ accelerator.backward(model(torch.ones(2, 6, dtype=torch.float64)).square().mean(
 accelerator.clip_grad_norm_(model.parameters(), 0.1)
 with pytest.raises(ValueError, match="global_clip_norm="):
     optimizer.step()
+
+# A loop that clips learns what it learns with gradients that travel whole.
+found = [float(network()(torch.ones(1, 6).double()).square().mean())]
+for hooks in (False, True):
+    model, optimizer, loader = prepared(partial(torch.optim.AdamW, weight_decay=0.0))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    if hooks:
+        compress(accelerator, model, optimizer, density=0.25, global_clip_norm=0.05)
+    for _ in range(12):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean())
+            if not hooks:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    model.eval()
+    found.append(float(model(torch.ones(1, 6).double()).square().mean()))
+    accelerator.free_memory()
+begun, dense_loss, our_loss = found
+assert dense_loss < 0.5 * begun, found
+assert our_loss - dense_loss < 0.1 * (begun - dense_loss), found
 
 # Nor does it move what another optimizer of the same model steps.
 model, _, loader = prepared()

@@ -528,6 +528,46 @@ def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
         assert_alike(model)
 
 
+def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_anew() -> None:
+    """DDP knows the layers that were trained when it was made."""
+    net = Net()
+    net.layers[2].requires_grad_(False)
+    optimizer = adamw(net)
+    state: GTopKState | None = None
+    model: Any = None
+    for number, is_trained in enumerate((False, True, False)):
+        net.layers[2].requires_grad_(is_trained)
+        held = None if state is None else copy.deepcopy(state.state_dict(model))
+        model = DistributedDataParallel(net, **SMALL_BUCKETS)
+        state = GTopKState(0.1, optimizer=optimizer)
+        if held is not None:
+            state.load_state_dict(held, model)
+            ours, theirs = (each["held"][RANK] for each in (held, state.state_dict(model)))
+            assert theirs.keys() >= ours.keys()
+            assert all(equal(theirs[name], parts) for name, parts in ours.items())
+        model.register_comm_hook(state, gtopk_hook)
+        before = net.layers[2].weight.detach().clone()
+        train(model, optimizer, range(3 * number, 3 * number + 3))
+        assert torch.equal(before, net.layers[2].weight) == (not is_trained)
+        assert_alike(model)
+
+
+def test_a_plain_adamw_is_made_anew_of_the_weights() -> None:
+    model, optimizer, _ = hooked()
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    plain = DistributedDataParallel(Net())
+    plain.register_comm_hook(GTopKState(1.0), gtopk_hook)
+    other = adamw(plain)
+    other.load_state_dict(saved)
+    said = "take over the model alone, with a new optimizer"
+    raises(ValueError, lambda: train(plain, other, range(1)), said)
+    again = DistributedDataParallel(Net())
+    again.module.load_state_dict(model.module.state_dict())
+    train(again, adamw(again), range(3, 6))
+    assert_alike(again)
+
+
 def test_what_is_compared_is_the_model_that_ranks_share_and_not_after_a_join() -> None:
     """Forward passes see each rank's own unsent steps; who has joined has an older model."""
     model, optimizer, _ = hooked(

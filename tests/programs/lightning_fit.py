@@ -230,6 +230,24 @@ with pytest.raises(ValueError, match=r"with momentum_correction .* to gradient_c
     fit([GTopK(0.1, momentum_correction=0.9)], gradient_clip_val=0.5)
 
 
+def loss_after(callbacks: list[Any], epochs: int) -> float:
+    """Return the loss that a module has after so many epochs that clip by gradient_clip_val."""
+    module = fit(callbacks, epochs, ByAdamW(), gradient_clip_val=0.05) if epochs else ByAdamW()
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        return float(module.layers(x).square().mean())
+
+
+# A fit that clips learns what it learns with gradients that travel whole.
+begun, dense_loss, ours = (
+    loss_after([], 0),
+    loss_after([], 12),
+    loss_after([GTopK(density=0.25)], 12),
+)
+assert dense_loss < 0.5 * begun, (begun, dense_loss)
+assert ours - dense_loss < 0.1 * (begun - dense_loss), (begun, dense_loss, ours)
+
+
 class Failing(Callback):
     """Ends the fit by an error, and knows the Trainer."""
 
