@@ -240,7 +240,9 @@ def in_world() -> Callable[..., list[object]]:
             if kind == "horovod":
                 transport = HorovodTransport(horovods[number.rank], "stand-in", timeout_seconds)
             else:
-                transport = TorchDistributedTransport(store, number.rank, size, timeout_seconds, 30)
+                transport = TorchDistributedTransport(
+                    store, number.rank, ["here"] * size, timeout_seconds, 30
+                )
             try:
                 result = program(transport)
             except BaseException as error:

@@ -110,7 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
     If no interface of this host has that address (a service in front of a container), or only the
     loopback has (the name that many hosts have for themselves), it listens on all interfaces.
     """
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, *_, address = socket.getaddrinfo(_to_look_up(host), port, type=socket.SOCK_STREAM)[0]
     where = str(address[0])
     if not where.startswith("127.") or host == "localhost" or host.startswith("127."):
         try:
@@ -119,6 +119,11 @@ def listen(host: str, port: int) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return socket.create_server(("", port), family=family, backlog=_BACKLOG)
+
+
+def _to_look_up(host: str) -> Any:
+    """Return a host's name as bytes: for a text Python would load tables of all letters first."""
+    return host.encode() if host.isascii() else host
 
 
 def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:
@@ -132,7 +137,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
         remaining = begun + seconds - time.monotonic()
         try:
             socket.create_connection(
-                (host, port), min(_CALL_SECONDS, max(0.001, remaining))
+                (_to_look_up(host), port), min(_CALL_SECONDS, max(0.001, remaining))
             ).close()
             return
         except OSError as error:

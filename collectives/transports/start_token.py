@@ -1,5 +1,7 @@
 """Start token: the ranks of this start agree on a token that no earlier ranks have used.
 
+They learn each other's hosts by it, too.
+
 A launcher's store outlives the ranks that it restarts: entries of earlier ranks are still there.
 The launcher gives the new ranks no number of the start that is equal on all hosts, as an agent of
 torchrun counts only the restarts that it has seen itself.
@@ -18,7 +20,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import CollectiveError, MismatchError, PeerTimeoutError
 
@@ -26,17 +28,27 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _CALL: Final = "call"
-_POLL_SECONDS: Final = 0.01  # between two polls of the store
+_SHORTEST_POLL_SECONDS: Final = 2e-4  # between two polls of the store
+_POLL_SECONDS: Final = 0.01  # the longest, and between two checks of the token of this rank
+_POLLED: Final = 4  # a poll waits for a quarter of the time since the last news
 _TIMES: Final = 10  # a process that is ending overwrites a token less often than this
 
 
-def agree_on_start_token(store: Store, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return a token that all ranks of this start get, and no others.
+class Start(NamedTuple):
+    """What the ranks of a start agree on: a token that no others have, and the host of each."""
+
+    token: str
+    hosts: list[str]
+
+
+def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -> Start:
+    """Return a token that all ranks of this start get, and no others, and their hosts.
 
     Raises PeerTimeoutError, which names the ranks that did not come; MismatchError where another
     process has this rank, too.
     """
-    begun, called = time.monotonic(), ""
+    begun = news = checked = time.monotonic()
+    called = heard = answered = ""
     own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"
     seen: Counter[str] = Counter()
     here = [f"here-{each}" for each in range(size)]
@@ -45,21 +57,28 @@ def agree_on_start_token(store: Store, rank: int, size: int, timeout_seconds: fl
         store.set(here[rank], own)
         while True:
             answers = [f"{called}-{each}" for each in range(size)]
+            call = _read_last_call(store, is_there=bool(called))
             if rank == 0 and store.check(here):
                 tokens = [token.decode() for token in store.multi_get(here)]
                 # A token has changed since the call: that rank started anew, or was written over.
                 # Call anew.
-                if [called, *tokens] != _read_last_call(store):
-                    called = secrets.token_hex(8)
-                    store.set(_CALL, " ".join([called, *tokens]))
+                if [called, *tokens] != call:
+                    call = [secrets.token_hex(8), *tokens]
+                    store.set(_CALL, " ".join(call))
                 elif store.check(answers):
                     store.set(f"{called}-go", "begin")
-            called, *tokens = _read_last_call(store)
+            called, *tokens = call
+            now = time.monotonic()
+            if called != heard:
+                heard, news = called, now
             if len(tokens) == size and tokens[rank] == own:
-                store.set(f"{called}-{rank}", "here")
+                if called != answered:
+                    answered = called
+                    store.set(f"{called}-{rank}", "here")
                 if store.check([f"{called}-go"]):
-                    return called
-            else:
+                    return Start(called, [_place_of(token).rpartition(":")[0] for token in tokens])
+            elif now >= checked:
+                checked = now + _POLL_SECONDS
                 seen[store.get(here[rank]).decode()] += 1
                 del seen[own]
                 began = len(tokens) == size and store.check([f"{called}-go"])
@@ -67,9 +86,10 @@ def agree_on_start_token(store: Store, rank: int, size: int, timeout_seconds: fl
                     seen[tokens[rank]] += _TIMES  # it was called in this start, and answered
                 _require_unique_rank(store, f"rank {rank} of {size}", own, seen)
                 store.set(here[rank], own)  # a rank that is ending may have written over it
-            if time.monotonic() - begun > timeout_seconds:
+            if now - begun > timeout_seconds:
                 raise missing_ranks_error(store, rank, begun, here, answers)
-            time.sleep(_POLL_SECONDS)
+            pause = (now - news) / _POLLED
+            time.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _POLL_SECONDS))
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
@@ -87,7 +107,7 @@ def _require_unique_rank(store: Store, name: str, own: str, seen: Counter[str]) 
     elif store.check([f"twin of {own}"]):
         twin = store.get(f"twin of {own}").decode()
     if twin:
-        here, there = (token.rpartition("@")[2].replace(":", ", pid ") for token in (own, twin))
+        here, there = (_place_of(token).replace(":", ", pid ") for token in (own, twin))
         raise MismatchError(
             f"two processes are {name}: this one (host {here}) and another (host {there}); give "
             "each a number of its own, 0 to the number of ranks - 1 (RANK), and each job a port of "
@@ -95,9 +115,17 @@ def _require_unique_rank(store: Store, name: str, own: str, seen: Counter[str]) 
         )
 
 
-def _read_last_call(store: Store) -> list[str]:
-    """Return the token of the last call, and those of the ranks it calls."""
-    return store.get(_CALL).decode().split(" ") if store.check([_CALL]) else [""]
+def _place_of(token: str) -> str:
+    """Return the host and the process that a token is of, with a colon between."""
+    return token.rpartition("@")[2]
+
+
+def _read_last_call(store: Store, is_there: bool = False) -> list[str]:
+    """Return the token of the last call, and those of the ranks it calls.
+
+    is_there: whether there has been one, as this rank knows.
+    """
+    return store.get(_CALL).decode().split(" ") if is_there or store.check([_CALL]) else [""]
 
 
 def missing_ranks_error(

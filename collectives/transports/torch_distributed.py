@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import struct
 import sys
 import threading
@@ -44,7 +43,7 @@ from .departure import DepartureNotice
 from .mailbox import Mailbox
 from .reductions import loses_nan
 from .rendezvous import StoreCounter, call_within, connect, import_torch
-from .start_token import agree_on_start_token, missing_ranks_error, no_answer_error
+from .start_token import Start, agree_on_start, no_answer_error
 from .transport import Transport, end_process, print_line
 
 if TYPE_CHECKING:
@@ -85,16 +84,17 @@ class TorchDistributedTransport(Carrier):
         self,
         store: Store,
         rank: int,
-        size: int,
+        hosts: Sequence[str],
         timeout_seconds: float = 600.0,
         start_timeout_seconds: float = 120.0,
     ) -> None:
-        """Meet the other ranks; raise PeerTimeoutError that names the ranks that do not come."""
+        """Connect to the other ranks; hosts: the names of every rank's, in rank order."""
         torch = import_torch()
+        size = len(hosts)
         super().__init__(rank, size)
         self._torch = torch
         self.store = store  # where the ranks have met
-        self._hosts = hosts = _gather_hosts(store, rank, size, start_timeout_seconds)
+        self._hosts = hosts
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         # This timeout is for connecting: every later wait names its own.
@@ -375,35 +375,20 @@ def join_at(
     store = under(prefix, store)
     begun = time.monotonic()
 
-    def meet(word: str) -> TorchDistributedTransport:
+    def meet(start: Start) -> TorchDistributedTransport:
         return TorchDistributedTransport(
-            under(word, store), rank, size, timeout_seconds, start_timeout_seconds
+            under(start.token, store), rank, start.hosts, timeout_seconds, start_timeout_seconds
         )
 
     try:
         # A request to a store that is frozen, or whose host is gone, waits for ever.
-        word = call_within(
+        start = call_within(
             start_timeout_seconds + _GRACE_SECONDS,
-            lambda: agree_on_start_token(store, rank, size, start_timeout_seconds),
+            lambda: agree_on_start(store, rank, size, start_timeout_seconds),
         )
-        # `meet` exchanges the hosts and connects gloo: each may take that long.
-        return call_within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
+        return call_within(start_timeout_seconds + _GRACE_SECONDS, lambda: meet(start))
     except TimeoutError:
         raise no_answer_error(rank, size, begun) from None
-
-
-def _gather_hosts(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
-    """Return every rank's host, once all have published theirs."""
-    begun = time.monotonic()
-    keys = [f"host-{peer}" for peer in range(size)]
-    store.set(keys[rank], socket.gethostname())
-    for key in keys:
-        remaining = max(0.001, begun + start_timeout_seconds - time.monotonic())
-        try:
-            store.wait([key], timedelta(seconds=remaining))
-        except RuntimeError:
-            raise missing_ranks_error(store, rank, begun, keys) from None
-    return [store.get(key).decode() for key in keys]
 
 
 def _wait_for_last_sends(works: list[Work]) -> None:

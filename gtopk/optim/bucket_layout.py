@@ -74,8 +74,8 @@ class Plan:
 
         A parameter that is sparse, or has a residual, on any rank counts as such on all.
         """
-        sparse = set().union(*transport.gather_object(list(self.sparse)))
-        unsent = set().union(*transport.gather_object(list(self.unsent)))
+        everyones = transport.gather_object([list(self.sparse), list(self.unsent)])
+        sparse, unsent = (set().union(*each) for each in zip(*everyones, strict=True))
         # Rank 0's alone: the order in which gradients became complete may differ between ranks.
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in mine]

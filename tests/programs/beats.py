@@ -58,8 +58,10 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
     def on_lost(lost: LostRank) -> None:
         say(f"rank {rank} lost {lost.rank}: {lost.why}")
 
-    heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2, on_lost)
-    heartbeat.meet(Table(rank, ends), [])
+    heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2)
+    heartbeat.on_lost = on_lost
+    table = Table(rank, ends)
+    heartbeat.meet(rank, table.gather_object(heartbeat.introduce(table)))
     heartbeat.start()
     port = heartbeat._setting.peers[rank].port
     say(f"rank {rank} is {os.getpid()} beside {heartbeat._companion.pid} at {port}")

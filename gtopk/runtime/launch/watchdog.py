@@ -1,9 +1,9 @@
 """Watchdog: ends a process whose start takes too long, or cannot succeed any more.
 
-It is a separate program, as the watched process may hold Python's lock throughout, and uses the
-standard library alone. `world.joining` starts it; it ends when its stdin does.
+`world.joining` starts it: as a thread, or, where the start holds Python's lock throughout, as a
+separate program, which uses the standard library alone and ends when its stdin does.
 
-Argument: a `WatchdogSettings` as a list in JSON.
+The program's argument: a `WatchdogSettings` as a list in JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 _LOOK_SECONDS: Final = 0.3
@@ -174,20 +174,23 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def watch(settings: WatchdogSettings) -> None:
-    """Watch the parent until stdin closes; end it when one of its conditions comes true."""
-    watched, begun = os.getppid(), time.monotonic()
+def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], bool]) -> None:
+    """Watch a process until its start is over; end it when one of its conditions comes true.
+
+    is_over: waits for so many seconds at most; tells whether the start is over.
+    """
+    begun = time.monotonic()
     caller = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
     while True:
         left = max(0.0, begun + settings.seconds - time.monotonic())
-        if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
+        if is_over(min(left, _LOOK_SECONDS)):
             return
         why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if caller is not None and (ended := caller.missing()):
             why = caller.siblings.missed.format(ended)
         if settings.launcher and parent_of(watched) not in (0, settings.launcher):
             why = settings.orphaned
-        if why:
+        if why and not is_over(0.0):  # to look may have taken long
             # The reader may be gone, too, or read no more: the process is ended all the same.
             if select.select([], [2], [], _PRINT_SECONDS)[1]:
                 with contextlib.suppress(OSError):
@@ -204,4 +207,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
     own_settings = WatchdogSettings(*json.loads(sys.argv[1]))
     siblings = Siblings(*own_settings.siblings) if own_settings.siblings else None
-    watch(own_settings._replace(siblings=siblings))
+    watch(
+        own_settings._replace(siblings=siblings),
+        os.getppid(),
+        lambda seconds: bool(select.select([0], [], [], seconds)[0]),
+    )

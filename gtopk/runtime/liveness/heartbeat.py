@@ -43,20 +43,16 @@ class LostRank(NamedTuple):
 
 
 class Heartbeat:
-    """A rank's companion, from `start` to `close`.
+    """A rank's companion: `introduce`, `meet`, then from `start` to `close`.
 
+    Between the first two the ranks exchange what `introduce` has returned.
     on_lost: called with each rank that is lost, in the heartbeat's thread.
     """
 
-    def __init__(
-        self,
-        timeout_seconds: float,
-        warning_seconds: float,
-        on_lost: Callable[[LostRank], None],
-    ) -> None:
+    def __init__(self, timeout_seconds: float, warning_seconds: float) -> None:
+        self.on_lost: Callable[[LostRank], None] = lambda lost: None
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = warning_seconds
-        self._on_lost = on_lost
         self._socket: socket.socket | None = None
         self._step_file: int | None = None  # a file in memory, see `Setting`
         self._companion: subprocess.Popen[bytes] | None = None
@@ -66,8 +62,11 @@ class Heartbeat:
         self._closing = False
         self._lost: list[LostRank] = []
 
-    def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
-        """Exchange the addresses of the companions and the secret; all ranks call it together."""
+    def introduce(self, transport: Transport) -> list[Any]:
+        """Open the companion's address; return it, and this rank's part of the secret, for JSON.
+
+        Raises ValueError for an interface that this host does not have.
+        """
         address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         port = 0
@@ -77,13 +76,17 @@ class Heartbeat:
         # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
         self._step_file = os.memfd_create("gtopk-note")
         write_note(self._step_file, 0, "")
-        own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
-        said = transport.gather_object(own)
+        return [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
+
+    def meet(self, rank: int, said: Sequence[Sequence[Any]]) -> None:
+        """Learn what every rank's `introduce` has returned, in rank order; rank: this one's."""
+        assert self._socket is not None
+        assert self._step_file is not None
         peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
         # Every rank contributes to the secret: none can choose it.
         secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()
         self._setting = Setting(
-            rank=transport.rank,
+            rank=rank,
             parent=os.getpid(),
             launcher=torchrun_agent(),  # 0 under Open MPI, which ends its ranks itself
             secret=secret,
@@ -201,4 +204,4 @@ class Heartbeat:
         peer = self._setting.peers[report["lost"]]
         lost = LostRank(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
         self._lost.append(lost)
-        self._on_lost(lost)
+        self.on_lost(lost)

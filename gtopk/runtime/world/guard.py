@@ -182,9 +182,15 @@ class Member(Protocol):
     advice: str
     termination_requested: bool
     failures: list[Exception]
+    words: list[Any]
 
     def where(self) -> str: ...
     def note_end(self, how: str, in_order: bool) -> None: ...
+
+
+def is_needed(transport: Transport) -> bool:
+    """Tell whether there are other processes that a failure of this one concerns."""
+    return transport.name != "local" and transport.size > 1
 
 
 class Guard:
@@ -195,13 +201,15 @@ class Guard:
 
     _installed: ClassVar[Guard | None] = None  # the one that watches now
 
-    def __init__(self, member: Member, heartbeat_seconds: float, failures: str = "") -> None:
-        """heartbeat_seconds: after which a silent rank counts as lost; 0: never.
+    def __init__(
+        self, member: Member, heartbeat: Heartbeat | None = None, failures: str = ""
+    ) -> None:
+        """heartbeat: introduced, to `member.words`; None: a silent rank is never lost.
 
         failures: the folder of failure files; "": none are written.
         """
         self.member = member
-        self.needed = member.transport.name != "local" and member.transport.size > 1
+        self.needed = is_needed(member.transport)
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
         self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
         self._excepthook = sys.excepthook
@@ -211,18 +219,10 @@ class Guard:
         self._retired = self._has_reported = False  # reported: its error was printed
         self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
         self._is_stopping = False  # announcing a SIGTERM, which takes a second or two
-        self._heartbeat: Heartbeat | None = None
-        if self.needed and heartbeat_seconds > 0:
-            warning_seconds = member.engine.settings.stall_warning_seconds
-            self._heartbeat = Heartbeat(heartbeat_seconds, warning_seconds, self._on_lost)
-        self._timeout_text = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
+        self._heartbeat = heartbeat
 
     def install(self) -> None:
-        """Set the exception hooks, and SIGTERM's handler where there is none; start the heartbeat.
-
-        All ranks call it together. Raises HorovodInternalError where their heartbeat settings
-        differ.
-        """
+        """Set the exception hooks, and SIGTERM's handler where there is none; start beating."""
         self.member.engine.sign = self.departure_notice
         if not self.needed:
             return
@@ -233,11 +233,9 @@ class Guard:
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             self._handles_sigterm = True
-        heartbeat = self._heartbeat
-        meet = heartbeat.meet if heartbeat else lambda transport, all_flags: None
-        # Also where the heartbeat is off here: the signature finds the ranks with another setting.
-        self.member.engine.submit("heartbeat", [self._timeout_text], meet).wait()
-        if heartbeat:
+        if heartbeat := self._heartbeat:
+            heartbeat.on_lost = self._on_lost
+            heartbeat.meet(self.member.transport.rank, self.member.words)
             heartbeat.start()
             self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
             self.member.on_change()

@@ -9,8 +9,8 @@ GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" s
 over NCCL, "staged" through pinned host memory. Where none is named, state.py lays NCCL over the
 launcher's, if every rank has a GPU.
 
-A watchdog process ends a start that Python code cannot interrupt: MPI's start waits for ever for a
-rank that has ended.
+A watchdog ends a start that Python code cannot interrupt: MPI's start waits for ever for a rank
+that has ended.
 
 Ranks whose launcher brings no MPI meet at torch.distributed's store, which rank 0 serves:
 
@@ -29,11 +29,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -215,17 +216,31 @@ def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     return sorted(places[rank] for rank in translated)
 
 
-_LEAVES_SECONDS: Final = 10.0  # for the watchdog to end when it is told to
+_LEAVES_SECONDS: Final = 10.0  # for the watchdog's process to end when it is killed
 
 
 @contextmanager
-def deadline(settings: WatchdogSettings) -> Iterator[None]:
+def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator[None]:
     """Kill this process, and say why, if one of its conditions comes true in the body.
 
-    A separate process watches, as the body may hold Python's lock throughout.
+    holds_lock: whether the body may hold Python's lock throughout: a process watches then, whose
+        start takes some 20 ms of a core; else a thread.
     """
     if settings.seconds == math.inf and not settings.launcher and settings.siblings is None:
         yield
+        return
+    if not holds_lock:
+        over = threading.Event()
+        threading.Thread(
+            target=watchdog.watch,
+            args=(settings, os.getpid(), over.wait),
+            name="gtopk-watchdog",
+            daemon=True,
+        ).start()
+        try:
+            yield
+        finally:
+            over.set()
         return
     program = os.path.abspath(watchdog.__file__)
     # -IS: without the user's site packages and PYTHONPATH, so that it starts quickly and runs
@@ -237,11 +252,10 @@ def deadline(settings: WatchdogSettings) -> Iterator[None]:
     try:
         yield
     finally:
+        dog.kill()  # else this process would wait until it has started, and read that stdin ends
         dog.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):  # a page fault may hold it up in /proc
             dog.wait(_LEAVES_SECONDS)
-        except subprocess.TimeoutExpired:  # it reads in /proc, where a page fault may hold it up
-            dog.kill()
 
 
 _OVER_ANOTHER: Final = ("nccl", "staged")
@@ -314,7 +328,7 @@ def join_over(name: str) -> Transport:
 
 def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
     if name == "mpi" or is_communicator(comm):
-        with _watched(job, timeouts[1], all_join=comm is None):
+        with _watched(job, timeouts[1], all_join=comm is None, holds_lock=True):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
         # Without a limit on seconds: torch's store has a timeout of its own, MPI's start has none.
@@ -377,7 +391,11 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
 
 
 def _watched(
-    job: Launched | None, seconds: float = math.inf, *, all_join: bool
+    job: Launched | None,
+    seconds: float = math.inf,
+    *,
+    all_join: bool,
+    holds_lock: bool = False,
 ) -> AbstractContextManager[None]:
     """Return a context in which a watchdog ends this process when joining has become hopeless.
 
@@ -407,7 +425,8 @@ def _watched(
         file = os.path.abspath(guard.path_of(folder, job.rank))
         record = guard.record_of(job.rank, job.size)
     return deadline(
-        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", siblings, file, record)
+        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", siblings, file, record),
+        holds_lock=holds_lock,
     )
 
 

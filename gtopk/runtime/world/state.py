@@ -35,6 +35,7 @@ from collectives.transports.transport import CHANNELS
 from ... import __version__, settings
 from ...errors import HorovodInternalError
 from ..coordinator import Engine
+from ..coordinator.agreement import describe_mismatch
 from ..coordinator.clocks import Offset, agree_on_now, clock_offset
 from ..logs import EVERYWHERE
 
@@ -62,10 +63,13 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
     Raises ValueError, on every rank, for a text that is no link, for texts that differ, for ranks
     on several hosts, and for NCCL, whose messages cannot be paced.
     """
-    if transport.size == 1:
-        settings.LINK.read(environ)
-        return
-    texts = transport.gather_object(settings.LINK.text(environ))
+    emulate_as_said(transport, transport.gather_object(settings.LINK.text(environ)), environ)
+
+
+def emulate_as_said(
+    transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> None:
+    """Pace messages as `emulate_on` does; texts: every rank's GTOPK_LINK."""
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
@@ -73,7 +77,7 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
                 f"and {text!r} on rank {rank}"
             )
     asked = settings.LINK.read(environ)
-    if asked is None:
+    if asked is None or transport.size == 1:
         return
     if transport.name == "nccl":
         raise ValueError(
@@ -260,10 +264,21 @@ class World:
     is_homogeneous: whether all nodes have equally many ranks.
     unfinished: work that all ranks have under way, to be finished before they leave.
     failures:   the errors of that work; known once this rank has left.
+    words:      what every rank has given as `word`, in JSON's types, in rank order.
     """
 
-    def __init__(self, transport: Transport, before: World | None = None) -> None:
-        """before: the world that the same ranks have left for this one."""
+    def __init__(
+        self,
+        transport: Transport,
+        before: World | None = None,
+        signature: Sequence[str] = (),
+        word: object = None,
+    ) -> None:
+        """Meet the other ranks; raise HorovodInternalError, on all alike, where they disagree.
+
+        before: the world that the same ranks have left for this one.
+        signature: texts that must be equal on all ranks. word: for `words`.
+        """
         self.rank, self.size = transport.rank, transport.size
         self.on_change: Callable[[], None] = lambda: None  # of step or advice
         self._step = 0
@@ -273,55 +288,56 @@ class World:
         self.termination_requested = False
         self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
+        self._observers = tuple(_observers)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
-        places = transport.gather_object([node[0], self.local_rank, visible_gpus()])
-        self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
-        # The nodes that have a process with this local rank, in order of their first rank.
-        nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
-        self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
-        transport = self.transport = over_gpus(
-            transport, [gpus_of_ranks for *_, gpus_of_ranks in places]
-        )
         checks_messages = checks_messages_on(transport)
-        emulate_on(transport)
-
-        def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
-            # Inside an operation of all ranks: checksums begin between the same two messages.
-            if checks_messages:  # equal on all ranks, as was checked
-                transport.check_messages()
-            # All ranks have the same flags: they compare clocks together, or none does.
-            if not any(all_flags):
-                return Offset(), 0.0
-            return clock_offset(transport), agree_on_now(transport)
-
+        needs_clock = [each.join(self, before) for each in self._observers]
+        # Ranks of different versions may differ in anything: they are refused first.
+        facts = {
+            "signature": [
+                f"gtopk {__version__}",
+                f"{settings.CHECK_MESSAGES.name}={checks_messages:d}",
+                *signature,
+            ],
+            "place": [node[0], self.local_rank],
+            "gpus": visible_gpus(),
+            "link": settings.LINK.text(),
+            "needs clock": any(needs_clock),
+            "word": word,
+        }
+        # All in one message: a start takes as long as its round trips.
+        with transport.operation("init"):
+            said = transport.gather_object(facts)
+        signatures = {rank: ("init", *each["signature"]) for rank, each in enumerate(said)}
+        if len(set(signatures.values())) > 1:
+            raise HorovodInternalError(describe_mismatch(signatures))
+        self.words = [each["word"] for each in said]
+        places = [each["place"] for each in said]
+        self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
+        # The nodes that have a process with this local rank, in order of their first rank.
+        nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
+        self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        transport = self.transport = over_gpus(transport, [each["gpus"] for each in said])
+        if checks_messages_on(transport):  # equal on all ranks, as was compared
+            transport.check_messages()
+        emulate_as_said(transport, [each["link"] for each in said])
+        self.clock, self.began_unix_seconds = Offset(), 0.0
+        if any(each["needs clock"] for each in said):
+            with transport.operation("init"):
+                self.clock, self.began_unix_seconds = (
+                    clock_offset(transport),
+                    agree_on_now(transport),
+                )
         self.unfinished: list[Unfinished] = []
         self.failures: list[Exception] = []
         self._endings: list[Callable[[], None]] = []
         self.engine = Engine(transport)
         self.engine.finishes_later = self._finishes_later
+        self.engine.where = self.where
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
         self.carried: set[int] = set()  # sets of the world before that were not added again yet
-        self._observers = tuple(_observers)
-        needs_clock = [each.join(self, before) for each in self._observers]
-        self.clock: Offset
-        self.began_unix_seconds: float
-        # Ranks of different versions may differ in anything: refuse them first.
-        init = self.engine.submit(
-            "init",
-            [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
-            meet,
-            flags=any(needs_clock),
-        )
-        try:
-            self.clock, self.began_unix_seconds = init.wait()
-        except HorovodInternalError:
-            # There is no world to leave later, and threads of the transport at the program's end
-            # would abort it.
-            self.engine.close("its init() failed", FAILED_SECONDS)
-            raise
-        self.engine.where = self.where
 
     def where(self) -> str:
         """Return the text of errors about this rank's step."""

@@ -26,8 +26,10 @@ from ... import settings
 from ...errors import HorovodInternalError, InvalidCallError
 from .. import logs, standard_streams
 from ..coordinator.agreement import name_ranks
+from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
-from .guard import Guard, describe, folder_from, remove_earlier, write_of_start
+from ..liveness.heartbeat import Heartbeat
+from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write_of_start
 from .joining import join, missing_ranks_warning
 from .state import FAILED_SECONDS, World
 
@@ -130,19 +132,27 @@ def init_on(transport: Transport, before: World | None = None) -> None:
     global _process, _guard, _handled
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
+    heartbeat = None
     try:
         heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
         logs.install_handler(transport.rank)
         if transport.rank == 0 and transport.size > 1:
             _warn_of_slow_kernels()
-        here = World(transport, before)
-        guard = Guard(here, heartbeat_seconds, failures)
+        if heartbeat_seconds > 0 and is_needed(transport):
+            heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
+        own = None if heartbeat is None else heartbeat.introduce(transport)
+        # Compared also where the heartbeat is off here: it may be on elsewhere.
+        said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"
+        here = World(transport, before, [said], own)
     except BaseException as amiss:
         # The others have met this rank, and would wait for it until the timeout.
         transport.leave("its init() failed", FAILED_SECONDS)
+        if heartbeat is not None:
+            heartbeat.close()
         if failures and isinstance(amiss, Exception):
             write_of_start(failures, transport.rank, transport.size, amiss)
         raise
+    guard = Guard(here, heartbeat, failures)
     try:
         guard.install()
     except BaseException:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from collectives.errors import CollectiveError, MismatchError, PeerTimeoutError
-from collectives.transports.start_token import agree_on_start_token
+from collectives.transports import start_token
+from collectives.transports.start_token import agree_on_start
 
 torch = pytest.importorskip("torch")
 
@@ -18,7 +21,7 @@ def start(store, size: int, ranks: list[int] | None = None, timeout_seconds: flo
 
     def rank(number: int):
         try:
-            return agree_on_start_token(store, number, size, timeout_seconds)
+            return agree_on_start(store, number, size, timeout_seconds).token
         except CollectiveError as error:
             return error
 
@@ -106,3 +109,29 @@ def test_a_store_that_is_gone_is_told(store) -> None:
 
     error = start(Gone(), 2, ranks=[1])[0]
     assert "the others, and where the ranks meet nobody answers any more" in str(error)
+
+
+def test_they_learn_each_others_hosts(store) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: agree_on_start(store, rank, 2, 30.0), range(2)))
+    assert found[0] == found[1]
+    assert found[0].hosts == [socket.gethostname()] * 2
+
+
+def test_who_waits_polls_less_and_less_often(store, monkeypatch) -> None:
+    """Ranks come together: a pause of 10 ms between the first polls would be most of the start."""
+    now, pauses = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        pauses.append(seconds)
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(start_token, "time", clock)
+    with pytest.raises(PeerTimeoutError):
+        agree_on_start(store, 0, 2, 1.0)
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 0.001
+    assert pauses[-1] == 0.01
+    assert len(pauses) < 150

@@ -71,6 +71,23 @@ def test_horovod_itself_is_measured_beside(mpirun):
     assert rows == [PLAIN, "horovod"]
 
 
+def test_what_an_emulated_link_does_not_slow_is_not_measured_beside_it(monkeypatch, capsys):
+    monkeypatch.setenv("GTOPK_LINK", "1gbit")
+    assert main(["--ways", "none", "ddp", "ddp-gtopk"]) == 2
+    said = capsys.readouterr().err
+    assert "GTOPK_LINK=1gbit does not slow the messages of ddp: leave them out" in said
+
+
+def test_on_an_emulated_link_the_usual_ways_are_those_that_it_slows(mpirun):
+    job = mpirun(
+        4, "bench_optimizer.py", "--model", "160x1000", "--rounds", "1", GTOPK_LINK="1gbit"
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    rows = [line.split()[0] for line in job.stdout.splitlines() if "%" in line]
+    assert rows == [way for way in usual(4) if way != "ddp"]
+    assert "link: emulated link of 1000 Mbit/s" in job.stdout
+
+
 def test_horovod_that_is_not_built_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "horovod", None)
     assert main(["--ways", "horovod"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +17,30 @@ from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
 from gtopk.runtime.world.joining import deadline
 
 
-def test_a_body_in_time_is_left_alone(capfd) -> None:
-    with deadline(WatchdogSettings(60, "late")):
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_a_body_in_time_is_left_alone_and_waits_for_no_process_to_start(
+    capfd, monkeypatch, holds_lock
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with deadline(WatchdogSettings(60, "late"), holds_lock=holds_lock):
         pass
+    assert [each.returncode for each in started] == [-signal.SIGKILL] * holds_lock
+    assert capfd.readouterr().err == ""
+
+
+def test_a_body_that_ends_while_a_look_takes_long_is_left_alone(monkeypatch, capfd) -> None:
+    """A thread looks: killing it would kill the process that has joined meanwhile."""
+    waits = iter([False, True, True])
+    monkeypatch.setattr(os, "kill", None)
+    watchdog.watch(WatchdogSettings(0.0, "late"), os.getpid(), lambda seconds: next(waits))
+    assert next(waits, None) is None
     assert capfd.readouterr().err == ""
 
 
@@ -37,12 +59,15 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
     assert child.stderr == "rank 1 is late\n"
 
 
-def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(unread_stderr) -> None:
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(
+    unread_stderr, holds_lock
+) -> None:
     program = (
         "import time\n"
         "from gtopk.runtime.world.joining import deadline\n"
         "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
-        "with deadline(WatchdogSettings(0.2, 'rank 1 is late')):\n"
+        f"with deadline(WatchdogSettings(0.2, 'rank 1 is late'), holds_lock={holds_lock}):\n"
         "    time.sleep(60)\n"
     )
     child = [sys.executable, "-c", program]
@@ -145,14 +170,15 @@ def test_how_long_ago_a_process_was_started_is_told() -> None:
         child.communicate(b"\n")
 
 
-def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path, holds_lock) -> None:
     path = tmp_path / "failures" / "failure_rank1.json"
     body = (
         "from gtopk.runtime.world.joining import deadline\n"
         "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
         f"settings = WatchdogSettings(0.2, 'rank 1 is late', "
         f"file={str(path)!r}, record={{'rank': 1}})\n"
-        "with deadline(settings):\n"
+        f"with deadline(settings, holds_lock={holds_lock}):\n"
         "    input()\n"
     )
     with subprocess.Popen(

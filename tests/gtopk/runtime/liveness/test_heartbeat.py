@@ -196,8 +196,8 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
 
 
 def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
-    heartbeat = Heartbeat(60.0, 30.0, lambda lost: None)
-    heartbeat.meet(local_world(1)[0], [])
+    heartbeat = Heartbeat(60.0, 30.0)
+    heartbeat.meet(0, [heartbeat.introduce(local_world(1)[0])])
     heartbeat.start()
     companion, own, note = heartbeat._companion, heartbeat._socket, heartbeat._step_file
     assert companion is not None
@@ -214,7 +214,7 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
 
 def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
     reads, writes = os.pipe()
-    heartbeat = Heartbeat(TIMEOUT, TIMEOUT, lambda lost: None)
+    heartbeat = Heartbeat(TIMEOUT, TIMEOUT)
     write = os.write
 
     def interrupted(descriptor: int, text: bytes) -> int:

@@ -189,13 +189,13 @@ def test_it_names_what_failed_or_is_under_way(
         error = HorovodInternalError("boom")
         error.operation = of_error
     with pytest.raises(Ending):
-        Guard(here, 0, str(tmp_path))._fail(error)
+        Guard(here, None, str(tmp_path))._fail(error)
     assert read(tmp_path)["operation"] == operation
 
 
 def test_an_ending_rank_writes_it_before_it_ends(tmp_path, brief):
     with pytest.raises(Ending, match=r"failed at step 7 \(host .*\): ValueError: boom"):
-        Guard(member(), 0, str(tmp_path))._fail(raised(ValueError("boom")))
+        Guard(member(), None, str(tmp_path))._fail(raised(ValueError("boom")))
     assert read(tmp_path)["error"] == "ValueError"
 
 
@@ -233,7 +233,7 @@ def lost(brief, monkeypatch):
     monkeypatch.setattr(guard.os, "kill", stop)
 
     def make(member, folder=""):
-        made = Guard(member, 0, folder)
+        made = Guard(member, None, folder)
         made._heartbeat = SimpleNamespace(
             lost=lambda seconds=0.0: LostRank(0, "it is silent"), explain=lambda how: None
         )
@@ -282,7 +282,7 @@ def test_the_record_has_it_as_an_end_out_of_order(lost, end):
 def test_the_step_is_said_once(brief, capfd):
     error = HorovodInternalError("the ranks disagree; 'x' cannot be done; at step 7")
     with pytest.raises(Ending):
-        Guard(member(), 0)._fail(error)
+        Guard(member())._fail(error)
     said = capfd.readouterr().err
     assert said.count("at step 7") == 1
     assert "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot be done;" in said
@@ -295,7 +295,7 @@ def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
     signals: list[int] = []
     monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(guard.os, "kill", lambda pid, number: signals.append(number))
-    failed = Guard(member(), 0, str(tmp_path))
+    failed = Guard(member(), None, str(tmp_path))
     with pytest.raises(Ending):
         failed._fail(ValueError("boom"))
     failed._on_sigterm(15, None)
@@ -367,7 +367,7 @@ def test_the_first_loss_is_named_first(monkeypatch):
         def departures(self):
             return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
 
-    guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
+    guard = Guard(SimpleNamespace(transport=Transport()))
     alone = [LostRank(0, "was stopped by SIGTERM"), LostRank(2, "as another rank says")]
     assert guard._lost() == alone
     first = LostRank(2, "its process has died")

@@ -32,6 +32,16 @@ def test_without_a_launcher_a_process_is_a_world_of_one():
     assert not world.is_initialized()
 
 
+def test_ranks_meet_in_one_message(threads):
+    """A start takes as long as its round trips."""
+
+    def program(transport: LocalTransport) -> int:
+        with world.entered(transport):
+            return transport.traffic.sent_messages
+
+    assert threads(2, program) == [1, 1]
+
+
 def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
     def program(transport: LocalTransport) -> list[str]:
         with world.entered(transport) as here:
