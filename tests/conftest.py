@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -25,7 +26,7 @@ from collectives.transports import LocalTransport, Transport, local_world, run_r
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.runtime.launch import LaunchTimeoutError, rank_environment, run
-from tests.started import LIGHT, PROGRAMS, ROOT, STARTED_PATH, Job, finished
+from tests.started import LIGHT, PROGRAMS, RANKS_PATH, ROOT, Job, finished
 
 T = TypeVar("T")
 os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
@@ -39,6 +40,20 @@ settings.load_profile("busy")
 # `make test &` in a script starts everything with SIGINT ignored, for which programs do not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without a look for garbage, which takes as long again; no later look goes through it.
+
+    What is collected stays to the end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -89,7 +104,7 @@ def mpirun() -> Callable[..., Job]:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as errors:
-            for name, value in {"PYTHONPATH": STARTED_PATH, **variables}.items():
+            for name, value in {"PYTHONPATH": RANKS_PATH, **variables}.items():
                 patch.setenv(name, value)
             late: LaunchTimeoutError | None = None
             try:
@@ -208,7 +223,7 @@ class FakeHorovod:
     def alltoall(
         self, tensor: torch.Tensor, splits: torch.Tensor, name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.001)  # Horovod's cycle
+        time.sleep(0.0002)  # Horovod's cycle
         board, meet = self._shared.board, self._shared.meet
         board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
         meet.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +16,11 @@ PROGRAMS = ROOT / "tests" / "programs"
 # What is first on their path: of torch they load nothing that only its compiler needs.
 LIGHT = str(PROGRAMS / "light")
 STARTED_PATH = os.pathsep.join([LIGHT, str(ROOT)])
+# And on that of ranks under MPI, which ask CuPy for GPUs.
+RANKS_PATH = os.pathsep.join([STARTED_PATH, str(PROGRAMS / "without_gpu")])
+with contextlib.suppress(OSError):
+    ctypes.CDLL("libcuda.so.1")
+    RANKS_PATH = STARTED_PATH
 
 
 class Job(NamedTuple):

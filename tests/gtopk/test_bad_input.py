@@ -13,7 +13,9 @@ from gtopk.runtime.coordinator import Engine
 from tests.matrix import some_of
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("forked", 2)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), some_of([("mpirun", 3), ("forked", 2)], ("mpirun", 3))
+)
 def test_every_rank_is_told_what_is_wrong_and_where(request, launcher: str, ranks: int) -> None:
     done = request.getfixturevalue(launcher)(ranks, "mismatch.py")
     assert done.returncode == 0, done.stdout + done.stderr

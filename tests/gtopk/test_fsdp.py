@@ -10,12 +10,18 @@ import pytest
 import torch
 from torch.distributed import fsdp
 
+from tests.matrix import some_of
 
-@pytest.fixture(scope="module")
-def checked(torchrun, tmp_path_factory):
-    """Return what one job of 4 ranks says of all checks, and the folder that it has saved into."""
+
+@pytest.fixture(scope="module", params=some_of(["forked", "torchrun"], "forked"))
+def checked(request, tmp_path_factory):
+    """Return what one job of 4 ranks says of all checks, and the folder that it has saved into.
+
+    Ranks of torchrun have a hash secret each.
+    """
     folder = tmp_path_factory.mktemp("checkpoints")
-    return torchrun(4, "fsdp_checks.py", str(folder), timeout=300), folder
+    start = request.getfixturevalue(request.param)
+    return start(4, "fsdp_checks.py", str(folder), timeout=300), folder
 
 
 def test_replicas_of_shards_exchange_by_gtopk(checked):

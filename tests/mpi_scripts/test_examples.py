@@ -19,10 +19,10 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("package", TOGETHER)
-def test_an_example_learns_and_so_does_its_dense_twin(torchrun: Any, package: str) -> None:
+def test_an_example_learns_and_so_does_its_dense_twin(forked: Any, package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make test-adapters")
-    job = torchrun(2, "runs_examples.py", *TOGETHER[package])
+    job = forked(2, "runs_examples.py", *TOGETHER[package])
     assert job.returncode == 0, job.stdout + job.stderr
     for name in TOGETHER[package]:
         assert job.stdout.count(f"{name} is learned") == 2

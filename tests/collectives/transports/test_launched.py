@@ -68,8 +68,8 @@ def test_under_mpirun_no_wait_for_a_missing_peer_lasts(mpirun, ranks: int) -> No
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 3], 2))
-def test_under_torchrun_no_wait_for_a_missing_peer_lasts(torchrun, ranks: int) -> None:
-    job = torchrun(ranks, "collectives_peers.py", "torch.distributed")
+def test_over_torch_distributed_no_wait_for_a_missing_peer_lasts(forked, ranks: int) -> None:
+    job = forked(ranks, "collectives_peers.py", "torch.distributed")
     assert_every_rank_says(job, ranks, "everyone was missed")
     assert_the_long_wait_was_announced(job, ranks)
 

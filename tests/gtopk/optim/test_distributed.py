@@ -74,7 +74,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train(transport: LocalTransport, compression: Any, steps: int = 15, **options: Any) -> Any:
+def train(transport: LocalTransport, compression: Any, steps: int = 8, **options: Any) -> Any:
     """Train on this rank and return the parameters."""
     model = network()
     with world.entered(transport):
@@ -91,7 +91,7 @@ def train(transport: LocalTransport, compression: Any, steps: int = 15, **option
     return flat(model)
 
 
-def train_alone(ranks: int, steps: int = 15) -> torch.Tensor:
+def train_alone(ranks: int, steps: int = 8) -> torch.Tensor:
     """Train on the ranks' batches, concatenated."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)

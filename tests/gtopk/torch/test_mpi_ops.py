@@ -16,7 +16,6 @@ from tests.matrix import some_of
     some_of(
         [("mpirun", 1), ("mpirun", 2), ("mpirun", 3), ("forked", 2), ("forked", 3)],
         ("mpirun", 3),
-        ("forked", 2),
     ),
 )
 def test_every_operation_gives_what_rank_and_size_say(

@@ -90,14 +90,8 @@ def test_under_torchrun_too(torchrun, ending):
     assert_all_have_ended(job)
 
 
-def test_a_job_of_torchrun_that_ends_well_says_nothing(torchrun):
-    job = torchrun(2, "ends.py", "well", "2", timeout=60)
-    assert job.returncode == 0
-    assert job.stderr == ""
-
-
 def test_rank_0_is_no_exception(mpirun):
-    job = mpirun(3, "ends.py", "exit 0", "0", timeout=60)
+    job = mpirun(2, "ends.py", "exit 0", "0", timeout=60)
     assert job.returncode != 0
     assert "rank 0 left (its program ended at step 5" in job.stderr
 
@@ -128,8 +122,10 @@ def test_a_second_sigterm_while_the_first_is_announced_is_not_announced(mpirun):
     assert len(re.findall(said, job.stderr)) == 1, job.stderr
 
 
-def test_a_job_that_ends_well_says_nothing_and_leaves_no_failure_file(mpirun, tmp_path):
-    job = mpirun(2, "ends.py", "well", "2", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_job_that_ends_well_says_nothing_and_leaves_no_failure_file(request, launcher, tmp_path):
+    start = request.getfixturevalue(launcher)
+    job = start(2, "ends.py", "well", "2", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode == 0
     assert job.stderr == ""
     assert list(tmp_path.iterdir()) == []
@@ -163,13 +159,12 @@ def test_under_torchrun_too_a_rank_that_never_arrives_ends_the_start(torchrun):
 
 def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
     """Going on would pair messages of different steps: silently wrong sums."""
-    job = mpirun(3, "fails.py", "an operation fails and the script goes on", timeout=60)
-    for rank in (0, 2):
-        assert re.search(
-            rf"rank {rank}: rank 1 left \(failed in gradients\..*: RuntimeError: out of memory "
-            r"at step 0; host",
-            job.stdout,
-        ), job.stdout
+    job = mpirun(2, "fails.py", "an operation fails and the script goes on", timeout=60)
+    assert re.search(
+        r"rank 0: rank 1 left \(failed in gradients\..*: RuntimeError: out of memory "
+        r"at step 0; host",
+        job.stdout,
+    ), job.stdout
     assert "rank 1: out of memory" in job.stdout
     assert "AssertionError" not in job.stderr
 
@@ -186,7 +181,12 @@ def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(m
 @pytest.fixture(scope="module")
 def handled(mpirun, tmp_path_factory):
     """Return what one job says of exceptions that end nothing, each handled in its turn."""
-    ways = ("one before init", "one that ended the loop", "one that holds much")
+    ways = (
+        "one before init",
+        "one that ended the loop",
+        "one that holds much",
+        "one of long ago",
+    )
     return mpirun(2, "handles.py", str(tmp_path_factory.mktemp("handled")), *ways, timeout=60)
 
 
@@ -194,15 +194,14 @@ def handled(mpirun, tmp_path_factory):
 def test_a_handled_exception_does_not_end_the_job_at_shutdown(handled, way):
     assert handled.returncode == 0, handled.stderr
     assert handled.stdout.splitlines().count(f"well after {way}") == 2
-    assert handled.stderr == ""
+    assert handled.stderr.startswith("Exception in thread of the script's own")
 
 
-def test_once_all_have_left_an_exception_is_the_scripts_own(mpirun, tmp_path):
-    job = mpirun(2, "handles.py", str(tmp_path), "one of long ago", timeout=60)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines() == ["well after one of long ago"] * 2
-    assert job.stderr.count("IndexError") == 2
-    assert "ending the job" not in job.stderr
+def test_once_all_have_left_an_exception_is_the_scripts_own(handled):
+    assert handled.returncode == 0, handled.stderr
+    assert handled.stdout.splitlines().count("well after one of long ago") == 2
+    assert handled.stderr.count("IndexError") == 2
+    assert "ending the job" not in handled.stderr
 
 
 def test_an_exception_handled_at_init_is_not_held_with_all_that_its_frames_hold(handled):
@@ -218,27 +217,19 @@ def test_who_waits_for_a_rank_that_left_on_a_handled_exception_hears_of_it(mpiru
     assert job.stdout.count("well") == 2
 
 
-def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
-    job = mpirun(3, "fails.py", "a peer is frozen", timeout=60, GTOPK_TIMEOUT="3")
-    assert job.returncode != 0
-    assert re.search(r"has waited 3(\.\d+)? s for rank 1 in barrier", job.stderr), job.stderr
-    assert "GTOPK_TIMEOUT" in job.stderr
-    (frozen,) = re.findall(r"frozen (\d+)", job.stderr)
-    assert_none_runs([frozen])
-
-
 @pytest.mark.parametrize(
     ("variable", "said"),
     [
-        ("GTOPK_TIMEOUT", r"has waited 3(\.\d+)? s for rank 1 in barrier"),
+        ("GTOPK_TIMEOUT", r"has waited 3(\.\d+)? s for rank 1 in barrier.* larger GTOPK_TIMEOUT"),
         ("GTOPK_HEARTBEAT_TIMEOUT", r"rank 1 is lost \(stopped for 3\.\d s"),
     ],
 )
 def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_all_the_same(
     mpirun, variable, said
 ):
+    """Also with streams: tests/faults/test_frozen.py."""
     job = mpirun(
-        3, "fails.py", "a peer is frozen", "without streams", timeout=60, **{variable: "3"}
+        2, "fails.py", "a peer is frozen", "without streams", timeout=60, **{variable: "3"}
     )
     assert job.returncode != 0
     assert re.search(said, job.stderr), job.stderr
@@ -248,8 +239,9 @@ def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_a
     assert_none_runs([frozen])
 
 
-# "own store": where no agent serves it, as with RANK, WORLD_SIZE and MASTER_PORT set by hand.
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "own store"])
+# "own store": where no agent serves it, as with RANK, WORLD_SIZE and MASTER_PORT set by hand; that
+# of forked ranks does, as torchrun's.
+@pytest.mark.parametrize("launcher", ["mpirun", "forked", "own store"])
 def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(
     launcher, request
 ):

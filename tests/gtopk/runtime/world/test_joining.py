@@ -236,7 +236,7 @@ def horovodruns_server(key_value_server) -> Iterator[Callable[[int], dict[str, s
     host, port = key_value_server
     return lambda rank: {
         "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": "3",
+        "HOROVOD_SIZE": "2",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "GTOPK_START_TIMEOUT": "60",
@@ -244,8 +244,8 @@ def horovodruns_server(key_value_server) -> Iterator[Callable[[int], dict[str, s
 
 
 def test_ranks_of_a_simulated_horovodrun_train(horovodruns_server) -> None:
-    places, weights = places_and_weights("".join(start(3, 3, horovodruns_server)))
-    assert places == [f"torch.distributed {r}/3 local {r}/3 cross 0/1" for r in range(3)]
+    places, weights = places_and_weights("".join(start(2, 2, horovodruns_server)))
+    assert places == [f"torch.distributed {r}/2 local {r}/2 cross 0/1" for r in range(2)]
     assert len(weights) == 1
 
 

@@ -29,19 +29,19 @@ def there(folder):
 def test_where_one_rank_cannot_write_it_the_job_fails_and_nothing_of_it_stays(
     mpirun, tmp_path, way
 ):
-    job = mpirun(3, "saves_last.py", str(tmp_path), way, "2")
+    job = mpirun(2, "saves_last.py", str(tmp_path), way, "1")
     assert job.returncode in (1, CODE_WHERE_A_RANK_EXITS), job.stderr
     assert there(tmp_path) == [WHOLE]
     if way != "an exception is handled":  # the log may be closed by then
-        said = r"rank 2: a checkpoint cannot be written: .*No space left on device"
+        said = r"rank 1: a checkpoint cannot be written: .*No space left on device"
         assert len(re.findall(said, job.stderr)) == 1  # as it happens
-    said = rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 2 .*No space.*checkpoint 1 is whole"
+    said = rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 1 .*No space.*checkpoint 1 is whole"
     assert re.search(said, job.stderr), job.stderr
 
 
 @pytest.mark.parametrize("way", some_of(WAYS, "the writing takes longer"))
 def test_where_all_can_the_job_ends_well(mpirun, tmp_path, way):
-    job = mpirun(3, "saves_last.py", str(tmp_path), way, "-1")
+    job = mpirun(2, "saves_last.py", str(tmp_path), way, "-1")
     assert job.returncode == (143 if way == "termination" else 0), job.stderr
     assert "checkpoint" not in job.stderr
     assert there(tmp_path) == [WHOLE, LAST]
