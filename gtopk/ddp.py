@@ -49,7 +49,7 @@ from .integrations.ddp_passes import (
     write_flat_gradients,
 )
 from .integrations.frameworks import Stateful
-from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
+from .integrations.hook_state import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
 from .integrations.optimizer_checks import PassWatch, check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers

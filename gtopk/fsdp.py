@@ -58,7 +58,7 @@ from .integrations.fsdp_units import (
     stand_in,
     units_of,
 )
-from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
+from .integrations.hook_state import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
 from .integrations.optimizer_checks import PassWatch, check_optimizers
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
@@ -415,7 +415,7 @@ class ReplicaState:
         self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
 
     def _flags_of_pass(self) -> int:
-        """Return this rank's flags of the pass that ends (`hook_steps`)."""
+        """Return this rank's flags of the pass that ends (`hook_state`)."""
         flags = (PassFlags.VOID if self._step.is_void else 0) | (
             0 if self._finite else PassFlags.NOT_FINITE
         )

@@ -20,7 +20,7 @@ from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroup
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import keep_precision, step
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
-from .hook_steps import HookSkips
+from .hook_state import HookSkips
 from .optimizer_checks import PassWatch
 
 _log = logging.getLogger("gtopk")

@@ -20,7 +20,7 @@ from ..errors import page
 from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.wrapped.adam_step import AgreedSteps, adam_before, require_plain
-from .hook_steps import HookSkips
+from .hook_state import HookSkips
 
 
 class _Watch(NamedTuple):

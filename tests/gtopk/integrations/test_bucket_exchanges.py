@@ -17,7 +17,7 @@ from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
 from gtopk.integrations.bucket_exchanges import BucketExchanges, split
-from gtopk.integrations.hook_steps import PassTransaction
+from gtopk.integrations.hook_state import PassTransaction
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]

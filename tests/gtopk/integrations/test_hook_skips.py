@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.hook_state import HookSkips
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:

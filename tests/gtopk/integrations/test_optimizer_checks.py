@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gtopk.compression import Compression
-from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.hook_state import HookSkips
 from gtopk.integrations.optimizer_checks import check_optimizers
 
 

@@ -11,7 +11,7 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.hook_state import HookSkips
 from gtopk.integrations.optimizer_checks import check_optimizers
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
