@@ -1,7 +1,7 @@
-"""The steps of a hook, whose buckets DDP or FSDP hands over one by one.
+"""HookState: the state of a hook, to which DDP or FSDP hands over gradients bucket by bucket.
 
-PassTransaction: all buckets of a step count, or none. HookSteps: measures and reports each step.
-HookSkips: counts the passes that do not count, and drops their gradients.
+HookSteps: measures and reports each step. compression_of, plain_optimizer, join_world: check what
+a hook is given. `gtopk.ddp.GTopKState` and `gtopk.fsdp.ReplicaState` derive from HookState.
 
 program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
 engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
@@ -9,137 +9,66 @@ engine                  [ a ] [ b ] [ c ]                       waits when it ha
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 
-from collectives.ranges import profiled
 from collectives.transports import Transport
 
-from ..errors import check_count
-from ..exchange.bucket_exchange import BucketExchange
+from ..compression import GTopK, Shards, SparseCompression
+from ..exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
+from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
+from ..optim.grad_scaler import loss_scale
 from ..optim.peers import Peers
-from ..optim.skip_counter import SkippedSteps
+from ..optim.wrapped.adam_step import plain
+from ..optim.wrapped.checkpoint import FORMAT
+from ..optim.wrapped.wrapping import Wrapping
 from ..runtime.coordinator import Operation
-from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.run_record import balance_of, recorder_of
+from ..runtime.world import world
+from ..runtime.world.state import World
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
+from .adam import HookedAdam, HookGroups
+from .bucket_exchanges import PassTransaction, flags_of
+from .optimizer_checks import HookSkips, OptimizerChecks, PassWatch
 
 
-class PassFlags:
-    """The flags of a bucket, and of the end of a pass; NOT_FINITE is one of both."""
+def compression_of(
+    hook: str, compression: object, density: float, options: Mapping[str, Any]
+) -> SparseCompression:
+    """Return a hook's compression: the one that was given, else gTop-k.
 
-    NOT_FINITE: Final = 1  # this rank's gradients are not finite
-    PREEMPTED: Final = 2  # of a bucket: this rank had SIGTERM
-    VOID: Final = 2  # of the end: the pass does not count
-    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
-    CLEARED: Final = 8  # some of those gradients were cleared since
-
-    @classmethod
-    def is_void(cls, all_flags: Sequence[int]) -> bool:
-        """Tell whether a pass is void, from all ranks' flags.
-
-        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
-        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
-        void no further pass.
-        """
-        said = functools.reduce(operator.or_, all_flags)
-        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
-
-
-def flags_of(bucket_exchange: BucketExchange) -> int:
-    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
-    return (
-        PassFlags.NOT_FINITE
-        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
-        else 0
-    )
-
-
-class PassTransaction:
-    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
-
-    Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
-    follow it, are made NaN: the optimizer's user sees that and skips the whole step. The residual
-    is then, to the bit, what it was before the step.
-
-    not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
-        their flags had not said so. The same on all ranks.
+    hook: its name in errors. options: of Compression.gtopk, besides the density.
+    Raises ValueError for a compression together with options, for one that hooks do not take, and
+    for per-parameter dense rules; also the errors of Compression.gtopk.
     """
-
-    def __init__(self) -> None:
-        self.not_finite: list[int] = []
-        self._exchanged: list[BucketExchange] = []
-        self._void = False
-
-    def run(
-        self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
-    ) -> Exchanged | None:
-        """Replace a bucket's gradients by the agreed sum, or by NaN.
-
-        Returns what the exchange did, its select_seconds with those of applying; None where the
-        step was void already, and nothing was exchanged.
-        """
-        again = (
-            bucket_exchange in self._exchanged
-        )  # a module that is used twice: keep what was remembered before the step
-        self._exchanged.append(bucket_exchange)
-        self.not_finite = []
-        self._void |= any(flags & PassFlags.NOT_FINITE for flags in all_flags)
-        exchanged = None
-        if not self._void:
-            if not again:
-                bucket_exchange.snapshot()
-            exchanged = bucket_exchange.reduce(transport)
-            if not exchanged.finite:  # on all ranks alike
-                self._void = True
-                said = transport.gather_object(not bucket_exchange.all_finite())
-                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
-        if self._void:
-            self.drop()
-            with bucket_exchange.bucket.on_stream():
-                bucket_exchange.bucket.poison()
-            return exchanged
-        begun = time.perf_counter()
-        with profiled("apply"), bucket_exchange.bucket.on_stream():
-            bucket_exchange.exchange.apply(bucket_exchange.bucket)
-        assert exchanged is not None
-        seconds = exchanged.select_seconds + time.perf_counter() - begun
-        return replace(exchanged, select_seconds=seconds)
-
-    def drop(self) -> None:
-        """Make the step void: the residual becomes what it was before."""
-        self._void = True
-        for bucket_exchange in self._exchanged:
-            bucket_exchange.undo()
-
-    @property
-    def is_void(self) -> bool:
-        """Whether the step does not count on any rank."""
-        return self._void
-
-    @property
-    def buckets(self) -> int:
-        """How many buckets were handed over in this step."""
-        return len(self._exchanged)
-
-    def close(self) -> bool:
-        """End the step, and tell whether it counted."""
-        counted = not self._void
-        for bucket_exchange in self._exchanged:
-            bucket_exchange.release_gradients()
-        self._exchanged, self._void = [], False
-        return counted
+    if compression is None:
+        compression = GTopK(density, **options)
+    elif given := [*options] + ["density"] * (
+        density != GTopK.density
+    ):  # the default of hooks, too
+        raise ValueError(
+            f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
+            f"beside {compression!r}"
+        )
+    if not isinstance(compression, GTopK | Shards):
+        raise ValueError(
+            f"{hook} takes Compression.gtopk(...) or Compression.shards(...), got "
+            f"{compression!r}; DistributedOptimizer takes all of them"
+        )
+    if compression.dense or compression.dense_vectors or compression.dense_under:
+        raise ValueError(
+            f"{hook} exchanges whole buckets, so per-parameter dense rules are not supported; "
+            "leave out dense, dense_vectors and dense_under"
+        )
+    return compression
 
 
 class HookSteps:
@@ -210,17 +139,13 @@ class HookSteps:
             samples=None,
             dense_seconds=self._expected.dense_seconds,
         )
-        balance_of(self._world).note(self.last)
         bucket_exchanges = self._seen.bucket_exchanges
         self._seen, self._waited_seconds, self._ended_before = RecordedStep(), 0.0, ended
         self._world.step += 1
         self._counted += counted
         if counted:
             self.stragglers.note(self._counted, self.last.compute_seconds or None)
-        if (recorder := recorder_of(self._world)) is not None:
-            recorder.note_step(self.last)
-            if counted and is_sampling_due(self._counted):
-                sample_residual(recorder, bucket_exchanges)
+        note_step(self._world, self.last, self._counted if counted else None, bucket_exchanges)
 
     def _expect(self) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""
@@ -235,61 +160,307 @@ class HookSteps:
         self._sizes = sizes
 
 
-_everyones: Final[WeakSet[HookSkips]] = WeakSet()
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a hook was given, also out of a framework's wrapper.
+
+    Raises ValueError for a distributed one, TypeError for an object that is no optimizer.
+    """
+    if isinstance(optimizer, Wrapping):
+        raise ValueError("the optimizer is distributed already: give the hook the plain one")
+    return None if optimizer is None else plain(optimizer)
 
 
-class HookSkips:
-    """Notes whether passes count, for one model whose gradients a hook exchanges.
+def join_world() -> World:
+    """Return the world, joined where nobody has.
 
-    Only this model's gradients are dropped: an optimizer may step several models, and agreed
-    gradients of the others were sent for good.
-    parameters: returns the model's parameters.
-    max_skipped_steps: how many passes in a row may not count.
-    skipped: how many passes did not count; counted: whether the last one does.
+    Raises ValueError where torch.distributed gives this rank another number.
+    """
+    if not world.is_initialized():
+        world.init()
+    here = world.current()
+    if torch.distributed.get_rank() != here.rank:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
+            "gtopk: start the ranks with one launcher"
+        )
+    return here
+
+
+class HookState:
+    """The part of a hook's state that DDP's and FSDP's share.
+
+    A pass goes through `_submit`, bucket by bucket; `_close_pass`, once all of them are exchanged;
+    `_report_pass`; and `_note_agreed`, when gradients are in their places. `_abort_pass` comes
+    before the next one. A class that derives calls `__init__` when `_parameters` and `_residuals`
+    work.
+
+    compression, scaler: as they were given. progress: the steps that counted.
     """
 
+    # In messages: how a script adds up passes, gives the hook its optimizer and saves the state;
+    # and how it clips where the hook makes Adam's steps.
+    _accumulating: ClassVar[str]
+    _giving: ClassVar[str]
+    _saving: ClassVar[str]
+    _clipping: ClassVar[str]
+
     def __init__(
-        self, parameters: Callable[[], Collection[torch.Tensor]], max_skipped_steps: int
+        self,
+        peers: Peers,
+        compression: SparseCompression,
+        scaler: Any,
+        max_skipped_steps: int,
+        optimizer: torch.optim.Optimizer | None,
+        of_adam: Mapping[str, Any],
     ) -> None:
-        check_count("max_skipped_steps", max_skipped_steps)
-        self.parameters = parameters
-        self.counted = True  # the last pass
-        self._skipped = SkippedSteps(max_skipped_steps)
-        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        _everyones.add(self)
+        """optimizer: that the hook was given. of_adam: its `options_of_adam`."""
+        self.compression, self.scaler, self.progress = compression, scaler, Progress()
+        self._world, self._peers = peers.world, peers
+        self._transaction = PassTransaction()  # used by the engine's thread, within a pass
+        self._steps = HookSteps(peers, compression, self.progress)
+        self._skips = HookSkips(self._parameters, max_skipped_steps)
+        # Residuals of names that no parameter has; saved again.
+        self._unmatched: dict[str, ResidualState] = {}
+        stepped = optimizer if of_adam["adam"] is not None else None
+        made_by = compression.correction if stepped is None else "AdamW"
+        self._passes = PassWatch(self._world.rank, made_by, self._accumulating)
+        self._adam: HookedAdam | None = None
+        if stepped is not None:
+            self._adam = HookedAdam(
+                stepped,
+                self._skips,
+                peers,
+                self._residuals,
+                self._passes,
+                local_residual=of_adam["local_residual"],
+                groups=self._groups_of(stepped),
+                swapped=self._reshard,
+                clipping=self._clipping,
+            )
+        elif optimizer is not None:
+            optimizer.register_step_pre_hook(self.drop_skipped)
+        self._checks = OptimizerChecks(
+            self._skips,
+            compression,
+            self._world.rank,
+            says=self._rank == 0,
+            way=self._giving if optimizer is None else "",
+            stepped=stepped,
+            adam="" if stepped is None else self._clipping,
+        )
+
+    def _parameters(self) -> Collection[torch.Tensor]:
+        """Return the model's parameters."""
+        raise NotImplementedError
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return each parameter that has a residual, and a view of it in the parameter's shape."""
+        raise NotImplementedError
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> HookGroups:
+        """Return the groups of an optimizer whose steps the hook makes."""
+        return HookGroups(optimizer)
+
+    def _reshard(self) -> None:
+        """Do what parameters that were changed in place need; DDP's need nothing."""
 
     @property
-    def skipped(self) -> int:
-        """How many passes did not count."""
-        return self._skipped.count
+    def _rank(self) -> int:
+        """This rank's place among those whose residuals are one state."""
+        return self._peers.rank
 
-    def note(self, counted: bool, rank: int, step: int, where: str) -> None:
-        """Note whether a pass that has ended counts; warn of one that does not.
+    @property
+    def _ranks(self) -> int:
+        """How many ranks' residuals are one state."""
+        return self._peers.size
 
-        where: the ranks whose gradients are not finite; "": only the sum is not.
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps did not count; the same on all ranks."""
+        return self._skips.count
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """The report of the last step; None before the first."""
+        return self._steps.last
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """The speed of each rank that exchanges with this one; the fastest is 1.
+
+        Of the last report; None before.
+        """
+        return self._steps.stragglers.scores
+
+    @property
+    def makes_adam_steps(self) -> bool:
+        """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
+        return self._adam is not None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Make the parameters the model that is the same on all ranks, within the context.
+
+        They are that by themselves from `step` to the next forward pass, and in a model in eval
+        mode: use this for code that reads them in the middle of a step.
+        """
+        return nullcontext() if self._adam is None else self._adam.evaluating()
+
+    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        """Drop an optimizer's gradients where the last backward pass does not count.
+
+        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
+        where there are several optimizers. For an optimizer that steps with closures, call it in
+        the closure, after backward. An optimizer of several models takes the method of each of
+        their states: it then steps the models whose passes count.
+        """
+        self._skips.drop(optimizer)
+
+    def accept_gradients(self) -> None:
+        """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        counted = self._skips.counted
+        self._passes.note(self._skips.parameters() if counted else None)
+        if self._adam is not None:
+            (self._adam.note if counted else self._adam.forget)()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError for a copy or a pickle, which torch.save makes, too."""
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled: it belongs to the ranks "
+            f"of a running job. {self._saving}"
+        )
+
+    def _open(
+        self,
+        name: str,
+        whole: torch.nn.Parameter,
+        sizes: Sequence[int],
+        stepped: Sequence[torch.Tensor],
+    ) -> BucketExchange:
+        """Return the exchange of a bucket that a parameter stands for.
+
+        sizes: of the parameters in it. stepped: what the groups of Adam know them by.
+        """
+        bucket_exchange = open_bucket_exchange(
+            name, [whole], [name], self.compression, self.progress, sizes=sizes
+        )
+        if self._adam is not None:
+            make_adam_steps(
+                bucket_exchange,
+                self.compression,
+                self._adam.groups,
+                self._peers.size,
+                parameters=stepped,
+            )
+        return bucket_exchange
+
+    def _submit(
+        self,
+        name: str,
+        signature: Sequence[str],
+        bucket_exchange: BucketExchange,
+        *,
+        factor: float = 1.0,
+        is_joined: bool = False,
+        flags: int = 0,
+        then: Callable[[list[int]], None] = lambda all_flags: None,
+    ) -> Operation:
+        """Begin to exchange a bucket, with the gradients that are in it now.
+
+        The operation returns whether this rank's gradients were finite. Buckets are exchanged in
+        the same order on all ranks.
+
+        factor: multiplies the gradients. is_joined: they are zeros of no sample.
+        then: called with all ranks' flags on the engine's thread, when the bucket is exchanged.
+        """
+        scale = loss_scale(self.scaler)
+        bucket_exchange.capture_gradients(factor / (self._peers.size * scale), scale)
+        if is_joined:
+            bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
+        number = self._steps.add_bucket(bucket_exchange)
+
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            began = time.perf_counter()
+            exchanged = self._transaction.run(bucket_exchange, transport, all_flags)
+            self._steps.note_exchange(number, began, exchanged)
+            is_finite = transport.rank not in self._transaction.not_finite
+            then(all_flags)
+            return is_finite
+
+        operation = self._peers.engine.submit(
+            f"{self._peers.name}.{name}",
+            [
+                *signature,
+                bucket_exchange.signature,
+                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
+            ],
+            work,
+            flags=flags | flags_of(bucket_exchange),
+        )
+        self._steps.note_submit(number, operation)
+        return operation
+
+    def _close_pass(self) -> bool:
+        """End the transaction, once all buckets are exchanged, and tell whether the pass counts."""
+        counted = self._transaction.close()
+        self.progress.steps += counted
+        return counted
+
+    def _report_pass(self, counted: bool, overlapped: bool, where: Iterable[str]) -> None:
+        """Report the step, and warn where it does not count.
+
+        overlapped: as of `HookSteps.close`. where: the ranks whose gradients are not finite.
         Raises FloatingPointError where more passes in a row did not count than allowed.
         """
-        self.counted = counted
-        if counted:
-            self._skipped.end_row()
-        else:
-            self._skipped.note(rank, step, where)
+        step = self._world.step
+        self._steps.close(counted, overlapped)
+        self._skips.note_pass(counted, self._world.rank, step, " and ".join(where))
 
-    def end_row(self) -> None:
-        """Begin a new row: a state was loaded."""
-        self._skipped.end_row()
+    def _note_agreed(self) -> None:
+        """Note that the pass has ended, and that gradients are agreed ones where it counts."""
+        self.accept_gradients()
+        agreed = self._skips.parameters() if self._skips.counted else ()
+        self._checks.corrected.agree(agreed, self.scaler)
 
-    def drop(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients, once, where the last pass does not count.
+    def _abort_pass(self) -> None:
+        """Undo a pass that an error has ended, if there is one; its operations have ended."""
+        self._transaction.drop()
+        self._transaction.close()
+        self._steps.drop()
 
-        Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
+    def _state_of(
+        self, residuals: Iterable[tuple[str, ResidualState]], prefix: str = ""
+    ) -> dict[str, Any]:
+        """Return this rank's state, with residuals by name; empty ones are left out.
+
+        prefix: of the names.
         """
-        if self.counted or self._dropped.get(optimizer) == self.skipped:
-            return
-        self._dropped[optimizer] = self.skipped  # later gradients are of another pass
-        others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
-        kept = others.difference(self.parameters())
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in kept:
-                    parameter.grad = None
+        mine = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
+        return {
+            "format": FORMAT,
+            "ranks": self._ranks,
+            "steps": self.progress.steps,
+            "lanes": [],
+            "held": {self._rank: {prefix + name: parts for name, parts in mine.items()}},
+        }
+
+    @contextmanager
+    def _loading(
+        self,
+        state: Mapping[str, Any],
+        residuals: Mapping[str, ResidualState],
+        known: Collection[str],
+        why: str,
+    ) -> Iterator[None]:
+        """Forget the last pass, and go on from the state's steps; the context puts residuals in.
+
+        why: residuals of no known name cannot be put in, and what to do, for a warning.
+        """
+        self._unmatched = unmatched(residuals, known, self._world.rank, why)
+        self._abort_pass()
+        self._skips.end_row()
+        if self._adam is not None:
+            self._adam.forget()
+        yield
+        self.progress.steps = int(state["steps"])
+        if self._adam is not None:
+            self._adam.loaded()

@@ -463,7 +463,7 @@ class OuterExchange:
         steps: where no record is of this bucket, or it tells none.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
-        require_shapes(residuals, self._names)
+        require_shapes(residuals, {name: p for p, name in self._names.items()})
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._progress.steps = steps

@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -18,8 +18,7 @@ from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum
@@ -178,14 +177,11 @@ class _DistributedOptimizer(Readings):
             samples=transaction.samples.count,
             dense_seconds=self._reducer.expected.dense_seconds,
         )
-        balance_of(self._world).note(self.last_step)
-        if not self._skip:
+        steps = None if self._skip else self._reducer.progress.steps
+        if steps is not None:
             seconds = transaction.ready - ended_before if ended_before else None
-            self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
-        if (recorder := recorder_of(self._world)) is not None:
-            recorder.note_step(self.last_step)
-            if not self._skip and is_sampling_due(self._reducer.progress.steps):
-                sample_residual(recorder, self._reducer.planned.bucket_exchanges)
+            self._reducer.stragglers.note(steps, seconds)
+        note_step(self._world, self.last_step, steps, self._reducer.planned.bucket_exchanges)
         if (timeline := timeline_of(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = [Span("SYNCHRONIZE", begun, self._exchange_ended)]
@@ -299,14 +295,9 @@ class _DistributedOptimizer(Readings):
         if self._local is not None:
             self._local.train()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Make the parameters the model that is the same on all ranks, within the context."""
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train()
+        return nullcontext() if self._local is None else self._local.evaluating()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and forget what was computed towards the next step.

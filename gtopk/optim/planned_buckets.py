@@ -166,7 +166,7 @@ class PlannedBuckets:
         Other ranks may load nothing: until that plan, what all agree on stays as it is.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
-        require_shapes(residuals, self._names)
+        require_shapes(residuals, {name: p for p, name in self._names.items()})
         if self.bucket_exchanges:
             load_residuals(self.bucket_exchanges, residuals)
         self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps

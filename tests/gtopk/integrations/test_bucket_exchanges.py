@@ -16,8 +16,7 @@ from gtopk.exchange.bucket_exchange import BucketExchange, make_adam_steps, open
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
-from gtopk.integrations.bucket_exchanges import BucketExchanges, split
-from gtopk.integrations.hook_state import PassTransaction
+from gtopk.integrations.bucket_exchanges import BucketExchanges, PassTransaction, split
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]
