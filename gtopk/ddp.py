@@ -192,8 +192,7 @@ class GTopKState(HookState):
             allowed_mean=self._global_clip_norm,
             ratio=mean_square_ratio([each.bucket_exchange for each in together]),
         )
-        weight = 1.0 / self._peers.size
-        factor = clip.factor(weight, weight)
+        factor = clip.factor(self._weight, self._weight)
         for each in together:
             self._begin(each, factor)
 

@@ -216,6 +216,7 @@ class HookState:
         """optimizer: that the hook was given. of_adam: its `options_of_adam`."""
         self.compression, self.scaler, self.progress = compression, scaler, Progress()
         self._world, self._peers = peers.world, peers
+        self._weight = 1.0 / peers.size  # of this rank's gradients in the mean
         self._transaction = PassTransaction()  # used by the engine's thread, within a pass
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
@@ -373,7 +374,7 @@ class HookState:
         then: called with all ranks' flags on the engine's thread, when the bucket is exchanged.
         """
         scale = loss_scale(self.scaler)
-        bucket_exchange.capture_gradients(factor / (self._peers.size * scale), scale)
+        bucket_exchange.capture_gradients(factor * self._weight / scale, scale)
         if is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         number = self._steps.add_bucket(bucket_exchange)
