@@ -31,7 +31,7 @@ from .exchange.bucket_exchange import BucketExchange, mean_square_ratio
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.residual_state import require_shapes, under_known_names
 from .integrations.adam import check_clip_norm
-from .integrations.bucket_exchanges import BucketExchanges, PassFlags
+from .integrations.bucket_exchanges import BucketExchanges, BucketFlags
 from .integrations.ddp_passes import (
     after_ddp,
     named_parameters,
@@ -208,7 +208,7 @@ class GTopKState(HookState):
             pending.bucket_exchange,
             factor=factor,
             is_joined=pending.is_joined,
-            flags=PassFlags.PREEMPTED if self._world.termination_requested else 0,
+            flags=BucketFlags.PREEMPTED if self._world.termination_requested else 0,
             then=partial(self._note_exchanged, pending.number, pending.is_last),
         )
         self._finisher.submit(self._finish, operation, pending)
@@ -247,7 +247,7 @@ class GTopKState(HookState):
         """
         ranks = self._peers.ranks
         for rank, flags in zip(ranks, all_flags, strict=True):
-            if flags & PassFlags.PREEMPTED:
+            if flags & BucketFlags.PREEMPTED:
                 self._preempted.add(rank)
         for place in self._transaction.not_finite:
             self._not_finite.setdefault(ranks[place], []).append(bucket)

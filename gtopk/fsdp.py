@@ -20,6 +20,8 @@ gradient take part; the others keep their residual. Needs torch 2.7 or newer.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,7 +43,7 @@ from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.residual_state import ResidualState, require_shape
-from .integrations.bucket_exchanges import BucketExchanges, PassFlags
+from .integrations.bucket_exchanges import BucketExchanges
 from .integrations.fsdp_adam import ShardGroups, residuals_of
 from .integrations.fsdp_units import (
     Place,
@@ -135,6 +137,26 @@ class _Unfinished(NamedTuple):
     unit: Unit
     operation: Operation
     stream: torch.cuda.Stream | None
+
+
+class _PassFlags:
+    """The flags of the end of a pass."""
+
+    NOT_FINITE: Final = 1  # this rank's gradients are not finite
+    VOID: Final = 2  # the pass does not count
+    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+    CLEARED: Final = 8  # some of those gradients were cleared since
+
+    @classmethod
+    def is_void(cls, all_flags: Sequence[int]) -> bool:
+        """Tell whether a pass is void, from all ranks' flags.
+
+        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
+        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
+        void no further pass.
+        """
+        said = functools.reduce(operator.or_, all_flags)
+        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
 
 
 class ReplicaState(HookState):
@@ -299,7 +321,7 @@ class ReplicaState(HookState):
         ).wait()
         self._nonfinite, self._finite = [], True
         # From all ranks' flags: the shards of all ranks are dropped, or those of none.
-        if PassFlags.is_void(all_flags):
+        if _PassFlags.is_void(all_flags):
             self._transaction.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
@@ -307,7 +329,7 @@ class ReplicaState(HookState):
                     self._nonfinite.append(parameter)
         overlapped, self._has_waited = not self._has_waited, False
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
-        where = [f"rank {rank}" for rank, flags in ranks if flags & PassFlags.NOT_FINITE]
+        where = [f"rank {rank}" for rank, flags in ranks if flags & _PassFlags.NOT_FINITE]
         try:
             self._report_pass(self._close_pass(), overlapped, where)
         finally:
@@ -315,14 +337,14 @@ class ReplicaState(HookState):
 
     def _flags_of_pass(self) -> int:
         """Return this rank's flags of the pass that ends."""
-        flags = (PassFlags.VOID if self._transaction.is_void else 0) | (
-            0 if self._finite else PassFlags.NOT_FINITE
+        flags = (_PassFlags.VOID if self._transaction.is_void else 0) | (
+            0 if self._finite else _PassFlags.NOT_FINITE
         )
         for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):
-                flags |= PassFlags.CLEARED
+                flags |= _PassFlags.CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                flags |= PassFlags.SPOILT if bool(gradient.isnan().any()) else PassFlags.CLEARED
+                flags |= _PassFlags.SPOILT if bool(gradient.isnan().any()) else _PassFlags.CLEARED
         return flags
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,9 +9,7 @@ frozen parameter, or of one in no bucket now, is kept apart.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -188,31 +186,17 @@ class BucketExchanges:
                 self._residuals.setdefault(parameter, {})[what] = part
 
 
-class PassFlags:
-    """The flags of a bucket, and of the end of a pass; NOT_FINITE is one of both."""
+class BucketFlags:
+    """The flags of a bucket's operation."""
 
     NOT_FINITE: Final = 1  # this rank's gradients are not finite
-    PREEMPTED: Final = 2  # of a bucket: this rank had SIGTERM
-    VOID: Final = 2  # of the end: the pass does not count
-    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
-    CLEARED: Final = 8  # some of those gradients were cleared since
-
-    @classmethod
-    def is_void(cls, all_flags: Sequence[int]) -> bool:
-        """Tell whether a pass is void, from all ranks' flags.
-
-        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
-        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
-        void no further pass.
-        """
-        said = functools.reduce(operator.or_, all_flags)
-        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
+    PREEMPTED: Final = 2  # this rank had SIGTERM
 
 
 def flags_of(bucket_exchange: BucketExchange) -> int:
     """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
     return (
-        PassFlags.NOT_FINITE
+        BucketFlags.NOT_FINITE
         if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
         else 0
     )
@@ -246,7 +230,7 @@ class PassTransaction:
             bucket_exchange in self._exchanged
         )  # a module that is used twice: keep what was remembered before the step
         self._exchanged.append(bucket_exchange)
-        self.not_finite = [n for n, flags in enumerate(all_flags) if flags & PassFlags.NOT_FINITE]
+        self.not_finite = [n for n, flags in enumerate(all_flags) if flags & BucketFlags.NOT_FINITE]
         self._void |= bool(self.not_finite)
         exchanged = None
         if not self._void:
