@@ -40,8 +40,7 @@ from .step_policy import StepListener
 from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.local_residual import LocalResidual
-from .wrapped.readings import Readings
-from .wrapped.wrapping import wrap
+from .wrapped.wrapping import Readings, wrap
 
 _log = logging.getLogger("gtopk")
 
