@@ -1,4 +1,4 @@
-"""The bucket layout: rank 0 decides which parameters share a bucket, and all ranks follow."""
+"""The bucket layout: rank 0 decides which parameters go into one bucket, and all ranks follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..exchange.bucket_exchange import make_adam_steps, open_bucket_exchange
 from ..exchange.buckets.arrays import device_of
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import SparseGradientExchange
-from ..planning.bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
+from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .options import Options
 from .step_transaction import AnyBucketExchange
 

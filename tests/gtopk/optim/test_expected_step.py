@@ -18,7 +18,7 @@ from gtopk.exchange.exchange import Progress
 from gtopk.exchange.sparse_gradients import SparseGradientExchange
 from gtopk.optim.expected_step import ExpectedStep
 from gtopk.planning.advice import advice
-from gtopk.planning.bucket_plan import buckets_by
+from gtopk.optim.bucket_plan import buckets_by
 from gtopk.runtime.world import world
 from gtopk.units import seconds_text
 from tests.gtopk.four_layers import distribute, inputs, layers
