@@ -312,19 +312,18 @@ class BucketExchange:
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
+        self.commit()
         self.release_gradients()
 
     def poison(self) -> None:
-        """Make every gradient NaN: the step is skipped."""
+        """Make every gradient NaN: the step is skipped, and was undone."""
         self.bucket.poison()
         self._release_captured()
-        self.commit()
 
     def release_gradients(self) -> None:
-        """Drop all references to gradients, and make the step final."""
+        """Drop all references to gradients, once the step was committed or undone."""
         self.bucket.release_gradients()
         self._release_captured()
-        self.commit()
 
     def _release_captured(self) -> None:
         self._captured, self._versions = [], []

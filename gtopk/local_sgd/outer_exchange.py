@@ -404,6 +404,7 @@ class OuterExchange:
                 yield outcome
                 # After the outer step: where that fails, the exchange is undone and counts for
                 # nothing.
+                bucket_exchange.commit()
                 self._progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
