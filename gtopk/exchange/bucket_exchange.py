@@ -356,7 +356,7 @@ def open_bucket_exchange(
     return BucketExchange(name, parameters, names, exchange, bucket)
 
 
-def make_adam_steps(
+def attach_adam(
     bucket_exchange: BucketExchange,
     compression: ErrorFeedback,
     groups: AdamGroups,
@@ -374,7 +374,8 @@ def make_adam_steps(
     if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
-    bucket_exchange.exchange.residual.install_adam(AdamSteps(bucket, groups, ranks, parameters))
+    steps = AdamSteps(bucket, groups, ranks, parameters)
+    bucket_exchange.exchange.residual.hold_adam_moments(steps)
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:

@@ -166,7 +166,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
-        sampling_seconds = run_adam_step(bucket, self.residual, transport) or 0.0
+        sampling_seconds = gather_as_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Timestamp(bucket.device)
             picked = self._select(bucket, transport)
@@ -293,7 +293,7 @@ class DenseExchange:
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        sampling_seconds = run_adam_step(bucket, self.residual, transport)
+        sampling_seconds = gather_as_adam_step(bucket, self.residual, transport)
         begun = Timestamp(bucket.device)
         with profiled("select"):
             gradient = bucket.gather() if sampling_seconds is None else bucket.flat
@@ -485,7 +485,9 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def run_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+def gather_as_adam_step(
+    bucket: Bucket, residual: Residual | None, transport: Transport
+) -> float | None:
     """Put Adam's weighted steps into `flat`, in the gradients' place.
 
     It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
@@ -493,4 +495,4 @@ def run_adam_step(bucket: Bucket, residual: Residual | None, transport: Transpor
     """
     if residual is None or not residual.has_moments:
         return None
-    return residual.run_adam_step(bucket.gather(), bucket.share, transport)
+    return residual.to_adam_step(bucket.gather(), bucket.share, transport)

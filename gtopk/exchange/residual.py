@@ -148,8 +148,11 @@ class Residual:
         self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
-    def install_adam(self, steps: AdamSteps) -> None:
-        """Turn gradients into these AdamW steps before they get here; call it before the first."""
+    def hold_adam_moments(self, steps: AdamSteps) -> None:
+        """Make room for the moments of AdamW, whose steps come here in place of gradients.
+
+        Call it before the first step.
+        """
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
             torch.zeros_like(self._memory[0].tensor),
@@ -433,7 +436,7 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def run_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def to_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.

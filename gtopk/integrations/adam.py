@@ -18,7 +18,7 @@ import torch
 from ..errors import check_number, page
 from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
-from ..optim.wrapped.adam_step import keep_precision, step
+from ..optim.wrapped.adam_step import apply_agreed_steps, keep_precision
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
 from .optimizer_checks import HookSkips, PassWatch
 
@@ -218,7 +218,7 @@ class HookedAdam:
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves unscaling to a fused optimizer.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
-        step(optimizer, agreed=None)
+        apply_agreed_steps(optimizer, agreed=None)
         self._is_due = False
         self._hide(stepped)
         if self._local is not None:

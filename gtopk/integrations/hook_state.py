@@ -20,7 +20,7 @@ import torch
 from collectives.transports import Transport
 
 from ..compression import GTopK, Shards, SparseCompression
-from ..exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from ..exchange.bucket_exchange import BucketExchange, attach_adam, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
@@ -345,7 +345,7 @@ class HookState:
             name, [whole], [name], self.compression, self.progress, sizes=sizes
         )
         if self._adam is not None:
-            make_adam_steps(
+            attach_adam(
                 bucket_exchange,
                 self.compression,
                 self._adam.groups,

@@ -24,7 +24,7 @@ from ..errors import check_count, page
 from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
 from ..optim.skip_counter import SkippedSteps
-from ..optim.wrapped.adam_step import AgreedSteps, adam_before, require_plain
+from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
 
 _everyones: Final[WeakSet[HookSkips]] = WeakSet()
 
@@ -155,7 +155,7 @@ class OptimizerChecks:
                 require_one_momentum(optimizer, self._compression)
                 require_plain(optimizer.state.values(), self._rank)
                 if self._says:
-                    takes = adam_before(optimizer, self._compression) is not None
+                    takes = groups_to_step_before(optimizer, self._compression) is not None
                     log_advice(optimizer, self._compression, self._way if takes else "")
             self._seen.add(optimizer)
         self.corrected.require_unchanged(optimizer)

@@ -11,7 +11,7 @@ import torch
 from collectives.transports import Transport
 
 from ..compression import NoneCompressor
-from ..exchange.bucket_exchange import make_adam_steps, open_bucket_exchange
+from ..exchange.bucket_exchange import attach_adam, open_bucket_exchange
 from ..exchange.buckets.arrays import device_of
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import SparseGradientExchange
@@ -185,7 +185,7 @@ class Plan:
         )
         feedback, adam, is_whole = self.options.feedback, self.options.adam, part.how == "dense"
         if feedback is not None and adam is not None:
-            make_adam_steps(bucket_exchange, feedback, adam, ranks, whole=is_whole)
+            attach_adam(bucket_exchange, feedback, adam, ranks, whole=is_whole)
         elif feedback is not None and feedback.corrects and is_whole:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
             bucket_exchange.exchange = DenseExchange(

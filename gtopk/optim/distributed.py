@@ -276,7 +276,7 @@ class _DistributedOptimizer(Readings):
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
             # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
-            self._take_agreed_step(partial(adam_step.step, agreed=agreed))
+            self._take_agreed_step(partial(adam_step.apply_agreed_steps, agreed=agreed))
         else:
             super()._step_wrapped()
 

@@ -12,7 +12,7 @@ import torch
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.adamw import SHARED, SHARED_ROWS, STEP
-from gtopk.exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from gtopk.exchange.bucket_exchange import BucketExchange, attach_adam, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
@@ -53,7 +53,7 @@ class Hook:
         )
         if self._groups is not None:
             ranks = self._transport.size
-            make_adam_steps(
+            attach_adam(
                 bucket_exchange, compression, self._groups, ranks, parameters=parameters
             )
         return bucket_exchange
