@@ -149,7 +149,7 @@ class _DistributedOptimizer(Readings):
             self._shared.refuse_agreed(self._world.rank)
         self._log_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
-        transaction = self._reducer.reduce()
+        transaction = self._reducer.exchange_gradients()
         reduced = time.perf_counter()
         if transaction.is_asynchronous:  # on a GPU: backward was launched by then, and not over
             begun = max(begun, min(transaction.ready, reduced))
