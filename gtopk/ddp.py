@@ -45,7 +45,7 @@ from .optim.peers import Peers
 from .optim.samples import LocalClip
 from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam, plain
-from .optim.wrapped.checkpoint import gather_held, share_of
+from .optim.wrapped.checkpoint import gather_held, residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 
@@ -325,7 +325,7 @@ class GTopKState(HookState):
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
         named = named_parameters(model)
-        residuals = share_of(state, self._rank, self._ranks)
+        residuals = residuals_for(state, self._rank, self._ranks)
         residuals = under_known_names(residuals, named)
         require_shapes(residuals, named)
         why = "the model has no parameter of that name; give it the names that it was saved with"

@@ -57,7 +57,7 @@ from .integrations.hook_state import HookState, compression_of, join_world, plai
 from .optim.peers import Peers
 from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
-from .optim.wrapped.checkpoint import share_of
+from .optim.wrapped.checkpoint import residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 from .runtime.world import world
@@ -371,7 +371,7 @@ class ReplicaState(HookState):
                 f"{self._place.shards}: the number of shards must be what it was"
             )
         residuals: dict[str, ResidualState] = {}
-        for key, parts in share_of(state, self._rank, self._ranks).items():
+        for key, parts in residuals_for(state, self._rank, self._ranks).items():
             number, _, name = key.partition("/")
             if int(number) != self._place.shard:
                 raise ValueError(

@@ -44,12 +44,12 @@ def open_exchange(
     bucket: Bucket,
     compression: Any,
     progress: Progress,
-    share: float = 1.0,
+    budget_share: float = 1.0,
     room_share: float = 1.0,
 ) -> Exchange:
     """Return the exchange for what the user passed as `compression`, which was checked.
 
-    share: this bucket's, of the elements of a step that are compressed.
+    budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
@@ -59,7 +59,7 @@ def open_exchange(
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):
-        return AutomaticExchange(bucket, compression, progress, share, room_share)
+        return AutomaticExchange(bucket, compression, progress, budget_share, room_share)
     if compression is NoneCompressor:
         return DenseExchange()
     return CompressorExchange(compression)
@@ -341,18 +341,18 @@ def open_bucket_exchange(
     names: Sequence[str],
     compression: object,
     progress: Progress,
-    share: float = 1.0,
+    budget_share: float = 1.0,
     room_share: float = 1.0,
     sizes: Sequence[int] | None = None,
 ) -> BucketExchange:
     """Return the bucket of these parameters, with nothing in its residual.
 
-    share: this bucket's, of the elements of a step that are compressed.
+    budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     sizes: of several parameters that the one given stands for; None: it stands for itself.
     """
     bucket = Bucket(parameters, sizes)
-    exchange = open_exchange(bucket, compression, progress, share, room_share)
+    exchange = open_exchange(bucket, compression, progress, budget_share, room_share)
     return BucketExchange(name, parameters, names, exchange, bucket)
 
 

@@ -264,14 +264,15 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 class DenseExchange:
     """Every entry, by the transport's allreduce: the baseline, without compression.
 
-    residual: left by sparse steps before; a share of it is sent along each step (`drain_share`).
+    residual: left by sparse steps before; a part of it is sent along each step
+        (`drain_fraction`).
     """
 
     signature = "dense"
 
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
-        self._share = 1.0  # of the residual, sent in this step
+        self._fraction = 1.0  # of the residual, sent in this step
         self._kept: torch.Tensor | None = None  # part of this step's sum that this rank keeps
         self._sum: GradientSum | None = None  # in place of the bucket's vector
         self._is_alone = False  # a single rank: its gradients are the sum
@@ -298,7 +299,7 @@ class DenseExchange:
         with profiled("select"):
             gradient = bucket.gather() if sampling_seconds is None else bucket.flat
             if self.residual is not None:
-                self._share = self.residual.add_share_to(gradient)
+                self._fraction = self.residual.add_fraction_to(gradient)
         added = Timestamp(bucket.device)
         with profiled("exchange"):
             if is_on_device(gradient) and not transport.supports_device_messages:
@@ -322,7 +323,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
-            self.residual.subtract_share(self._share)
+            self.residual.subtract_fraction(self._fraction)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
         self._kept = None
@@ -332,7 +333,7 @@ class DenseExchange:
         """Tell whether nothing is left after this step."""
         if self.residual is None:
             return True
-        sends = self.residual.is_empty or self._share == 1.0
+        sends = self.residual.is_empty or self._fraction == 1.0
         return sends and not self.residual.has_stashed
 
     def sent_mass(self) -> float:
@@ -410,7 +411,7 @@ class DrainingExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
-        # Shares differ from rank to rank: one that has something left keeps all draining.
+        # Fractions differ from rank to rank: one that has something left keeps all draining.
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
         self._is_drained_now = not left[0]

@@ -240,7 +240,7 @@ class OuterExchange:
 
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
-    share: of all fragments' elements, and so of the budget of `Compression.auto`.
+    budget_share: of all fragments' elements, and so of the budget of `Compression.auto`.
     name:  begins the names of its operations.
     ranks: of the world that exchange, in order; rank: this one's place among them.
     expected: the expected seconds of an exchange; known after `meet`.
@@ -254,13 +254,13 @@ class OuterExchange:
         process_set: ProcessSet,
         here: World,
         residual_decay: float,
-        share: float,
+        budget_share: float,
     ) -> None:
         self._names = names
         self._compression = compression
         self._residual_decay = residual_decay
         self._process_set = process_set
-        self._share = share
+        self._budget_share = budget_share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
         # The operation and the changes that it exchanges, while it goes on.
@@ -283,7 +283,7 @@ class OuterExchange:
             list(self._names.values()),
             self._compression,
             self._progress,
-            self._share,
+            self._budget_share,
         )
         self._put_residuals(residuals)
 

@@ -178,10 +178,10 @@ class Plan:
             return SparseGradientExchange(name, parameters[0], names[0])
         compression = self.options.compression if part.how == "compressed" else NoneCompressor
         elements = self._elements(part)
-        share = elements / compressed if part.how == "compressed" else 1.0
+        budget_share = elements / compressed if part.how == "compressed" else 1.0
         room_share = elements / waiting if waiting else 1.0
         bucket_exchange = open_bucket_exchange(
-            name, parameters, names, compression, progress, share, room_share
+            name, parameters, names, compression, progress, budget_share, room_share
         )
         feedback, adam, is_whole = self.options.feedback, self.options.adam, part.how == "dense"
         if feedback is not None and adam is not None:

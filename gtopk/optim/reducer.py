@@ -1,7 +1,7 @@
 """Reducer: exchanges an optimizer's gradients, bucket by bucket, while backward goes on.
 
 first step   the order of gradients is not known yet: all ranks plan the buckets, then exchange
-later        a bucket is submitted when its gradients are complete, the last one by `exchange_gradients`
+later        a bucket is submitted when its gradients are complete, the last one when backward ended
 any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
              embedding became sparse): the transaction is void, all ranks plan anew and exchange
 """
@@ -83,7 +83,7 @@ class Overlap:
 
 
 class Reducer:
-    """Reduces the gradients of an optimizer's parameters: `exchange_gradients`, `apply`, then `commit`.
+    """Reduces an optimizer's gradients: `exchange_gradients`, `apply`, then `commit`.
 
     names:    of all parameters; those that come later are added.
     progress: steps and backward times, for the exchanges; `apply` counts the steps.
@@ -212,7 +212,7 @@ class Reducer:
         self._transaction.submit_early(index)
 
     def _is_here(self) -> bool:
-        """Tell whether this is still the world that was entered; `exchange_gradients` enters another."""
+        """Tell whether this is still the world that was entered; the next step enters another."""
         return world.is_initialized() and world.current() is self.peers.world
 
     def exchange_gradients(self) -> StepTransaction:
@@ -392,7 +392,7 @@ class Reducer:
 
         An update that no step has used is undone: the residual is as before it. All ranks do so
         alike; where one does not, its replica differs from theirs anyway. A transaction that has
-        begun goes on until `exchange_gradients`: the other ranks may be in it. It will be void, as the
+        begun goes on until the next step: the other ranks may be in it. It will be void, as the
         gradients will be others by then.
         """
         if self._applied is not None and not self._applied.has_changed_parameters:

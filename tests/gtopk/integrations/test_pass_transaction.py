@@ -48,7 +48,8 @@ def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None
     step, residual = PassTransaction(), bucket_exchange.exchange.residual
     assert residual is not None
     seen = []
-    for all_flags in ([0], [0], [0], [BucketFlags.NOT_FINITE]):  # the step before, then one of three
+    # The step before, then one of three.
+    for all_flags in ([0], [0], [0], [BucketFlags.NOT_FINITE]):
         parameter.grad = torch.arange(30.0)
         bucket_exchange.capture_gradients(1.0, 1.0)
         step.run(bucket_exchange, local_world(1)[0], all_flags)
