@@ -26,7 +26,7 @@ from ..exchange.residual_state import (
 )
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
-from .bucket_layout import Agreed, Plan
+from .bucket_plan import Agreed, Plan
 from .options import Options
 from .peers import Peers
 from .step_transaction import AnyBucketExchange
