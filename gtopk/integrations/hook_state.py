@@ -31,7 +31,7 @@ from ..optim.wrapped.checkpoint import FORMAT
 from ..optim.wrapped.wrapping import Wrapping
 from ..runtime.coordinator import Operation
 from ..runtime.world import world
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.run_record import note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers

@@ -21,7 +21,7 @@ from ..errors import HorovodInternalError
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.world.process_sets import ProcessSet
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from .outer_exchange import OuterExchange, Round, preserve_gradients
 from .outer_optimizer import center_in_place, options_by_group
 

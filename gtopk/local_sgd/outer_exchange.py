@@ -43,7 +43,7 @@ from ..optim.skip_counter import SkipCounter
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.process_sets import ProcessSet
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.step_report import StepReport, seconds_outside
 
 _log = logging.getLogger("gtopk")

@@ -27,7 +27,7 @@ from ..runtime.coordinator import Work
 from ..runtime.coordinator.agreement import describe_missing
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.stragglers import Stragglers
 from .double_reduction import refuse_ddp
 from .expected_step import ExpectedStep

@@ -53,9 +53,7 @@ class Hook:
         )
         if self._groups is not None:
             ranks = self._transport.size
-            attach_adam(
-                bucket_exchange, compression, self._groups, ranks, parameters=parameters
-            )
+            attach_adam(bucket_exchange, compression, self._groups, ranks, parameters=parameters)
         return bucket_exchange
 
     def exchange(self, parameters: Parameters, bucket: str) -> None:
