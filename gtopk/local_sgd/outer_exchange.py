@@ -42,8 +42,8 @@ from ..optim.replica_check import BUFFERS_STAY, checksums, require_the_same
 from ..optim.skip_counter import SkipCounter
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
-from ..runtime.world.process_sets import ProcessSet
 from ..runtime.world.membership import World
+from ..runtime.world.process_sets import ProcessSet
 from ..telemetry.step_report import StepReport, seconds_outside
 
 _log = logging.getLogger("gtopk")
