@@ -496,6 +496,5 @@ def _watch_loss(here: World, loss: Any) -> None:
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not (is_one or isinstance(loss, Real)) or not balance_of(here).compresses:
         return
-    watch = _watches.setdefault(here, LossWatch())
-    if said := watch.note(loss, here.step):
+    if said := _watches.setdefault(here, LossWatch()).note(loss, here.step):
         _log.warning("%s", said)
