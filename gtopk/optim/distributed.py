@@ -40,7 +40,8 @@ from .step_policy import StepListener
 from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.local_residual import LocalResidual
-from .wrapped.wrapping import Readings, wrap
+from .wrapped.readings import Readings
+from .wrapped.wrapping import wrap
 
 _log = logging.getLogger("gtopk")
 

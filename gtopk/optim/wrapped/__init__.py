@@ -1,8 +1,9 @@
 """The wrapped optimizer: the user's own, in a class derived from the user's.
 
-wrapping.py         one state and one list of groups for both; its properties for scripts
+wrapping.py         one state and one list of groups for both
 adam_step.py        AdamW's steps, where its moments are applied before the exchange
 local_residual.py   forward passes that include a rank's unsent steps
 tree.py             its tensors, taken out on one rank and put in on another
 checkpoint.py       its residual in a checkpoint
+readings.py         its properties for scripts
 """
