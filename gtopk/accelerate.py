@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .ddp import GTopKState, gtopk_hook
-from .integrations.frameworks import state_for
+from .ddp import GTopKState, gtopk_hook, state_for
 
 __all__ = ["compress"]
 
@@ -44,7 +43,7 @@ def compress(
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
     prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    state = state_for(GTopKState, prepared, density, scaler=accelerator.scaler, **options)
+    state = state_for(prepared, density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
     accelerator.register_for_checkpointing(state.stateful(model))
     return state

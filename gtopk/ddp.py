@@ -16,12 +16,10 @@ waits until it is thawed.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with types.
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -29,16 +27,10 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from collectives.transports import Transport
 
 from .compression import GTopK, Shards
-from .exchange.bucket_exchange import (
-    BucketExchange,
-    make_adam_steps,
-    mean_square_ratio,
-    open_bucket_exchange,
-)
-from .exchange.exchange import Progress
-from .exchange.residual_state import ResidualState, under_known_names, unmatched
-from .integrations.adam import HookedAdam, check_clip_norm
-from .integrations.bucket_exchanges import BucketExchanges, compression_of
+from .exchange.bucket_exchange import BucketExchange, mean_square_ratio
+from .exchange.residual_state import require_shapes, under_known_names
+from .integrations.adam import check_clip_norm
+from .integrations.bucket_exchanges import BucketExchanges, BucketFlags
 from .integrations.ddp_passes import (
     HookReplicas,
     PendingBucket,
@@ -48,28 +40,22 @@ from .integrations.ddp_passes import (
     refuse_another_group,
     refuse_another_model,
     refuse_kinds,
-    residuals_by_parameter,
     write_flat_gradients,
 )
-from .integrations.frameworks import Stateful
-from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
-from .integrations.optimizer_checks import PassWatch, check_optimizers
+from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
 from .optim.grad_scaler import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
 from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam, plain
-from .optim.wrapped.checkpoint import FORMAT, gather_held, share_of
-from .optim.wrapped.wrapping import Wrapping
+from .optim.wrapped.checkpoint import gather_held, residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
-from .runtime.world import world
-from .telemetry.step_report import StepReport
 
 __all__ = ["GTopKState", "gtopk_hook"]
 
 
-class GTopKState:
+class GTopKState(HookState):
     """The state of `gtopk_hook` from step to step: each parameter's residual.
 
     Each model needs a state of its own; a step is one backward pass of that model.
@@ -110,6 +96,14 @@ class GTopKState:
     parameters, sparse gradients, another group than DDP's. It has no pickle: save its state_dict.
     """
 
+    _accumulating: ClassVar[str] = "within `with model.no_sync():`"
+    _giving: ClassVar[str] = "give the hook's state the optimizer, GTopKState(optimizer=optimizer)"
+    _saving: ClassVar[str] = (
+        "Save model.module.state_dict() and state.state_dict(model), and give that to "
+        "load_state_dict of a new GTopKState; average or copy model.module, not the DDP model"
+    )
+    _clipping: ClassVar[str] = "GTopKState(global_clip_norm=) clips before the moments"
+
     def __init__(
         self,
         density: float = 0.001,
@@ -126,92 +120,47 @@ class GTopKState:
         on_divergence: Literal["error", "warn"] | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(optimizer, Wrapping):
-            raise ValueError("the optimizer is distributed already: give the state the plain one")
-        optimizer = None if optimizer is None else plain(optimizer)
-        self.compression = compression_of("DDP's hook", compression, density, options)
-        of_adam = options_of_adam(optimizer, self.compression, adam_steps, local_residual, Average)
+        how = compression_of("DDP's hook", compression, density, options)
+        optimizer = plain_optimizer(optimizer)
+        of_adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
         check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)
         self._global_clip_norm = global_clip_norm
-        if not world.is_initialized():
-            world.init()
-        self._members = process_set_of(process_group).members
-        assert self._members.engine is not None
-        self._engine = self._members.engine
-        self._rank = self._members.ranks.index(world.current().rank)
-        self._name = world.current().name_optimizer(["ddp"], self._members.ranks)
-        self.scaler = scaler
-        self.progress = Progress()
+        here = join_world()
+        members = process_set_of(process_group).members
+        assert members.engine is not None
+        name = here.name_optimizer(["ddp"], members.ranks)
+        peers = Peers(here, members.engine, name, members.ranks, takes_part=True)
         self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
-        self._skips = HookSkips(self._bucket_exchanges.parameters, max_skipped_steps)
-        self._world = world.current()
-        peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
         self._replicas = HookReplicas(peers, self._bucket_exchanges, check_every, on_divergence)
-        self._adam: HookedAdam | None = None
-        made_by = self.compression.correction if of_adam["adam"] is None else "AdamW"
-        self._passes = PassWatch(self._world.rank, made_by)
-        if optimizer is not None and of_adam["adam"] is not None:
-            self._adam = HookedAdam(
-                optimizer,
-                self._skips,
-                peers,
-                self._bucket_exchanges.residuals,
-                self._passes,
-                local_residual=of_adam["local_residual"],
-            )
-        elif optimizer is not None:
-            optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = check_optimizers(
-            self._skips,
-            self.compression,
-            self._world.rank,
-            says=self._rank == 0,
-            way=""
-            if optimizer is not None
-            else "give the hook's state the optimizer, GTopKState(optimizer=optimizer)",
-            stepped=None if self._adam is None else optimizer,
-            adam="" if self._adam is None else "GTopKState(global_clip_norm=) clips before it.",
-            residuals=self._bucket_exchanges.residuals if self._adam is None else None,
-        )
+        super().__init__(peers, how, scaler, max_skipped_steps, optimizer, of_adam)
         self._pending: list[PendingBucket] = []  # to be exchanged at the end of the pass
-        # Residuals of names that no parameter has; saved again.
-        self._unmatched: dict[str, ResidualState] = {}
         # One thread, so that buckets end in order: the last one's task finds all before it done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
-        self._step = PassTransaction()  # used by the engine's thread only
-        self._preempted: set[int] = set()  # likewise: ranks that had SIGTERM in the step
+        # Used by the engine's thread only: how many buckets the step has, 0: not known yet; and
+        # ranks that had SIGTERM in the step.
+        self._buckets = 0
+        self._preempted: set[int] = set()
         self._not_finite: dict[int, list[int]] = {}  # likewise: by rank, DDP's numbers of buckets
-        self._buckets = 0  # how many the step has; 0: not known yet
         self._counted = True
-        self._steps = HookSteps(peers, self.compression, self.progress)
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps did not count."""
-        return self._skips.skipped
+    def _parameters(self) -> Collection[torch.Tensor]:
+        return self._bucket_exchanges.parameters()
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return self._bucket_exchanges.residuals()
 
     @property
     def divergences(self) -> int:
         """How many checks have found, and warned, that replicas differ."""
         return self._replicas.check.divergences
 
-    @property
-    def last_step(self) -> StepReport | None:
-        """The report of the last step; None before the first."""
-        return self._steps.last
-
-    @property
-    def straggler_scores(self) -> list[float | None] | None:
-        """The speed of each rank's computing, of the last report; the fastest is 1. None before."""
-        return self._steps.stragglers.scores
-
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to exchange a bucket; the future's value is its buffer with agreed gradients."""
         buffer = bucket.buffer()
         refuse_kinds(bucket)
         if not self._bucket_exchanges:
-            refuse_another_group(bucket.parameters(), self._members.ranks)
+            refuse_another_group(bucket.parameters(), self._peers.ranks)
         refuse_another_model(bucket, self._bucket_exchanges)
         if not bucket.index():
             self._abort_pass()  # in case an error has ended the last pass
@@ -226,18 +175,18 @@ class GTopKState:
         if is_last and (comparison := self._replicas.begin(is_joined)) is not None:
             self._finisher.submit(self._replicas.end, comparison, self._failures)
         if self._global_clip_norm is None:
-            self._submit(pending, 1.0)
+            self._begin(pending, 1.0)
         else:
-            self._submit_clipped(pending)
+            self._begin_clipped(pending)
         if is_joined:
             return future.then(self._value_or_failure)
         after_ddp(self._raise_failure)  # DDP would take an exception in the future for a tensor
         write_flat_gradients(bucket.parameters(), buffer)
         if is_last:
-            after_ddp(self._end_pass)
+            after_ddp(self._note_agreed)
         return future
 
-    def _submit_clipped(self, pending: PendingBucket) -> None:
+    def _begin_clipped(self, pending: PendingBucket) -> None:
         """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
         self._pending.append(pending)
         if not pending.is_last:
@@ -250,53 +199,26 @@ class GTopKState:
             allowed_mean=self._global_clip_norm,
             ratio=mean_square_ratio([each.bucket_exchange for each in together]),
         )
-        weight = 1.0 / len(self._members.ranks)
-        factor = self._steps.clip_factor = clip.factor(weight, weight)
+        factor = self._steps.clip_factor = clip.factor(self._weight, self._weight)
         for each in together:
-            self._submit(each, factor)
+            self._begin(each, factor)
 
-    def _submit(self, pending: PendingBucket, factor: float) -> None:
+    def _begin(self, pending: PendingBucket, factor: float) -> None:
         """Begin to exchange a bucket; factor: multiplies its gradients."""
-        bucket_exchange, buffer = pending.bucket_exchange, pending.buffer
-        scale = loss_scale(self.scaler)
-        bucket_exchange.capture_gradients(factor / (len(self._members.ranks) * scale), scale)
-        if pending.is_joined:
-            bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
-        number = self._steps.add_bucket(bucket_exchange)
-        preempted = PassFlags.PREEMPTED if self._world.termination_requested else 0
-        operation = self._engine.submit(
-            f"{self._name}.bucket.{pending.number}",
+        buffer = pending.buffer
+        operation = self._submit(
+            f"bucket.{pending.number}",
             [
                 f"{buffer.dtype} {list(buffer.shape)}",
-                bucket_exchange.signature,
-                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
                 f"global_clip_norm={self._global_clip_norm}",
             ],
-            partial(self._work, bucket_exchange, number, pending.number, pending.is_last),
-            flags=preempted | flags_of(bucket_exchange),
+            pending.bucket_exchange,
+            factor=factor,
+            is_joined=pending.is_joined,
+            flags=BucketFlags.PREEMPTED if self._world.termination_requested else 0,
+            then=partial(self._note_exchanged, pending.number, pending.is_last),
         )
-        self._steps.note_submit(number, operation)
         self._finisher.submit(self._finish, operation, pending)
-
-    def _end_pass(self) -> None:
-        """Note the agreed gradients, once DDP has written them."""
-        self._note_gradients(again=False)
-        self._corrected.agree(self._skips.parameters() if self._skips.counted else (), self.scaler)
-
-    def accept_gradients(self) -> None:
-        """Take the gradients of now for the agreed steps, where the hook makes the steps."""
-        self._note_gradients(again=True)
-
-    def _note_gradients(self, *, again: bool) -> None:
-        counted = self._skips.counted
-        self._passes.note(self._skips.parameters() if counted else None)
-        if self._adam is not None:
-            self._adam.note(again=again) if counted else self._adam.forget()
-
-    @property
-    def makes_adam_steps(self) -> bool:
-        """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
-        return self._adam is not None
 
     @property
     def global_clip_norm(self) -> float | None:
@@ -308,65 +230,27 @@ class GTopKState:
         check_clip_norm(norm, makes_adam_steps=self.makes_adam_steps)
         self._global_clip_norm = norm
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Make the parameters the model that is the same on all ranks, within the context.
-
-        They are that by themselves from `step` to the next forward pass, and in a model in eval
-        mode: use this for code that reads them in the middle of a step.
-        """
-        return nullcontext() if self._adam is None else self._adam.evaluating()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise TypeError for a copy or a pickle, which torch.save of the DDP model makes, too."""
-        raise TypeError(
-            "a GTopKState can be neither copied nor pickled: it belongs to the ranks of a running "
-            "job. Save model.module.state_dict() and state.state_dict(model), and give that to "
-            "load_state_dict of a new GTopKState; average or copy model.module, not the DDP model"
-        )
-
     def _open_bucket_exchange(
         self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         sizes = [parameter.numel() for parameter in parameters]
-        bucket_exchange = open_bucket_exchange(
-            self._name, [whole], ["bucket"], self.compression, self.progress, sizes=sizes
-        )
-        if self._adam is not None:
-            ranks = len(self._members.ranks)
-            make_adam_steps(
-                bucket_exchange,
-                self.compression,
-                self._adam.groups,
-                ranks,
-                parameters=parameters,
-            )
-        return bucket_exchange
+        return self._open(self._peers.name, whole, sizes, parameters)
 
-    def _work(
-        self,
-        bucket_exchange: BucketExchange,
-        number: int,
-        bucket: int,
-        is_last: bool,
-        transport: Transport,
-        all_flags: list[int],
-    ) -> None:
-        """Exchange a bucket on the engine's thread; buckets come in the same order on all ranks."""
-        began = time.perf_counter()
-        self._buckets = bucket + 1 if is_last else self._buckets
-        for rank, flags in zip(self._members.ranks, all_flags, strict=True):
-            if flags & PassFlags.PREEMPTED:
+    def _note_exchanged(self, bucket: int, is_last: bool, all_flags: list[int]) -> None:
+        """Note a bucket's outcome on the engine's thread, and end the transaction after the last.
+
+        bucket: DDP's number of it; the last one may come before others.
+        """
+        ranks = self._peers.ranks
+        for rank, flags in zip(ranks, all_flags, strict=True):
+            if flags & BucketFlags.PREEMPTED:
                 self._preempted.add(rank)
-            if flags & PassFlags.NOT_FINITE:
-                self._not_finite.setdefault(rank, []).append(bucket)
-        exchanged = self._step.run(bucket_exchange, transport, all_flags)
-        self._steps.note_exchange(number, began, exchanged)
-        for place in self._step.not_finite:
-            self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
-        if self._step.buckets == self._buckets:
-            self._counted = self._step.close()
+        for place in self._transaction.not_finite:
+            self._not_finite.setdefault(ranks[place], []).append(bucket)
+        self._buckets = bucket + 1 if is_last else self._buckets
+        if self._transaction.buckets == self._buckets:
+            self._counted = self._close_pass()
             self._buckets = 0
-            self.progress.steps += self._counted
 
     def _finish(self, operation: Operation, pending: PendingBucket) -> None:
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
@@ -374,16 +258,14 @@ class GTopKState:
             operation.wait()
             if pending.is_last:  # all buckets before it are done, too
                 self._steps.note_wait_end()
-                step = self._world.step
-                self._steps.close(self._counted, overlapped=True)
-                self._replicas.progress.steps += self._counted
                 self._world.note_preempted([*self._preempted])
-                where = " and ".join(
+                where = [
                     f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
                     for rank, buckets in sorted(self._not_finite.items())
-                )
+                ]
                 self._not_finite = {}
-                self._skips.note(self._counted, self._world.rank, step, where)
+                self._replicas.progress.steps += self._counted
+                self._report_pass(self._counted, overlapped=True, where=where)
         except Exception as error:
             self._failures.append(error)
         # On the exchange's stream, as a future makes its readers wait for the stream of this call.
@@ -406,20 +288,10 @@ class GTopKState:
         Save it on every rank, after `step`: what the pass has sent is in no parameter before. Or
         join all ranks' entries of "held" in one state, which any number of ranks can load.
         """
-        self._abort_pass()  # in case an error has ended the last pass
-        self._skips.warn_of_saving(self._world.rank)
-        parts = {
-            name: self._bucket_exchanges.residual_of(parameter, is_trained=parameter.requires_grad)
-            for name, parameter in named_parameters(model)
-        }
-        residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
-        return {
-            "format": FORMAT,
-            "ranks": len(self._members.ranks),
-            "steps": self.progress.steps,
-            "lanes": [],
-            "held": {self._rank: residuals},
-        }
+        return self._state_of(
+            (name, self._bucket_exchanges.residual_of(p, is_trained=p.requires_grad))
+            for name, p in named_parameters(model).items()
+        )
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return, on the first rank, the state with all ranks' residuals; that rank is to save it.
@@ -432,25 +304,13 @@ class GTopKState:
         def work(transport: Transport, all_flags: list[int]) -> None:
             gather_held(state, self._rank, 0, transport)
 
-        self._engine.submit(f"{self._name}.state", [], work).wait()
+        self._peers.run("state", [], work)
         return state
-
-    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        """Drop an optimizer's gradients where the last backward pass does not count.
-
-        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
-        where there are several optimizers. For an optimizer that steps with closures, call it in
-        the closure, after backward. An optimizer of several models takes the method of each of
-        their states: it then steps the models whose passes count.
-        """
-        self._skips.drop(optimizer)
 
     def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin."""
         self._finisher.submit(int).result()  # runs after the tasks that wait for its buckets
-        self._step.drop()
-        self._step.close()
-        self._steps.drop()
+        super()._abort_pass()
         self._pending, self._buckets, self._failures, self._not_finite = [], 0, [], {}
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
@@ -462,31 +322,47 @@ class GTopKState:
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
         named = named_parameters(model)
-        known = {name for name, _ in named}
-        residuals = share_of(state, self._rank, len(self._members.ranks))
-        residuals = under_known_names(residuals, known)
-        found = residuals_by_parameter(residuals, named)
-        self._unmatched = unmatched(
-            residuals,
-            known,
-            self._world.rank,
-            "the model has no parameter of that name; give it the names that it was saved with",
-        )
-        self._abort_pass()
-        self._skips.note_loaded()
-        if self._adam is not None:
-            self._adam.forget()
-        self._bucket_exchanges.put_residuals(found)
-        self.progress.steps = int(state["steps"])
-        if self._adam is not None:
-            self._adam.loaded()
+        residuals = residuals_for(state, self._rank, self._ranks)
+        residuals = under_known_names(residuals, named)
+        require_shapes(residuals, named)
+        why = "the model has no parameter of that name; give it the names that it was saved with"
+        with self._loading(state, residuals, named.keys(), why):
+            self._bucket_exchanges.put_residuals(
+                {parameter: residuals.get(name, {}) for name, parameter in named.items()}
+            )
 
-    def stateful(self, model: torch.nn.Module) -> Stateful:
+    def stateful(self, model: torch.nn.Module) -> "Stateful":
         """Return an object for a framework's checkpoint: `state_dict()`, `load_state_dict(state)`.
 
         Its `state_dict()` is `gather_state(model)`: all ranks call it, and the first one saves it.
         """
         return Stateful(self, model)
+
+
+class Stateful:
+    """A hook's state with its model: has the `state_dict` and `load_state_dict` of frameworks."""
+
+    def __init__(self, state: GTopKState, model: torch.nn.Module) -> None:
+        self._state, self._model = state, model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.gather_state(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state.load_state_dict(state, self._model)
+
+
+def state_for(optimizers: Sequence[Any], density: float, **options: Any) -> GTopKState:
+    """Return a hook's state for optimizers, plain or as a framework has wrapped them.
+
+    A single optimizer is given to the state. Several only drop gradients of steps that do not
+    count.
+    """
+    own = [*map(plain, optimizers)]
+    state = GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
+    for each in own if len(own) > 1 else []:
+        each.register_step_pre_hook(state.drop_skipped)
+    return state
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

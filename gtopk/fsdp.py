@@ -20,11 +20,12 @@ gradient take part; the others keep their residual. Needs torch 2.7 or newer.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -38,41 +39,30 @@ try:
 except (ImportError, AttributeError) as missing:
     raise ImportError(f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}") from missing
 
-from collectives.transports import Transport
-
 from .compression import GTopK, Shards, SparseCompression
-from .exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from .exchange.bucket_exchange import BucketExchange
 from .exchange.buckets.parameters import refuse_complex
-from .exchange.exchange import Progress
-from .exchange.residual_state import ResidualState, unmatched
-from .integrations.adam import HookedAdam
-from .integrations.bucket_exchanges import BucketExchanges, compression_of
+from .exchange.residual_state import ResidualState, require_shape
+from .integrations.bucket_exchanges import BucketExchanges
 from .integrations.fsdp_adam import ShardGroups, residuals_of
 from .integrations.fsdp_units import (
     Place,
     Unit,
     place_in,
     require_outermost,
-    require_shape,
-    reshard,
     units_of,
 )
-from .integrations.hook_steps import HookSkips, HookSteps, PassFlags, PassTransaction, flags_of
-from .integrations.optimizer_checks import PassWatch, check_optimizers
-from .optim.grad_scaler import loss_scale
+from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
 from .optim.peers import Peers
 from .optim.skip_counter import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
-from .optim.wrapped.checkpoint import FORMAT, share_of
-from .optim.wrapped.wrapping import Wrapping
+from .optim.wrapped.checkpoint import residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 from .runtime.world import world
-from .telemetry.step_report import StepReport
 
 __all__ = ["ReplicaState", "replicate"]
 
-_ACCUMULATING: Final = "behind model.set_requires_gradient_sync(False)"
 _NO_CLIPPING: Final = (
     "FSDP hands over each module's gradients before the norm of all is known, so leave clipping out"
 )
@@ -117,30 +107,23 @@ def replicate(
     """
     if options.pop("global_clip_norm", None) is not None:
         raise ValueError(f"global_clip_norm is not for replicas of a sharded model: {_NO_CLIPPING}")
-    if isinstance(optimizer, Wrapping):
-        raise ValueError("the optimizer is distributed already: give replicate the plain one")
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
     how = compression_of("replicate", compression, density, options)
-    adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
+    optimizer = plain_optimizer(optimizer)
+    of_adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
     if replicas.ndim != 1:
         raise ValueError(
             f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas}"
         )
-    if not world.is_initialized():
-        world.init()
-    if torch.distributed.get_rank() != world.current().rank:
-        raise ValueError(
-            f"rank {torch.distributed.get_rank()} of torch.distributed is rank "
-            f"{world.current().rank} of gtopk: start the ranks with one launcher"
-        )
+    join_world()
     units = units_of(model)
     for unit in units.values():
         unit.require_sharded_only()
     place = place_in(replicas, [p for unit in units.values() for p in unit.parameters])
     state = ReplicaState(
-        model, list(units.values()), place, how, scaler, max_skipped_steps, optimizer, adam
+        model, list(units.values()), place, how, scaler, max_skipped_steps, optimizer, of_adam
     )
     for module, unit in units.items():
         _set_hook(module, partial(state.exchange, unit))
@@ -155,7 +138,27 @@ class _Unfinished(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
-class ReplicaState:
+class _PassFlags:
+    """The flags of the end of a pass."""
+
+    NOT_FINITE: Final = 1  # this rank's gradients are not finite
+    VOID: Final = 2  # the pass does not count
+    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+    CLEARED: Final = 8  # some of those gradients were cleared since
+
+    @classmethod
+    def is_void(cls, all_flags: Sequence[int]) -> bool:
+        """Tell whether a pass is void, from all ranks' flags.
+
+        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
+        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
+        void no further pass.
+        """
+        said = functools.reduce(operator.or_, all_flags)
+        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
+
+
+class ReplicaState(HookState):
     """The state of replicas from step to step: the residual of each parameter's shard.
 
     A step is one backward pass. To add up gradients over several passes, exchange them in the last
@@ -174,6 +177,15 @@ class ReplicaState:
         stays in the residual, and the step counts.
     """
 
+    _accumulating: ClassVar[str] = "behind model.set_requires_gradient_sync(False)"
+    _giving: ClassVar[str] = "give replicate the optimizer, replicate(..., optimizer=optimizer)"
+    _saving: ClassVar[str] = (
+        "Save state.state_dict() on every rank, and give that to load_state_dict of the state that "
+        "replicate returns"
+    )
+    _clipping: ClassVar[str] = _NO_CLIPPING
+    _marks_saved: ClassVar[bool] = False
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -185,56 +197,48 @@ class ReplicaState:
         optimizer: torch.optim.Optimizer | None = None,
         of_adam: Mapping[str, Any] | None = None,
     ) -> None:
-        self.compression = compression
-        self.scaler = scaler
-        self.progress = Progress()
         self.process_set = place.replicas
-        self._model = model
-        self._place = place
-        self._world = world.current()
-        self._name = self._world.name_optimizer(["fsdp"])
+        self._model, self._place = model, place
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        self._unmatched: dict[str, ResidualState] = {}  # of names that no parameter has
-        self._step = PassTransaction()
-        together = place.replicas.members.ranks
-        peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
-        self._steps = HookSteps(peers, compression, self.progress)
-        self._skips = HookSkips(self._parameters, max_skipped_steps)
-        self._adam: HookedAdam | None = None
-        made_by = "AdamW" if of_adam and of_adam["adam"] is not None else compression.correction
-        self._passes = PassWatch(self._world.rank, made_by, _ACCUMULATING)
-        if optimizer is not None and of_adam and of_adam["adam"] is not None:
-            self._adam = HookedAdam(
-                optimizer,
-                self._skips,
-                peers,
-                partial(residuals_of, self._bucket_exchanges),
-                self._passes,
-                local_residual=of_adam["local_residual"],
-                groups=ShardGroups(optimizer, units),
-                swapped=partial(reshard, units),
-                clipping=_NO_CLIPPING,
-            )
-        elif optimizer is not None:
-            optimizer.register_step_pre_hook(self.drop_skipped)
-        self._corrected = check_optimizers(
-            self._skips,
-            compression,
-            self._world.rank,
-            says=self._world.rank == 0,
-            way="give replicate the optimizer, replicate(..., optimizer=optimizer)"
-            if optimizer is None
-            else "",
-            stepped=None if self._adam is None else optimizer,
-            adam="" if self._adam is None else f"{_NO_CLIPPING}.",
-        )
+        here, together = world.current(), place.replicas.members.ranks
+        name = here.name_optimizer(["fsdp"])
+        peers = Peers(here, place.replicas.engine, name, together, takes_part=True)
+        by_adam = of_adam or {"adam": None}
+        super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
         self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
         self._finite = True  # this rank's gradients in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
         self._has_waited = False  # whether backward has waited for an exchange of this pass
         self._pass = -1  # autograd's number of the pass whose end is awaited
+
+    def _parameters(self) -> set[torch.Tensor]:
+        """Return the model's parameters, sharded and as gathered: both may have gradients."""
+        return {
+            *self._model.parameters(),
+            *(p for unit in self._bucket_exchanges for p in unit.parameters),
+        }
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return residuals_of(self._bucket_exchanges)
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> ShardGroups:
+        return ShardGroups(optimizer, self._bucket_exchanges)
+
+    def _reshard(self) -> None:
+        """Let FSDP gather parameters anew whose shards have changed."""
+        for unit in self._bucket_exchanges:
+            unit.reshard()
+
+    @property
+    def _rank(self) -> int:
+        """This rank's number, in an order where the ranks of a replica follow each other."""
+        return self._peers.rank * self._place.shards + self._place.shard
+
+    @property
+    def _ranks(self) -> int:
+        return self._place.everyone.size() or 1
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Replace a replica's mean gradient, [shard's length], by that of all replicas."""
@@ -250,30 +254,15 @@ class ReplicaState:
         bucket_exchange = self._bucket_exchanges[unit].bucket_exchange_of(
             [unit.stand_ins[name] for name in names], gradients
         )
-        scale = loss_scale(self.scaler)
         bucket_exchange.parameters[0].grad = gradients
-        bucket_exchange.capture_gradients(1.0 / (self.process_set.size() or 1) / scale, scale)
-        number = self._steps.add_bucket(bucket_exchange)
-        flags = flags_of(bucket_exchange)
-
-        def work(transport: Transport, all_flags: list[int]) -> bool:
-            began = time.perf_counter()
-            exchanged = self._step.run(bucket_exchange, transport, all_flags)
-            self._steps.note_exchange(number, began, exchanged)
-            return not flags and transport.rank not in self._step.not_finite
-
-        operation = self.process_set.engine.submit(
-            f"{self._name}.{unit.name}",
+        operation = self._submit(
+            unit.name,
             [
                 f"{gradients.dtype} {list(gradients.shape)}",
                 f"gradients of {', '.join(names)}",
-                bucket_exchange.signature,
-                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
             ],
-            work,
-            flags=flags,
+            bucket_exchange,
         )
-        self._steps.note_submit(number, operation)
         stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
         self._unfinished.append(_Unfinished(unit, operation, stream))
         if not unit.is_left_alone(gradients):
@@ -290,50 +279,6 @@ class ReplicaState:
             if not self._unfinished:
                 self._steps.note_wait_end()
 
-    @property
-    def makes_adam_steps(self) -> bool:
-        """Whether the optimizer's steps are made here, so that gradients are agreed steps."""
-        return self._adam is not None
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Make the parameters the model that is the same in all replicas, within the context.
-
-        They are that by themselves from `step` to the next forward pass, and in a model in eval
-        mode: use this for code that reads them in the middle of a step.
-        """
-        return nullcontext() if self._adam is None else self._adam.evaluating()
-
-    @property
-    def last_step(self) -> StepReport | None:
-        """The report of the last step; None before the first."""
-        return self._steps.last
-
-    @property
-    def straggler_scores(self) -> list[float | None] | None:
-        """The speed of each replica of this shard; the fastest is 1. None before a first report."""
-        return self._steps.stragglers.scores
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped, with the last one; the same on all ranks."""
-        return self._skips.skipped
-
-    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        """Drop an optimizer's gradients where the last backward pass does not count.
-
-        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step. For
-        an optimizer that steps with closures, call it in the closure, after backward.
-        """
-        self._skips.drop(optimizer)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise TypeError for a copy or a pickle, which torch.save makes."""
-        raise TypeError(
-            "a ReplicaState can be neither copied nor pickled: it belongs to the ranks of a "
-            "running job. Save state.state_dict() on every rank, and give that to load_state_dict "
-            "of the state that replicate returns"
-        )
-
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
@@ -347,25 +292,8 @@ class ReplicaState:
         self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         sizes = [parameter.numel() for parameter in parameters]
-        bucket_exchange = open_bucket_exchange(
-            unit.name, [whole], [unit.name], self.compression, self.progress, sizes=sizes
-        )
-        if self._adam is not None:
-            make_adam_steps(
-                bucket_exchange,
-                self.compression,
-                self._adam.groups,
-                self.process_set.size() or 1,
-                parameters=[unit.padded[unit.name_of(each)] for each in parameters],
-            )
-        return bucket_exchange
-
-    def _parameters(self) -> set[torch.Tensor]:
-        """Return the model's parameters, sharded and as gathered: both may have gradients."""
-        return {
-            *self._model.parameters(),
-            *(p for unit in self._bucket_exchanges for p in unit.parameters),
-        }
+        padded = [unit.padded[unit.name_of(each)] for each in parameters]
+        return self._open(unit.name, whole, sizes, padded)
 
     def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin.
@@ -375,9 +303,7 @@ class ReplicaState:
         while self._unfinished:
             with suppress(Exception):  # backward has raised it, or another one of the same pass
                 self._finish()
-        self._step.drop()
-        self._step.close()
-        self._steps.drop()
+        super()._abort_pass()
         self._finite, self._has_waited = True, False
 
     @torch.no_grad()
@@ -387,62 +313,50 @@ class ReplicaState:
         self._finish()
         everyone = self._place.everyone
         all_flags = everyone.engine.submit(
-            f"{self._name}.pass",
+            f"{self._peers.name}.pass",
             [],
             lambda transport, all_flags: all_flags,
             flags=self._flags_of_pass(),
         ).wait()
         self._nonfinite, self._finite = [], True
         # From all ranks' flags: the shards of all ranks are dropped, or those of none.
-        if PassFlags.is_void(all_flags):
-            self._step.drop()
+        if _PassFlags.is_void(all_flags):
+            self._transaction.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
                     self._nonfinite.append(parameter)
-        counted, step = self._step.close(), self._world.step
-        self._steps.close(counted, overlapped=not self._has_waited)
-        self._has_waited = False
-        self.progress.steps += counted
-        self._passes.note(self._skips.parameters() if counted else None)
-        if self._adam is not None:
-            (self._adam.note if counted else self._adam.forget)()
+        overlapped, self._has_waited = not self._has_waited, False
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
-        where = [f"rank {rank}" for rank, flags in ranks if flags & PassFlags.NOT_FINITE]
-        self._skips.note(counted, self._world.rank, step, " and ".join(where))
-        self._corrected.agree(self._skips.parameters() if counted else (), self.scaler)
+        where = [f"rank {rank}" for rank, flags in ranks if flags & _PassFlags.NOT_FINITE]
+        try:
+            self._report_pass(self._close_pass(), overlapped, where)
+        finally:
+            self._note_agreed()
 
     def _flags_of_pass(self) -> int:
-        """Return this rank's flags of the pass that ends (`hook_steps`)."""
-        flags = (PassFlags.VOID if self._step.is_void else 0) | (
-            0 if self._finite else PassFlags.NOT_FINITE
+        """Return this rank's flags of the pass that ends."""
+        flags = (_PassFlags.VOID if self._transaction.is_void else 0) | (
+            0 if self._finite else _PassFlags.NOT_FINITE
         )
         for parameter in self._nonfinite:
             if not isinstance(parameter.grad, DTensor):
-                flags |= PassFlags.CLEARED
+                flags |= _PassFlags.CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                flags |= PassFlags.SPOILT if bool(gradient.isnan().any()) else PassFlags.CLEARED
+                flags |= _PassFlags.SPOILT if bool(gradient.isnan().any()) else _PassFlags.CLEARED
         return flags
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residual; save it on every rank, after `step`."""
-        self._abort_pass()
-        self._skips.warn_of_saving(self._world.rank)
-        parts = {
-            name: bucket_exchanges.residual_of(shard, is_trained=unit.parameter(name).requires_grad)
-            for unit, bucket_exchanges in self._bucket_exchanges.items()
-            for name, shard in unit.stand_ins.items()
-        }
-        residuals = {**self._unmatched, **{name: part for name, part in parts.items() if part}}
-        mine = {f"{self._place.shard}/{name}": part for name, part in residuals.items()}
-        return {
-            "format": FORMAT,
-            "ranks": self._ranks,
-            "shards": self._place.shards,
-            "steps": self.progress.steps,
-            "lanes": [],
-            "held": {self._rank: mine},
-        }
+        state = self._state_of(
+            (
+                (name, exchanges.residual_of(shard, is_trained=unit.parameter(name).requires_grad))
+                for unit, exchanges in self._bucket_exchanges.items()
+                for name, shard in unit.stand_ins.items()
+            ),
+            prefix=f"{self._place.shard}/",
+        )
+        return {**state, "shards": self._place.shards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the residual from the next step on; call it between steps only.
@@ -456,7 +370,7 @@ class ReplicaState:
                 f"{self._place.shards}: the number of shards must be what it was"
             )
         residuals: dict[str, ResidualState] = {}
-        for key, parts in share_of(state, self._rank, self._ranks).items():
+        for key, parts in residuals_for(state, self._rank, self._ranks).items():
             number, _, name = key.partition("/")
             if int(number) != self._place.shard:
                 raise ValueError(
@@ -469,32 +383,13 @@ class ReplicaState:
             residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
-                require_shape(name, residuals.get(name, {}), shard.shape, rows)
-        self._abort_pass()
-        self._skips.note_loaded()
-        if self._adam is not None:
-            self._adam.forget()
-        for unit in self._bucket_exchanges:
-            unit.accumulated.clear()
-        self._unmatched = unmatched(
-            residuals,
-            {name for unit in self._bucket_exchanges for name in unit.stand_ins},
-            self._world.rank,
-            "the model has no sharded parameter of that name; shard those that were",
-        )
-        for unit, bucket_exchanges in self._bucket_exchanges.items():
-            bucket_exchanges.put_residuals(
-                {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
-            )
-        self.progress.steps = int(state["steps"])
-        if self._adam is not None:
-            self._adam.loaded()
-
-    @property
-    def _ranks(self) -> int:
-        return self._place.everyone.size() or 1
-
-    @property
-    def _rank(self) -> int:
-        """This rank's number, in an order where the ranks of a replica follow each other."""
-        return (self.process_set.rank() or 0) * self._place.shards + self._place.shard
+                owner = f"the shard of '{name}'"
+                require_shape(owner, residuals.get(name, {}), shard.shape, rows)
+        known = {name for unit in self._bucket_exchanges for name in unit.stand_ins}
+        why = "the model has no sharded parameter of that name; shard those that were"
+        with self._loading(state, residuals, known, why):
+            for unit, bucket_exchanges in self._bucket_exchanges.items():
+                unit.accumulated.clear()
+                bucket_exchanges.put_residuals(
+                    {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
+                )

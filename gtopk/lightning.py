@@ -26,9 +26,8 @@ try:
 except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
-from .ddp import GTopKState, gtopk_hook
+from .ddp import GTopKState, gtopk_hook, state_for
 from .integrations.ddp_passes import unwrapped
-from .integrations.frameworks import state_for
 from .telemetry.sinks import scalars_of_step
 
 __all__ = ["GTopK", "compress"]
@@ -179,6 +178,6 @@ def compress(
         )
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    state = state_for(GTopKState, optimizers, density, scaler=scaler, **options)
+    state = state_for(optimizers, density, scaler=scaler, **options)
     wrapped.register_comm_hook(state, gtopk_hook)
     return state

@@ -20,7 +20,7 @@ import torch
 
 from ..optim.samples import Samples
 from ..optim.step_policy import StepListener
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from .noise_scale import Noise
 
 

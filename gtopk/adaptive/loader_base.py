@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ..runtime.world import world
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from .options import Job
 from .sources import order_of
 

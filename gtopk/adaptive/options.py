@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from ..optim.samples import whole_number
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from .current_batch import FACTORS
 from .sources import Order
 from .throughput.policies import Timer

@@ -70,7 +70,7 @@ class AlgorithmSelector:
 
     Call `begin`, and `run` with its candidate; after each window `reconsider`, and `run` again.
 
-    share:       this gradient's, of the step's budget, where that is of bytes or seconds.
+    budget_share: this gradient's, of the step's budget, where that is of bytes or seconds.
     density:     the budget; None: it is of bytes or seconds.
     chosen:      the running candidate's prediction, with all corrections.
     window:      how many steps to measure before the next `reconsider`.
@@ -83,11 +83,11 @@ class AlgorithmSelector:
         calibration: Calibration,
         length: int,
         value_bytes: int = 4,
-        share: float = 1.0,
+        budget_share: float = 1.0,
     ) -> None:
         self.compression = compression
-        self.share = share
-        self.density = compression.density_of(length / share)
+        self.budget_share = budget_share
+        self.density = compression.density_of(length / budget_share)
         self.calibration = calibration
         self.length = length
         self.formats = compression.formats()
@@ -104,7 +104,7 @@ class AlgorithmSelector:
         self._dense_at_best = 1.0  # for dense, while it has not run
         self._passed_seconds = 0.0  # of whole steps, in the measured windows
         self._backward_seconds = 0.0
-        self._training = Training(compression.steps, share=share)
+        self._training = Training(compression.steps, share=budget_share)
 
     def begin(self, backward_seconds: float) -> Candidate:
         """Return the candidate to run first."""
@@ -262,16 +262,16 @@ class AlgorithmSelector:
         except TooFewBytesError as error:  # for this bucket: name the whole step's bytes
             assert self.compression.bytes_per_step is not None
             raise TooFewBytesError(
-                (error.least_bytes + self._agreeing_bytes()) / self.share,
+                (error.least_bytes + self._agreeing_bytes()) / self.budget_share,
                 self.calibration.network.ranks,
                 self.compression.bytes_per_step,
             ) from None
 
     def _budget(self) -> Budget:
         if self.compression.hide_behind_backward:
-            return Budget(seconds=self._backward_seconds * self.share)
+            return Budget(seconds=self._backward_seconds * self.budget_share)
         if self.compression.bytes_per_step is not None:
-            allowed = self.compression.bytes_per_step * self.share
+            allowed = self.compression.bytes_per_step * self.budget_share
             return Budget(bytes_per_step=allowed - self._agreeing_bytes())
         return Budget(density=self.density)
 

@@ -52,9 +52,9 @@ KINDS: Final[Mapping[str, type[SparseCompression]]] = {
 class AutomaticExchange:
     """Exchanges by one of several candidates, and changes over without loss.
 
-    After a change to dense the residual of sparse steps is sent along, a share a step.
+    After a change to dense the residual of sparse steps is sent along, a fraction a step.
 
-    share: this bucket's, of the elements that a step exchanges, and so of its budget.
+    budget_share: this bucket's, of the elements that a step exchanges, and so of its budget.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
 
@@ -63,11 +63,11 @@ class AutomaticExchange:
         bucket: Bucket,
         compression: Automatic,
         progress: Progress,
-        share: float = 1.0,
+        budget_share: float = 1.0,
         room_share: float = 1.0,
     ) -> None:
         self.compression = compression
-        self.share = share
+        self.budget_share = budget_share
         self.room_share = room_share
         self.residual: Residual = open_residual(bucket, compression)
         self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
@@ -125,7 +125,7 @@ class AutomaticExchange:
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         selector = AlgorithmSelector(
-            self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.share
+            self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.budget_share
         )
         self._run(selector, agreed(selector.begin(-fastest), transport), bucket)
         if transport.rank == 0:

@@ -45,12 +45,12 @@ def open_exchange(
     bucket: Bucket,
     compression: Any,
     progress: Progress,
-    share: float = 1.0,
+    budget_share: float = 1.0,
     room_share: float = 1.0,
 ) -> Exchange:
     """Return the exchange for what the user passed as `compression`, which was checked.
 
-    share: this bucket's, of the elements of a step that are compressed.
+    budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
@@ -60,7 +60,7 @@ def open_exchange(
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):
-        return AutomaticExchange(bucket, compression, progress, share, room_share)
+        return AutomaticExchange(bucket, compression, progress, budget_share, room_share)
     if compression is NoneCompressor:
         return DenseExchange()
     return CompressorExchange(compression)
@@ -314,19 +314,18 @@ class BucketExchange:
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         self._apply()
+        self.commit()
         self.release_gradients()
 
     def poison(self) -> None:
-        """Make every gradient NaN: the step is skipped."""
+        """Make every gradient NaN: the step is skipped, and was undone."""
         self.bucket.poison()
         self._release_captured()
-        self.commit()
 
     def release_gradients(self) -> None:
-        """Drop all references to gradients, and make the step final."""
+        """Drop all references to gradients, once the step was committed or undone."""
         self.bucket.release_gradients()
         self._release_captured()
-        self.commit()
 
     def _release_captured(self) -> None:
         self._captured, self._versions = [], []
@@ -344,22 +343,22 @@ def open_bucket_exchange(
     names: Sequence[str],
     compression: object,
     progress: Progress,
-    share: float = 1.0,
+    budget_share: float = 1.0,
     room_share: float = 1.0,
     sizes: Sequence[int] | None = None,
 ) -> BucketExchange:
     """Return the bucket of these parameters, with nothing in its residual.
 
-    share: this bucket's, of the elements of a step that are compressed.
+    budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     sizes: of several parameters that the one given stands for; None: it stands for itself.
     """
     bucket = Bucket(parameters, sizes)
-    exchange = open_exchange(bucket, compression, progress, share, room_share)
+    exchange = open_exchange(bucket, compression, progress, budget_share, room_share)
     return BucketExchange(name, parameters, names, exchange, bucket)
 
 
-def make_adam_steps(
+def attach_adam(
     bucket_exchange: BucketExchange,
     compression: ErrorFeedback,
     groups: AdamGroups,
@@ -378,7 +377,7 @@ def make_adam_steps(
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
     bucket_exchange.adam = AdamSteps(bucket, groups, ranks, parameters)
-    bucket_exchange.exchange.residual.install_adam(bucket_exchange.adam)
+    bucket_exchange.exchange.residual.hold_adam_moments(bucket_exchange.adam)
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:

@@ -166,7 +166,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
-        sampling_seconds = run_adam_step(bucket, self.residual, transport) or 0.0
+        sampling_seconds = gather_as_adam_step(bucket, self.residual, transport) or 0.0
         with profiled("select"):
             begun = Timestamp(bucket.device)
             picked = self._select(bucket, transport)
@@ -264,14 +264,15 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 class DenseExchange:
     """Every entry, by the transport's allreduce: the baseline, without compression.
 
-    residual: left by sparse steps before; a share of it is sent along each step (`drain_share`).
+    residual: left by sparse steps before; a part of it is sent along each step
+        (`drain_fraction`).
     """
 
     signature = "dense"
 
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
-        self._share = 1.0  # of the residual, sent in this step
+        self._fraction = 1.0  # of the residual, sent in this step
         self._kept: torch.Tensor | None = None  # part of this step's sum that this rank keeps
         self._sum: GradientSum | None = None  # in place of the bucket's vector
         self._is_alone = False  # a single rank: its gradients are the sum
@@ -293,12 +294,12 @@ class DenseExchange:
                 self._sum = GradientSum(bucket, transport)
                 finite = self._sum.fits(bucket)
                 return _dense(bucket, transport, begun, begun, finite=finite)
-        sampling_seconds = run_adam_step(bucket, self.residual, transport)
+        sampling_seconds = gather_as_adam_step(bucket, self.residual, transport)
         begun = Timestamp(bucket.device)
         with profiled("select"):
             gradient = bucket.gather() if sampling_seconds is None else bucket.flat
             if self.residual is not None:
-                self._share = self.residual.add_share_to(gradient)
+                self._fraction = self.residual.add_fraction_to(gradient)
         added = Timestamp(bucket.device)
         with profiled("exchange"):
             if is_on_device(gradient) and not transport.supports_device_messages:
@@ -322,7 +323,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
-            self.residual.subtract_share(self._share)
+            self.residual.subtract_fraction(self._fraction)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
         self._kept = None
@@ -332,7 +333,7 @@ class DenseExchange:
         """Tell whether nothing is left after this step."""
         if self.residual is None:
             return True
-        sends = self.residual.is_empty or self._share == 1.0
+        sends = self.residual.is_empty or self._fraction == 1.0
         return sends and not self.residual.has_stashed
 
     def sent_mass(self) -> float:
@@ -410,7 +411,7 @@ class DrainingExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
-        # Shares differ from rank to rank: one that has something left keeps all draining.
+        # Fractions differ from rank to rank: one that has something left keeps all draining.
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
         self._is_drained_now = not left[0]
@@ -485,7 +486,9 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def run_adam_step(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+def gather_as_adam_step(
+    bucket: Bucket, residual: Residual | None, transport: Transport
+) -> float | None:
     """Put Adam's weighted steps into `flat`, in the gradients' place.
 
     It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
@@ -493,4 +496,4 @@ def run_adam_step(bucket: Bucket, residual: Residual | None, transport: Transpor
     """
     if residual is None or not residual.has_moments:
         return None
-    return residual.run_adam_step(bucket.gather(), bucket.share, transport)
+    return residual.to_adam_step(bucket.gather(), bucket.share, transport)

@@ -27,12 +27,12 @@ from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import view_array, view_tensor, zeros
 from .moments import AdamMoments
 
-PART: Final = 0.5  # how long the share is that a dense step sends, over the gradient's length
+PART: Final = 0.5  # how long the part is that a dense step sends, over the gradient's length
 MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
 
 
-def drain_share(held_square: float, gradient_square: float, steps: int) -> float:
-    """Return the share of the residual that a dense step sends along with its gradient.
+def drain_fraction(held_square: float, gradient_square: float, steps: int) -> float:
+    """Return the fraction of the residual that a dense step sends along with its gradient.
 
     What sparse steps have left is the sum of many gradients. Sent in one step, it would move the
     model as far as all of them at once, and momentum would go on with it: a model that had nearly
@@ -45,7 +45,7 @@ def drain_share(held_square: float, gradient_square: float, steps: int) -> float
     is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
 
     held_square, gradient_square: squared norms of the residual and of the gradient.
-    steps: how many have sent a share already.
+    steps: how many have sent a fraction already.
     """
     if not held_square:
         return 1.0
@@ -148,8 +148,8 @@ class Residual:
         self._step: Step | None = None  # accumulates and selects on a GPU
         self._steps: AdamSteps | None = None
 
-    def install_adam(self, steps: AdamSteps) -> None:
-        """Turn gradients into these AdamW steps before they get here; call it before the first."""
+    def hold_adam_moments(self, steps: AdamSteps) -> None:
+        """Make room for moments of AdamW, whose steps then come here; before the first one."""
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
             torch.zeros_like(self._memory[0].tensor),
@@ -433,7 +433,7 @@ class Residual:
             for number, name in enumerate(self._names)
         }
 
-    def run_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+    def to_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
         share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
@@ -448,10 +448,10 @@ class Residual:
             moments.make_step(view_tensor(gradient), share)
         return 0.0
 
-    def add_share_to(self, gradient: NDArray[Any]) -> float:
-        """Add a share of the residual to the weighted gradient, in place, and return the share.
+    def add_fraction_to(self, gradient: NDArray[Any]) -> float:
+        """Add a fraction of the residual to the weighted gradient, in place, and return it.
 
-        For a step that sends every entry; `drain_share` says why not all of the residual goes at
+        For a step that sends every entry; `drain_fraction` says why not all of the residual goes at
         once. With momentum correction the gradient becomes the velocity first; nothing of it is
         masked: where every entry is sent in every step, none is stale.
         """
@@ -463,17 +463,17 @@ class Residual:
             return 1.0
         here = self._memory[0].tensor
         held, coming = _squares(here, total)
-        share = drain_share(held, coming, self._drained_steps)
-        total.add_(here, alpha=share)
-        return share
+        fraction = drain_fraction(held, coming, self._drained_steps)
+        total.add_(here, alpha=fraction)
+        return fraction
 
-    def subtract_share(self, share: float) -> None:
-        """Remove this share of the residual: it has been sent."""
-        if share == 1.0:
+    def subtract_fraction(self, fraction: float) -> None:
+        """Remove this fraction of the residual: it has been sent."""
+        if fraction == 1.0:
             self.clear()
         elif not self.is_empty:
             self._drained_steps += 1
-            self._writable(0).tensor.mul_(1.0 - share)
+            self._writable(0).tensor.mul_(1.0 - fraction)
 
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""

@@ -34,17 +34,27 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
+def require_shape(
+    owner: str, parts: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
+) -> None:
+    """Raise DamagedError where a residual does not fit a parameter of this shape.
+
+    owner: of the residual, in words. rows: the shape by which ROWS are counted, if it is another.
+    """
+    for what, tensor in parts.items():
+        if not fits(what, tensor, (rows or shape) if what == ROWS else shape):
+            raise DamagedError(
+                f"the {what} of {owner} has the shape {list(tensor.shape)}, but here it must "
+                f"have {list(shape)}"
+            )
+
+
 def require_shapes(
-    residuals: Mapping[str, ResidualState], names: Mapping[torch.nn.Parameter, str]
+    residuals: Mapping[str, ResidualState], parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise DamagedError where a residual does not fit the parameter of its name."""
-    for parameter, name in names.items():
-        for what, tensor in residuals.get(name, {}).items():
-            if not fits(what, tensor, parameter.shape):
-                raise DamagedError(
-                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
-                    f"parameter has {list(parameter.shape)}"
-                )
+    for name, parameter in parameters.items():
+        require_shape(f"'{name}'", residuals.get(name, {}), parameter.shape)
 
 
 def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:

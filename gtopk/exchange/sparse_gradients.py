@@ -195,7 +195,7 @@ class SparseGradientExchange:
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
         self._sent, self.unsent = self.unsent, None
-        self._release_captured()
+        self.release_gradients()
 
     def commit(self) -> None:
         """Make the step final: it cannot be undone any more."""
@@ -219,10 +219,6 @@ class SparseGradientExchange:
 
     def release_gradients(self) -> None:
         """Drop all references to gradients."""
-        self._release_captured()
-        self.commit()
-
-    def _release_captured(self) -> None:
         self._captured = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None

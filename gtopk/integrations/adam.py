@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -18,10 +18,9 @@ import torch
 from ..errors import check_number, page
 from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
 from ..optim.peers import Peers
-from ..optim.wrapped.adam_step import keep_precision, step
+from ..optim.wrapped.adam_step import apply_agreed_steps, keep_precision
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
-from .hook_steps import HookSkips
-from .optimizer_checks import PassWatch, warn_of_lost_residual
+from .optimizer_checks import HookSkips, PassWatch, warn_of_lost_residual
 
 _log = logging.getLogger("gtopk")
 
@@ -89,7 +88,7 @@ class HookedAdam:
     local_residual: whether forward passes in training include this rank's unsent steps.
     swapped: called when parameters have become c - a, or the centre.
     passes: has the agreed steps, and watches for passes that add to them.
-    clipping: for errors, how to clip gradients.
+    clipping: for errors, how to clip gradients, as a sentence without its point.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class HookedAdam:
         passes: PassWatch,
         *,
         local_residual: bool,
-        groups: HookGroups | None = None,
-        swapped: Callable[[], None] = lambda: None,
-        clipping: str = "give the state global_clip_norm=, which clips before the moments",
+        groups: HookGroups,
+        swapped: Callable[[], None],
+        clipping: str,
     ) -> None:
-        self.groups = HookGroups(optimizer) if groups is None else groups
+        self.groups = groups
         self._passes, self._clipping = passes, clipping
         self.peers, self.residuals = peers, residuals
         self._optimizer, self._skips = optimizer, skips
@@ -183,7 +182,7 @@ class HookedAdam:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Make the parameters the model that is the same on all ranks, within the context."""
-        return nullcontext() if self._local is None else _evaluating(self._local)
+        return nullcontext() if self._local is None else self._local.evaluating()
 
     def loaded(self) -> None:
         """Let forward passes include the residual that was loaded."""
@@ -217,7 +216,7 @@ class HookedAdam:
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             # A GradScaler leaves unscaling to a fused optimizer.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
-        step(optimizer, agreed=None)
+        apply_agreed_steps(optimizer, agreed=None)
         self._is_due = False
         self._hide(stepped)
         if self._local is not None:
@@ -244,8 +243,8 @@ class HookedAdam:
                 return
             raise ValueError(
                 f"rank {self.peers.world.rank}: gradients were changed between backward() and "
-                "step(), where they are the agreed steps of AdamW, and no gradients: instead of "
-                f"clip_grad_norm_ (or a trainer's option for it) {self._clipping}; "
+                "step(), where they are the agreed steps of AdamW, and no gradients: leave "
+                f"clip_grad_norm_ (or a trainer's option for it) out. {self._clipping}; "
                 "adam_steps='after' steps with agreed gradients"
             )
         raise ValueError(
@@ -286,12 +285,3 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
             "with any other optimizer use clip_grad_norm_ after backward, which clips what the "
             "ranks have agreed on"
         )
-
-
-@contextmanager
-def _evaluating(local: LocalResidual) -> Iterator[None]:
-    local.eval()
-    try:
-        yield
-    finally:
-        local.train()

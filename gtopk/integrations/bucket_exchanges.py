@@ -1,5 +1,7 @@
 """BucketExchanges: an exchange for each bucket of DDP or FSDP, and the residual of each parameter.
 
+PassTransaction: all buckets of a backward pass count, or none.
+
 DDP rebuilds its buckets after the first step, unless it is to find unused parameters; FSDP's have
 the parameters with gradients in a pass. The residual moves along, parameter by parameter; that of a
 frozen parameter, or of one in no bucket now, is kept apart.
@@ -8,13 +10,18 @@ frozen parameter, or of one in no bucket now, is kept apart.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 import torch
 
-from ..compression import GTopK, Shards, SparseCompression
+from collectives.ranges import profiled
+from collectives.transports import Transport
+
 from ..exchange.bucket_exchange import BucketExchange
+from ..exchange.exchange import Exchanged
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS
 from ..exchange.residual_state import ResidualState, without_owner_errors
 
@@ -184,35 +191,97 @@ class BucketExchanges:
                 self._residuals.setdefault(parameter, {})[what] = part
 
 
-def compression_of(
-    hook: str, compression: object, density: float, options: Mapping[str, Any]
-) -> SparseCompression:
-    """Return a hook's compression: the one that was given, else gTop-k.
+class BucketFlags:
+    """The flags of a bucket's operation."""
 
-    hook: its name in errors. options: of Compression.gtopk, besides the density.
-    Raises ValueError for a compression together with options, for one that hooks do not take, and
-    for per-parameter dense rules; also the errors of Compression.gtopk.
+    NOT_FINITE: Final = 1  # this rank's gradients are not finite
+    PREEMPTED: Final = 2  # this rank had SIGTERM
+
+
+def flags_of(bucket_exchange: BucketExchange) -> int:
+    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
+    return (
+        BucketFlags.NOT_FINITE
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
+        else 0
+    )
+
+
+class PassTransaction:
+    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
+
+    Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
+    follow it, are made NaN: the optimizer's user sees that and skips the whole step. The residual
+    is then, to the bit, what it was before the step.
+
+    not_finite: the places of the ranks whose gradients of the last bucket were not finite: the
+        same on all ranks.
     """
-    if compression is None:
-        compression = GTopK(density, **options)
-    elif given := [*options] + ["density"] * (
-        density != GTopK.density
-    ):  # the default of hooks, too
-        raise ValueError(
-            f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
-            f"beside {compression!r}"
-        )
-    if not isinstance(compression, GTopK | Shards):
-        raise ValueError(
-            f"{hook} takes Compression.gtopk(...) or Compression.shards(...), got "
-            f"{compression!r}; DistributedOptimizer takes all of them"
-        )
-    if compression.dense or compression.dense_vectors or compression.dense_under:
-        raise ValueError(
-            f"{hook} exchanges whole buckets, so per-parameter dense rules are not supported; "
-            "leave out dense, dense_vectors and dense_under"
-        )
-    return compression
+
+    def __init__(self) -> None:
+        self.not_finite: list[int] = []
+        self._exchanged: list[BucketExchange] = []
+        self._void = False
+
+    def run(
+        self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
+    ) -> Exchanged | None:
+        """Replace a bucket's gradients by the agreed sum, or by NaN.
+
+        Returns what the exchange did, its select_seconds with those of applying; None where the
+        step was void already, and nothing was exchanged.
+        """
+        again = (
+            bucket_exchange in self._exchanged
+        )  # a module that is used twice: keep what was remembered before the step
+        self._exchanged.append(bucket_exchange)
+        self.not_finite = [n for n, flags in enumerate(all_flags) if flags & BucketFlags.NOT_FINITE]
+        self._void |= bool(self.not_finite)
+        exchanged = None
+        if not self._void:
+            if not again:
+                bucket_exchange.snapshot()
+            exchanged = bucket_exchange.reduce(transport)
+            if not exchanged.finite:  # on all ranks alike
+                self._void = True
+                said = transport.gather_object(not bucket_exchange.all_finite())
+                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
+        if self._void:
+            self.drop()
+            with bucket_exchange.bucket.on_stream():
+                bucket_exchange.bucket.poison()
+            return exchanged
+        begun = time.perf_counter()
+        with profiled("apply"), bucket_exchange.bucket.on_stream():
+            bucket_exchange.exchange.apply(bucket_exchange.bucket)
+        assert exchanged is not None
+        seconds = exchanged.select_seconds + time.perf_counter() - begun
+        return replace(exchanged, select_seconds=seconds)
+
+    def drop(self) -> None:
+        """Make the step void: the residual becomes what it was before."""
+        self._void = True
+        for bucket_exchange in self._exchanged:
+            bucket_exchange.undo()
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step does not count on any rank."""
+        return self._void
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets were handed over in this step."""
+        return len(self._exchanged)
+
+    def close(self) -> bool:
+        """End the step, and tell whether it counted."""
+        counted = not self._void
+        for bucket_exchange in self._exchanged:
+            bucket_exchange.commit()  # a void step was undone: there is nothing to commit
+            bucket_exchange.release_gradients()
+        self._exchanged, self._void = [], False
+        return counted
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

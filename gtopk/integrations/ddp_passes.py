@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import refuse_complex
 from ..exchange.exchange import Progress
-from ..exchange.residual_state import ResidualState, fits, plain_name
+from ..exchange.residual_state import plain_name
 from ..optim.double_reduction import groups_of_ddp
 from ..optim.peers import Peers
 from ..optim.replica_check import ReplicaCheck, require_check
@@ -138,22 +138,6 @@ def after_ddp(call: Callable[[], None]) -> None:
     queue(partial(queue, call))
 
 
-def residuals_by_parameter(
-    residuals: Mapping[str, ResidualState], named: Sequence[tuple[str, torch.Tensor]]
-) -> dict[torch.Tensor, ResidualState]:
-    """Return each parameter's residual; raise ValueError for a tensor of another shape than it."""
-    found: dict[torch.Tensor, ResidualState] = {}
-    for name, parameter in named:
-        found[parameter] = residuals.get(name, {})
-        for what, tensor in found[parameter].items():
-            if not fits(what, tensor, parameter.shape):
-                raise ValueError(
-                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
-                    f"parameter has {list(parameter.shape)}"
-                )
-    return found
-
-
 def process_set_of(group: ProcessGroup | None) -> ProcessSet:
     """Return the process set with a process group's ranks; raise ValueError where there is none."""
     here = world.current()
@@ -162,11 +146,6 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
         if group is not None
         else list(range(torch.distributed.get_world_size()))
     )
-    if torch.distributed.get_rank() != here.rank:
-        raise ValueError(
-            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
-            "gtopk: start the ranks with one launcher"
-        )
     if len(ranks) == here.size:
         return global_process_set
     for number, members in here.sets.items():
@@ -204,9 +183,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return names and parameters of the model, without the parts of names that wrappers add."""
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's parameters by name, without the parts of names that wrappers add."""
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from collectives.transports import Transport
 
-from ..exchange.residual import ROWS
-from ..exchange.residual_state import ResidualState, fits, plain_name
+from ..exchange.residual_state import ResidualState, plain_name, require_shape
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, find_or_register
 from .bucket_exchanges import stand_in
@@ -135,7 +134,7 @@ class Unit:
         """
         trained = [name for name, each in self._of.items() if each.sharded_param.requires_grad]
         lengths = [self.stand_ins[name].numel() for name in trained]
-        require_shape(self.name, whole, [sum(lengths)])
+        require_shape(f"the shard of '{self.name}'", whole, [sum(lengths)])
         found: dict[str, ResidualState] = {}
         for what, vector in whole.items():
             for name, part in zip(trained, vector.split(lengths), strict=True):
@@ -245,21 +244,3 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
     while more := {r for of in found for group in groups[of] for r in group} - found:
         found |= more
     return tuple(sorted(found))
-
-
-def reshard(units: Iterable[Unit]) -> None:
-    """Reshard every unit."""
-    for unit in units:
-        unit.reshard()
-
-
-def require_shape(
-    name: str, residuals: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
-) -> None:
-    """Raise ValueError where a residual has another shape; rows: the shape to check ROWS by."""
-    for what, tensor in residuals.items():
-        if not fits(what, tensor, rows if what == ROWS else shape):
-            raise ValueError(
-                f"the {what} of the shard of '{name}' has the shape {list(tensor.shape)}, but here "
-                f"it is {list(shape)}"
-            )

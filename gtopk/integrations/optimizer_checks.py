@@ -1,4 +1,7 @@
-"""Optimizer checks: examine the optimizers of a hook's model when they first step, and its passes.
+"""The optimizers of a hook's model, which hear of its passes only by what is in their gradients.
+
+HookSkips: drops the gradients of passes that do not count. OptimizerChecks: examines an optimizer
+when it first steps. PassWatch: raises where a pass adds its gradients to agreed steps.
 
 A hook need not be given an optimizer. So an optimizer whose momentum would be taken twice is an
 error in its first step, as is any other than the one whose steps the hook makes.
@@ -10,8 +13,9 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import (
@@ -21,59 +25,104 @@ from torch.optim.optimizer import (
 from torch.utils.weak import TensorWeakRef
 
 from ..compression import ErrorFeedback
-from ..errors import page
+from ..errors import check_count, page
 from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
-from ..optim.wrapped.adam_step import AgreedSteps, adam_before, require_plain
-from .hook_steps import HookSkips
+from ..optim.skip_counter import SkippedSteps
+from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
+
+_everyones: Final[WeakSet[HookSkips]] = WeakSet()
 
 _log = logging.getLogger("gtopk")
 
 Residuals = Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
-class _Watch(NamedTuple):
-    """One hook's check of optimizers, as long as the hook lives; seen: those of its model."""
+class HookSkips(SkippedSteps):
+    """Notes whether passes count, for one model whose gradients a hook exchanges.
 
-    skips: weakref.ref[HookSkips]
-    check: Callable[[torch.optim.Optimizer, HookSkips], None]
-    seen: weakref.WeakSet[torch.optim.Optimizer]
+    Only this model's gradients are dropped: an optimizer may step several models, and agreed
+    gradients of the others were sent for good.
+    parameters: returns the model's parameters.
+    max_skipped_steps: how many passes in a row may not count.
+    count: how many passes did not count; counted: whether the last one does.
+    is_due: the last pass counts, and no optimizer has stepped since.
+    is_loaded: whether a state was loaded.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Collection[torch.Tensor]], max_skipped_steps: int
+    ) -> None:
+        check_count("max_skipped_steps", max_skipped_steps)
+        super().__init__(max_skipped_steps)
+        self.parameters = parameters
+        self.counted = True  # the last pass
+        self.is_due = self.is_loaded = self._has_warned = False
+        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        _everyones.add(self)
+
+    def note_pass(self, counted: bool, rank: int, step: int, where: str) -> None:
+        """Note whether a pass that has ended counts; warn of one that does not.
+
+        where: the ranks whose gradients are not finite; "": only the sum is not.
+        Raises FloatingPointError where more passes in a row did not count than allowed.
+        """
+        self.counted = self.is_due = counted
+        if counted:
+            self.end_row()
+        else:
+            self.note(rank, step, where)
+
+    def note_loaded(self) -> None:
+        """Note that a state was loaded: a new row begins."""
+        self.is_due, self.is_loaded = False, True
+        self.end_row()
+
+    def warn_of_saving(self, rank: int) -> None:
+        """Warn, once, where a state is saved between a pass and the step that applies it."""
+        if self.is_due and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "rank %d: the hook's state is saved between backward() and step(): what the pass "
+                "has sent is in the gradients alone, neither in the residual nor in the "
+                "parameters, and a run that is resumed from it lacks it. Save after step()",
+                rank,
+            )
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, once, where the last pass does not count.
+
+        Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
+        """
+        if self.counted or self._dropped.get(optimizer) == self.count:
+            return
+        self._dropped[optimizer] = self.count  # later gradients are of another pass
+        others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
+        kept = others.difference(self.parameters())
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in kept:
+                    parameter.grad = None
 
 
 # Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
 # over its global hooks: removing ours when a communication hook is collected would break a step.
-_watched: tuple[_Watch, ...] = ()
+_living: tuple[weakref.ref[OptimizerChecks], ...] = ()
 _adding = threading.Lock()
 
 
 def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks check an optimizer that is about to step."""
-    for skips, check, _ in _watched:
-        alive = skips()
-        if alive is not None:
-            check(optimizer, alive)
+    for each in _living:
+        if (checks := each()) is not None:
+            checks.check(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks know that an optimizer has stepped their models."""
-    for skips, _, seen in _watched:
-        alive = skips()
-        if alive is not None and optimizer in seen:
-            alive.is_due = False
-
-
-def _watch(
-    skips: HookSkips,
-    check: Callable[[torch.optim.Optimizer, HookSkips], None],
-    seen: weakref.WeakSet[torch.optim.Optimizer],
-) -> None:
-    global _watched
-    with _adding:
-        if not _watched:
-            register_optimizer_step_pre_hook(_check_all)
-            register_optimizer_step_post_hook(_note_step)
-        living = (each for each in _watched if each.skips() is not None)
-        _watched = (*living, _Watch(weakref.ref(skips), check, seen))
+    for each in _living:
+        if (checks := each()) is not None:
+            checks.note_step(optimizer)
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
@@ -132,21 +181,9 @@ class ResidualNote:
         return max(norms, default=None)
 
 
-def check_optimizers(
-    skips: HookSkips,
-    compression: ErrorFeedback,
-    rank: int,
-    *,
-    says: bool,
-    way: str,
-    stepped: torch.optim.Optimizer | None = None,
-    adam: str = "",
-    residuals: Residuals | None = None,
-) -> CorrectedGradients:
-    """Check each optimizer of the model once, at its first step, as long as the hook lives.
+class OptimizerChecks:
+    """Checks each optimizer of a hook's model once, at its first step, as long as this lives.
 
-    Returns the gradients that a correction has made steps of, to refuse clipping: the hook calls
-    `agree` after each pass.
     rank: in the world. says: also log what had better be done before the selection, and whether
         the density is too low.
     way: how to let the hook make an Adam's steps, in words.
@@ -154,55 +191,76 @@ def check_optimizers(
     adam: as of `CorrectedGradients`.
     residuals: as of `ResidualNote`, to tell where the hook's state is not loaded with an
         optimizer's; None: that is not told.
+    corrected: the gradients that a correction has made steps of, to refuse clipping in every step:
+        the hook calls its `agree` after each pass.
     """
-    seen = weakref.WeakSet[torch.optim.Optimizer]()
-    corrected = CorrectedGradients(compression, adam)
-    # A weak reference: the optimizer's hooks keep the model, and a global list keeps `check`.
-    makes_steps = stepped is not None
-    of_hook = (lambda: None) if stepped is None else weakref.ref(stepped)
 
-    has_warned = False  # not "nothing in `seen`": an optimizer that another replaces leaves it
-    has_stepped = False
-    note = None if residuals is None else ResidualNote(residuals)
+    def __init__(
+        self,
+        skips: HookSkips,
+        compression: ErrorFeedback,
+        rank: int,
+        *,
+        says: bool,
+        way: str,
+        stepped: torch.optim.Optimizer | None = None,
+        adam: str = "",
+        residuals: Residuals | None = None,
+    ) -> None:
+        global _living
+        self.corrected = CorrectedGradients(compression, adam)
+        self._skips, self._compression, self._rank = skips, compression, rank
+        self._says, self._way, self._stepped = says, way, stepped
+        self._seen = WeakSet[torch.optim.Optimizer]()
+        # Not "nothing in `_seen`": an optimizer that another replaces leaves it.
+        self._has_warned = self._has_stepped = False
+        self._note = None if residuals is None else ResidualNote(residuals)
+        with _adding:
+            if not _living:
+                register_optimizer_step_pre_hook(_check_all)
+                register_optimizer_step_post_hook(_note_step)
+            _living = (*(each for each in _living if each() is not None), weakref.ref(self))
 
-    def check(optimizer: torch.optim.Optimizer, ours: HookSkips) -> None:
-        nonlocal has_warned, has_stepped
-        if optimizer in seen:
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step, if it is one of the model."""
+        if optimizer in self._seen:
             ResidualNote.take(optimizer)
-            corrected.require_unchanged(optimizer)
-            return
-        parameters = ours.parameters()
-        theirs = (p for group in optimizer.param_groups for p in group["params"])
-        if any(p in parameters for p in theirs):
-            if makes_steps and optimizer is not of_hook():
-                if _holds(optimizer, of_hook()):
+        else:
+            parameters = self._skips.parameters()
+            theirs = (p for group in optimizer.param_groups for p in group["params"])
+            if not any(p in parameters for p in theirs):
+                return
+            if self._stepped is not None and optimizer is not self._stepped:
+                if _holds(optimizer, self._stepped):
                     return
                 raise ValueError(
-                    f"rank {rank}: the hook was given an optimizer whose steps it makes, and "
+                    f"rank {self._rank}: the hook was given an optimizer whose steps it makes, and "
                     f"another {type(optimizer).__name__} steps its model: give the hook this one, "
                     "or adam_steps='after'"
                 )
-            if says and not has_warned:
-                has_warned = True
+            if self._says and not self._has_warned:
+                self._has_warned = True
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
-                warn_of_few_entries(compression, trained)
-            if not makes_steps:
-                require_one_momentum(optimizer, compression)  # in each step, if the script goes on
-                require_plain(optimizer.state.values(), rank)
-                if says:
-                    takes = adam_before(optimizer, compression) is not None
-                    log_advice(optimizer, compression, way if takes else "")
-            if note is not None:
-                norm = note.take(optimizer)
-                if norm is not None and not (has_stepped or ours.is_loaded):
-                    warn_of_lost_residual(rank, optimizer, norm)
-                note.add_to_saved(optimizer)
-            has_stepped = True
-            seen.add(optimizer)
-            corrected.require_unchanged(optimizer)
+                warn_of_few_entries(self._compression, trained)
+            if self._stepped is None:  # in each step, if the script goes on after an error
+                require_one_momentum(optimizer, self._compression)
+                require_plain(optimizer.state.values(), self._rank)
+                if self._says:
+                    takes = groups_to_step_before(optimizer, self._compression) is not None
+                    log_advice(optimizer, self._compression, self._way if takes else "")
+            if self._note is not None:
+                norm = self._note.take(optimizer)
+                if norm is not None and not (self._has_stepped or self._skips.is_loaded):
+                    warn_of_lost_residual(self._rank, optimizer, norm)
+                self._note.add_to_saved(optimizer)
+            self._has_stepped = True
+            self._seen.add(optimizer)
+        self.corrected.require_unchanged(optimizer)
 
-    _watch(skips, check, seen)
-    return corrected
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped: a model that it has stepped may be saved."""
+        if optimizer in self._seen:
+            self._skips.is_due = False
 
 
 class PassWatch:

@@ -20,8 +20,8 @@ import torch
 from ..errors import HorovodInternalError, check_count
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
+from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from ..runtime.world.state import World
 from .outer_exchange import OuterExchange, Round, preserve_gradients
 from .outer_optimizer import center_in_place, options_by_group
 

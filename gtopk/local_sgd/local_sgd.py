@@ -44,8 +44,7 @@ from ..optim.wrapped.wrapping import Wrapping, wrap
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments, check_rounds
 from .outer_exchange import LostReplicas, OuterResult, Round, report_of
@@ -313,11 +312,9 @@ class _LocalSGD(Wrapping):
             model_elements=sum(p.numel() for p in self._names),
             expected=fragment.exchange.expected,
         )
-        balance_of(self._world).note(self.last_step)
-        if (recorder := recorder_of(self._world)) is not None:
-            recorder.note_step(self.last_step)
-            if outcome.moves and is_sampling_due(fragment.exchange.steps):
-                sample_residual(recorder, [fragment.exchange])  # others may be in use
+        # Of this fragment's residual only: others may be in use.
+        steps = fragment.exchange.steps if outcome.moves else None
+        note_step(self._world, self.last_step, steps, [fragment.exchange])
 
     def shared_state(self) -> dict[str, Any]:
         """Return where this rank is in its rounds, and wait for the exchanges of those before."""

@@ -42,8 +42,8 @@ from ..optim.replica_check import BUFFERS_STAY, checksums, require_the_same
 from ..optim.skip_counter import SkipCounter
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
+from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from ..runtime.world.state import World
 from ..telemetry.step_report import StepReport, seconds_outside
 
 _log = logging.getLogger("gtopk")
@@ -240,7 +240,7 @@ class OuterExchange:
 
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
-    share: of all fragments' elements, and so of the budget of `Compression.auto`.
+    budget_share: of all fragments' elements, and so of the budget of `Compression.auto`.
     name:  begins the names of its operations.
     ranks: of the world that exchange, in order; rank: this one's place among them.
     expected: the expected seconds of an exchange; known after `meet`.
@@ -254,13 +254,13 @@ class OuterExchange:
         process_set: ProcessSet,
         here: World,
         residual_decay: float,
-        share: float,
+        budget_share: float,
     ) -> None:
         self._names = names
         self._compression = compression
         self._residual_decay = residual_decay
         self._process_set = process_set
-        self._share = share
+        self._budget_share = budget_share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
         # The operation and the changes that it exchanges, while it goes on.
@@ -283,7 +283,7 @@ class OuterExchange:
             list(self._names.values()),
             self._compression,
             self._progress,
-            self._share,
+            self._budget_share,
         )
         self._put_residuals(residuals)
 
@@ -404,6 +404,7 @@ class OuterExchange:
                 yield outcome
                 # After the outer step: where that fails, the exchange is undone and counts for
                 # nothing.
+                bucket_exchange.commit()
                 self._progress.steps += outcome.moves
         except BaseException:
             bucket_exchange.undo()
@@ -463,7 +464,7 @@ class OuterExchange:
         steps: where no record is of this bucket, or it tells none.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
-        require_shapes(residuals, self._names)
+        require_shapes(residuals, {name: p for p, name in self._names.items()})
         known = self.known_names()
         self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._progress.steps = steps

@@ -5,7 +5,7 @@ options.py          its arguments, checked; momentum.py: momentum that would cou
 double_reduction.py refuses gradients that DDP, or another optimizer, has already reduced
 wrapped/            the optimizer that a script made, its Adam moments, and its state
 hooks.py            backward hooks: which gradients and buckets are complete
-bucket_layout.py    which parameters share a bucket, as rank 0 announces it; planned_buckets.py
+bucket_plan.py      which parameters go into one bucket; planned_buckets.py: the buckets in use
 reducer.py          runs a whole step over all buckets, also while backward goes on
 step_transaction.py all buckets of a step count, or none does
 peers.py            the ranks of a step, and the part of one that has joined

@@ -37,7 +37,7 @@ from ..exchange.residual_state import nonzero_names, norm_of
 from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.run_record import recorder_of
 from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep

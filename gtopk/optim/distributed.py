@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -19,8 +19,7 @@ from ..reduce_ops import Adasum, Average
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum
@@ -152,7 +151,7 @@ class _DistributedOptimizer(Readings):
             self._shared.refuse_agreed(self._world.rank)
         self._log_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
-        transaction = self._reducer.reduce()
+        transaction = self._reducer.exchange_gradients()
         reduced = time.perf_counter()
         if transaction.is_asynchronous:  # on a GPU: backward was launched by then, and not over
             begun = max(begun, min(transaction.ready, reduced))
@@ -179,14 +178,11 @@ class _DistributedOptimizer(Readings):
             dense_seconds=self._reducer.expected.dense_seconds,
             gradient_norm=gradient_norm(transaction.bucket_exchanges, transaction.clip.applied),
         )
-        balance_of(self._world).note(self.last_step)
-        if not self._skip:
+        steps = None if self._skip else self._reducer.progress.steps
+        if steps is not None:
             seconds = transaction.ready - ended_before if ended_before else None
-            self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
-        if (recorder := recorder_of(self._world)) is not None:
-            recorder.note_step(self.last_step)
-            if not self._skip and is_sampling_due(self._reducer.progress.steps):
-                sample_residual(recorder, self._reducer.planned.bucket_exchanges)
+            self._reducer.stragglers.note(steps, seconds)
+        note_step(self._world, self.last_step, steps, self._reducer.planned.bucket_exchanges)
         if (timeline := timeline_of(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = [Span("SYNCHRONIZE", begun, self._exchange_ended)]
@@ -282,7 +278,7 @@ class _DistributedOptimizer(Readings):
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
             # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
-            self._take_agreed_step(partial(adam_step.step, agreed=agreed))
+            self._take_agreed_step(partial(adam_step.apply_agreed_steps, agreed=agreed))
         else:
             super()._step_wrapped()
 
@@ -300,14 +296,9 @@ class _DistributedOptimizer(Readings):
         if self._local is not None:
             self._local.train()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Make the parameters the model that is the same on all ranks, within the context."""
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train()
+        return nullcontext() if self._local is None else self._local.evaluating()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and forget what was computed towards the next step.

@@ -23,9 +23,9 @@ from ..planning.advice import (
     in_question,
     value_bytes_of,
 )
-from ..planning.bucket_plan import buckets_by
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.step_report import Sized
+from .bucket_plan import buckets_by
 from .peers import Peers
 
 

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from collectives.transports import Transport
 
 from ..runtime.coordinator import Engine, Work
+from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from ..runtime.world.state import World
 
 LEFT_OUT: Final = b"not where a rank has joined"  # descriptor of operations that it does not run
 

@@ -26,7 +26,7 @@ from ..exchange.residual_state import (
 )
 from ..exchange.sparse_gradients import SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
-from .bucket_layout import Agreed, Plan
+from .bucket_plan import Agreed, Plan
 from .options import Options
 from .peers import Peers
 from .step_transaction import AnyBucketExchange
@@ -166,7 +166,7 @@ class PlannedBuckets:
         Other ranks may load nothing: until that plan, what all agree on stays as it is.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
-        require_shapes(residuals, self._names)
+        require_shapes(residuals, {name: p for p, name in self._names.items()})
         if self.bucket_exchanges:
             load_residuals(self.bucket_exchanges, residuals)
         self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps

@@ -1,7 +1,7 @@
 """Reducer: exchanges an optimizer's gradients, bucket by bucket, while backward goes on.
 
 first step   the order of gradients is not known yet: all ranks plan the buckets, then exchange
-later        a bucket is submitted when its gradients are complete, the last one by `reduce`
+later        a bucket is submitted when its gradients are complete, the last one when backward ended
 any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
              embedding became sparse): the transaction is void, all ranks plan anew and exchange
 """
@@ -27,7 +27,7 @@ from ..runtime.coordinator import Work
 from ..runtime.coordinator.agreement import describe_missing
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.stragglers import Stragglers
 from .double_reduction import refuse_ddp
 from .expected_step import ExpectedStep
@@ -83,7 +83,7 @@ class Overlap:
 
 
 class Reducer:
-    """Reduces the gradients of an optimizer's parameters: `reduce`, `apply`, then `commit`.
+    """Reduces an optimizer's gradients: `exchange_gradients`, `apply`, then `commit`.
 
     names:    of all parameters; those that come later are added.
     progress: steps and backward times, for the exchanges; `apply` counts the steps.
@@ -195,7 +195,7 @@ class Reducer:
     def _complete(self, index: int) -> None:
         """Exchange a bucket whose last gradient has come, while backward goes on."""
         if not self.overlap.is_on or index == len(self.planned.bucket_exchanges) - 1:
-            return  # the last one ends the step: `reduce` submits it
+            return  # the last one ends the step: `exchange_gradients` submits it
         if self.samples.count == 0:
             return  # gradients of no samples become zeros, but the number may still change
         parameters = self.planned.bucket_exchanges[index].parameters
@@ -206,16 +206,16 @@ class Reducer:
         if self._transaction is not None and index in self._transaction.operations:
             return
         if not self.planned.accepts_gradients(parameters):
-            return  # one has turned sparse: `reduce` plans anew
+            return  # one has turned sparse: `exchange_gradients` plans anew
         if self._transaction is None:
             self._transaction = self._open()
         self._transaction.submit_early(index)
 
     def _is_here(self) -> bool:
-        """Tell whether this is still the world that was entered; `reduce` enters another."""
+        """Tell whether this is still the world that was entered; the next step enters another."""
         return world.is_initialized() and world.current() is self.peers.world
 
-    def reduce(self) -> StepTransaction:
+    def exchange_gradients(self) -> StepTransaction:
         """Exchange all gradients; return the transaction, for the caller to apply or skip.
 
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
@@ -392,7 +392,7 @@ class Reducer:
 
         An update that no step has used is undone: the residual is as before it. All ranks do so
         alike; where one does not, its replica differs from theirs anyway. A transaction that has
-        begun goes on until `reduce`: the other ranks may be in it. It will be void, as the
+        begun goes on until the next step: the other ranks may be in it. It will be void, as the
         gradients will be others by then.
         """
         if self._applied is not None and not self._applied.has_changed_parameters:

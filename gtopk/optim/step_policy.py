@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..exchange.exchange import Progress
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from .options import Options
 from .replica_check import ReplicaCheck
 from .samples import Samples

@@ -32,7 +32,7 @@ from ..exchange.exchange import (
     SparseExchange,
 )
 from ..exchange.node_exchange import NodeExchange
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 from ..telemetry.step_report import SAME, Sized
 from ..units import (
     bandwidth_text,

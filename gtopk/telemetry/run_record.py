@@ -32,14 +32,14 @@ from ..errors import page
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
-from ..runtime.world.state import World, register
+from ..runtime.world.membership import World, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
-from .recorder import Recorder, Sink
+from .recorder import BucketExchange, Recorder, Sink, is_sampling_due, sample_residual
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
-from .step_report import Balance
+from .step_report import Balance, StepReport
 
 _log = logging.getLogger("gtopk")
 
@@ -143,6 +143,20 @@ def recorder_of(world: World) -> Recorder | None:
 def balance_of(world: World) -> Balance:
     """Return the cost of compression in a world so far, compared with dense gradients."""
     return _records_of(world).balance
+
+
+def note_step(
+    world: World, step: StepReport, steps: int | None, bucket_exchanges: Sequence[BucketExchange]
+) -> None:
+    """Count a step in the balance and record it; sample these buckets' residual where that is due.
+
+    steps: how many steps counted so far; None: this one does not count.
+    """
+    balance_of(world).note(step)
+    if (recorder := recorder_of(world)) is not None:
+        recorder.note_step(step)
+        if steps is not None and is_sampling_due(steps):
+            sample_residual(recorder, bucket_exchanges)
 
 
 def settings_of(world: World) -> Settings:
@@ -482,6 +496,5 @@ def _watch_loss(here: World, loss: Any) -> None:
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not (is_one or isinstance(loss, Real)) or not balance_of(here).compresses:
         return
-    watch = _watches.setdefault(here, LossWatch())
-    if said := watch.note(loss, here.step):
+    if said := _watches.setdefault(here, LossWatch()).note(loss, here.step):
         _log.warning("%s", said)

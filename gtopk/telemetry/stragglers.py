@@ -28,7 +28,7 @@ from .run_record import recorder_of
 
 if TYPE_CHECKING:
     from ..runtime.coordinator import Engine, Operation
-    from ..runtime.world.state import World
+    from ..runtime.world.membership import World
 
 _log = logging.getLogger("gtopk")
 _EVERY: Final = 6  # steps: no two windows share one

@@ -47,7 +47,7 @@ from weakref import WeakKeyDictionary
 from .. import settings
 from ..runtime.coordinator import Engine, Event, Observer
 from ..runtime.coordinator.clocks import Offset
-from ..runtime.world.state import World
+from ..runtime.world.membership import World
 
 _log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}

@@ -14,7 +14,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 
 
 class Audit:

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from ..loader_base import Epochs, LoaderBase, is_over
 from ..local_training.local_steps import LocalSteps
 from ..options import Job

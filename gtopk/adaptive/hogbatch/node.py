@@ -40,7 +40,7 @@ from ...optim.peers import Peers
 from ...planning import advice
 from ...runtime.coordinator import Engine, Operation
 from ...runtime.logs import EVERYWHERE
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from ...units import count_text
 from ..local_training.local_steps import LocalSteps
 from ..local_training.replica import Replica

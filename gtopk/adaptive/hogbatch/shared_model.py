@@ -35,7 +35,7 @@ from collectives.vector import Array
 
 from ...exchange.buckets.arrays import await_copies
 from ...exchange.buckets.buckets import is_expanded
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from .audit import Audit
 from .ledger import WorkerTable
 

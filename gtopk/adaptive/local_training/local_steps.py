@@ -23,7 +23,7 @@ from typing import Any
 from ...optim.expected_step import ExpectedStep
 from ...optim.peers import Peers
 from ...runtime.coordinator import Operation
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from ...telemetry.recorder import is_sampling_due, sample_residual
 from ...telemetry.run_record import balance_of, recorder_of
 from ...telemetry.step_report import RecordedStep, StepReport, report

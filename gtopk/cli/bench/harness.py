@@ -38,7 +38,7 @@ from collectives.transports import Transport
 
 from ...runtime.machine import processor
 from ...runtime.world.joining import join
-from ...runtime.world.state import emulate_on
+from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
 
 TIMEOUT_SECONDS: Final = 3600.0  # ranks that are not measured wait for those that are

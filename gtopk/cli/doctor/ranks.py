@@ -190,7 +190,7 @@ def add_up(measure_network: bool = True) -> None:
     from collectives.cores import allowed_cores, core_quota
 
     from ...runtime.world.joining import join
-    from ...runtime.world.state import choose_gpu_route, emulate_on
+    from ...runtime.world.membership import choose_gpu_route, emulate_on
 
     world = join()
     emulate_on(world)

@@ -24,7 +24,7 @@ from collectives.transports import LocalTransport, Transport, local_world, run_r
 from ... import settings
 from ...runtime.launch import launched_by
 from ...runtime.world import world
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 
 
 class _LogFilter(logging.Filter):

@@ -20,7 +20,9 @@ from ...reduce_ops import Adasum
 from .local_residual import on_this_rank, take_center, versions_of
 
 
-def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
+def groups_to_step_before(
+    optimizer: torch.optim.Optimizer, compression: object
+) -> AdamGroups | None:
     """Return the groups of an optimizer whose steps can be made before the exchange, else None.
 
     compression: must have a residual, of each rank's own gradients, and no momentum of its own.
@@ -40,7 +42,7 @@ def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGr
 
 
 @torch.no_grad()
-def step(optimizer: Any, agreed: AgreedSteps | None) -> None:
+def apply_agreed_steps(optimizer: Any, agreed: AgreedSteps | None) -> None:
     """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
 
     agreed: the steps as they were put there, to find changes; None: they are not checked.
@@ -163,7 +165,9 @@ def options_of_adam(
         require_optimizer(optimizer)
     check_choice("adam_steps", adam_steps, ("before", "after"))
     before = adam_steps == "before" and op != Adasum
-    adam = adam_before(optimizer, compression) if before and optimizer is not None else None
+    adam = None
+    if before and optimizer is not None:
+        adam = groups_to_step_before(optimizer, compression)
     if local_residual and adam is None:
         raise ValueError(
             "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "

@@ -143,7 +143,7 @@ def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
                 _norm_of(part["held"]),
             )
         return
-    residuals = _share_of(part, holder.rank, len(holder.ranks))
+    residuals = _residuals_for(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
     holder.import_state(
         under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
@@ -167,13 +167,13 @@ def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[s
     ]
 
 
-def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
     """Return the residual of a rank's hook by parameter name, and log whose it was.
 
     After a step every hook has a residual of all its parameters: where the first rank's part has
     none, a warning says that it is lost. Raises ValueError for a part in another format.
     """
-    residuals = _share_of(part, rank, ranks)
+    residuals = _residuals_for(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
         _log.warning(
             "rank %d of %d has no residual: the state is of a run after %d steps, and says "
@@ -187,8 +187,8 @@ def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Residu
     return residuals
 
 
-def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
-    """Do what `share_of` does for an optimizer, which may have had no residual."""
+def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
+    """Do what `residuals_for` does for an optimizer, which may have had no residual."""
     if part.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
@@ -205,7 +205,7 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Resid
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
         }  # torch.distributed.checkpoint turns keys into strings
-        residuals, what = _share(parts, int(part["ranks"]), rank, ranks)
+        residuals, what = _divide(parts, int(part["ranks"]), rank, ranks)
     if what:
         level = logging.WARNING if "lost" in what else logging.INFO
         _log.log(level, "rank %d %s", rank, what)
@@ -249,7 +249,7 @@ def summed(
     return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
 
 
-def _share(
+def _divide(
     parts: Mapping[int, Mapping[str, ResidualState]], saved: int, rank: int, ranks: int
 ) -> tuple[dict[str, ResidualState], str]:
     """Return this rank's residual, and a message on whose it was.

@@ -22,6 +22,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -262,6 +263,15 @@ class LocalResidual:
         self._is_at_rest = False
         if self._has_given_up:
             self.apply()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Keep the parameters at the center within the context."""
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from ..coordinator.agreement import name_ranks
 from ..standard_streams import write_line
 from . import world
 from .guard import Guard
-from .state import World
+from .membership import World
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 

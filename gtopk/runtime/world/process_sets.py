@@ -14,7 +14,7 @@ from ... import settings
 from ..coordinator import Engine
 from . import world
 from .joining import is_communicator, ranks_of
-from .state import Members
+from .membership import Members
 
 if TYPE_CHECKING:
     from mpi4py import MPI

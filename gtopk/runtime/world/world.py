@@ -31,7 +31,7 @@ from ..launch import Launched, launched_by, require_sound_ranks
 from ..liveness.heartbeat import Heartbeat
 from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write_of_start
 from .joining import join, missing_ranks_warning
-from .state import FAILED_SECONDS, World
+from .membership import FAILED_SECONDS, World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

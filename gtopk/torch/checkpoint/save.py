@@ -18,7 +18,7 @@ from ...runtime.coordinator import Engine
 from ...runtime.coordinator.operation import Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from .archive import Archive, Found, PendingWrite, gather_outcomes
 from .files import whole_number
 from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from ... import settings
 from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.world import world
-from ...runtime.world.state import World
+from ...runtime.world.membership import World
 from ..checkpoint.archive import Archive, Snapshot
 from ..checkpoint.tree import take_apart
 from ..checkpoint.validation import run_on_all

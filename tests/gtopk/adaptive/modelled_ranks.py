@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.runtime.world import world
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 
 FEATURES = 5
 

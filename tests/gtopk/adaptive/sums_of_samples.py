@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import Prompt
 
 GTOPK = hvd.Compression.gtopk(density=0.4)

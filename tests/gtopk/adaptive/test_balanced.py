@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import gtopk.torch as hvd
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import Indices, indices_of
 from tests.gtopk.adaptive.modelled_ranks import (
     Modelled,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk.torch as hvd
 from collectives.kernels.reference import squared_norm
 from gtopk.adaptive.noise_scale import NoiseAverage, estimate
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import (
     Modelled,
     data,

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import Indices, indices_of
 from tests.gtopk.adaptive.modelled_ranks import Modelled, on_ranks, some_optimizer
 

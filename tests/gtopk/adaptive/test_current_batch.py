@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from gtopk.adaptive.current_batch import CurrentBatch, LearningRate
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.test_next_world import in_turn

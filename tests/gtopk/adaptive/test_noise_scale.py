@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gtopk.torch as hvd
 from gtopk.adaptive.current_batch import FACTORS, LearningRate, adascale
 from gtopk.adaptive.noise_scale import GradientCopy, Noise, NoiseAverage, estimate
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 import gtopk.torch as hvd
 from collectives import MismatchError, PeerError
 from gtopk.adaptive.sources import order_in_words
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 SAMPLES = TensorDataset(torch.ones(16, 2))

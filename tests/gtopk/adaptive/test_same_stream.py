@@ -14,7 +14,7 @@ import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 from gtopk.adaptive.sources import checksum, columns_of, require_the_same
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import indices_of
 from tests.gtopk.adaptive.modelled_ranks import on_ranks, some_optimizer
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from gtopk.adaptive.sources import Numbers, rebuilt
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import gtopk.torch as hvd
 from gtopk.adaptive.current_batch import adascale
 from gtopk.adaptive.noise_scale import Noise, estimate
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import data, mean_loss, network, on_ranks, sgd, step_on
 
 SIZES = [2, 7, 15]

@@ -423,7 +423,7 @@ def test_the_bytes_that_are_asked_for_suffice(share):
     def begin(bytes_per_step: float) -> None:
         calibration = Calibration(Network(8, Link.of(SLOW, 50e-6)), RATES, "made up")
         options = Compression.auto(wire="raw", values="exact", bytes_per_step=bytes_per_step)
-        AlgorithmSelector(options, calibration, RESNET50, share=share).begin(0.0)
+        AlgorithmSelector(options, calibration, RESNET50, budget_share=share).begin(0.0)
 
     with pytest.raises(ValueError, match=r"must be at least \d+ on 8 ranks .* got 300") as error:
         begin(300)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gtopk.exchange.residual import MOST_STEPS, Residual, drain_share
+from gtopk.exchange.residual import MOST_STEPS, Residual, drain_fraction
 
 
 def drained(gradient: float, held: float) -> list[float]:
@@ -19,7 +19,7 @@ def drained(gradient: float, held: float) -> list[float]:
     while not residual.is_empty:
         total = np.array([gradient, 0.0, 0.0])
         before = residual.values[1]
-        residual.subtract_share(residual.add_share_to(total))
+        residual.subtract_fraction(residual.add_fraction_to(total))
         sent.append(float(total[1]))
         assert total[1] + residual.values[1] == pytest.approx(before, rel=1e-15)
     return sent
@@ -40,7 +40,7 @@ def test_beside_no_gradients_it_is_gone_after_so_many_steps() -> None:
 
 
 def test_a_step_that_will_not_count_sends_nothing_of_it() -> None:
-    assert drain_share(4.0, math.nan, 0) == drain_share(4.0, math.inf, 0) == 0.0
+    assert drain_fraction(4.0, math.nan, 0) == drain_fraction(4.0, math.inf, 0) == 0.0
 
 
 def test_a_model_at_rest_is_not_thrown_off() -> None:
@@ -53,7 +53,7 @@ def test_a_model_at_rest_is_not_thrown_off() -> None:
         for _ in range(400):
             total = np.array([x])
             if shares:
-                residual.subtract_share(residual.add_share_to(total))
+                residual.subtract_fraction(residual.add_fraction_to(total))
             else:
                 total += residual.values
                 residual.clear()

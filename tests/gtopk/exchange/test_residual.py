@@ -23,7 +23,8 @@ def check_a_dense_step(device: str) -> None:
     values, velocity = held.after_last_step().values()
     velocity[1], values[2] = 4 * TINY, 3 * TINY
     held.is_empty = False
-    assert held.add_share_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
+    # Shorter than half the velocity.
+    assert held.add_fraction_to(residual.view_array(gradient)) == 1.0
     assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
     assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
@@ -114,7 +115,7 @@ def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
 
 
 @pytest.mark.parametrize(
-    "change", ["add", "add_dense", "subtract_share", "clear", "arrays", "velocity"]
+    "change", ["add", "add_dense", "subtract_fraction", "clear", "arrays", "velocity"]
 )
 def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     held = Residual(6, np.dtype(np.float32), 0.5)
@@ -124,10 +125,10 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
     {
         "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
         "add_dense": lambda: held.add_dense(torch.ones(6)),
-        "subtract_share": lambda: held.subtract_share(0.25),
+        "subtract_fraction": lambda: held.subtract_fraction(0.25),
         "clear": held.clear,
         "arrays": lambda: [array.fill(9) for array in held.arrays()],
-        "velocity": lambda: held.add_share_to(np.ones(6, np.float32)),
+        "velocity": lambda: held.add_fraction_to(np.ones(6, np.float32)),
     }[change]()
     assert plain(held) == before
     held.restore()
@@ -150,9 +151,9 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
     held.add_dense(torch.ones(6))
     for number in range(6):
         held.snapshot()
-        held.subtract_share(0.25)
+        held.subtract_fraction(0.25)
         held.drop_snapshot() if number % 2 else held.restore()
-    assert held.add_share_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
+    assert held.add_fraction_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
 
 
 @pytest.mark.parametrize("end", ["restore", "drop_snapshot"])

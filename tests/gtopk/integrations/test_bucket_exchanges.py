@@ -12,12 +12,11 @@ import torch
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.adamw import SHARED, SHARED_ROWS, STEP
-from gtopk.exchange.bucket_exchange import BucketExchange, make_adam_steps, open_bucket_exchange
+from gtopk.exchange.bucket_exchange import BucketExchange, attach_adam, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
-from gtopk.integrations.bucket_exchanges import BucketExchanges, split
-from gtopk.integrations.hook_steps import PassTransaction
+from gtopk.integrations.bucket_exchanges import BucketExchanges, PassTransaction, split
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -54,9 +53,7 @@ class Hook:
         )
         if self._groups is not None:
             ranks = self._transport.size
-            make_adam_steps(
-                bucket_exchange, compression, self._groups, ranks, parameters=parameters
-            )
+            attach_adam(bucket_exchange, compression, self._groups, ranks, parameters=parameters)
         return bucket_exchange
 
     def exchange(self, parameters: Parameters, bucket: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gtopk.integrations.hook_steps import HookSkips
+from gtopk.integrations.optimizer_checks import HookSkips
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
@@ -21,7 +21,7 @@ def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
     def dropped(counted: bool) -> list[bool]:
         for parameter in (one, other, nobodys):
             parameter.grad = torch.ones(2)
-        skips.note(counted, 0, 1, "rank 0")
+        skips.note_pass(counted, 0, 1, "rank 0")
         skips.drop(optimizer)
         return gradients(optimizer)
 
@@ -31,4 +31,4 @@ def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
     skips.drop(optimizer)
     assert gradients(optimizer) == [True, True, False]
     assert dropped(False) == [False, True, False]
-    assert [each.skipped for each in (skips, others, again)] == [2, 0, 0]
+    assert [each.count for each in (skips, others, again)] == [2, 0, 0]

@@ -7,8 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gtopk.compression import Compression
-from gtopk.integrations.hook_steps import HookSkips
-from gtopk.integrations.optimizer_checks import check_optimizers
+from gtopk.integrations.optimizer_checks import HookSkips, OptimizerChecks
 
 
 def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Optimizer:
@@ -16,17 +15,16 @@ def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Opti
     return torch.optim.SGD([parameter], lr=0.1, **options)
 
 
-def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> HookSkips:
+def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> OptimizerChecks:
     skips = HookSkips(lambda: {parameter}, 3)
     compression = Compression.gtopk(density=0.5)
-    check_optimizers(skips, compression, 0, says=False, way="", stepped=stepped)
-    return skips
+    return OptimizerChecks(skips, compression, 0, says=False, way="", stepped=stepped)
 
 
 def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_step():
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = stepped(parameter)
-    hooks: list[HookSkips] = []
+    hooks: list[OptimizerChecks] = []
 
     def collect(*call: object) -> None:
         if hooks:

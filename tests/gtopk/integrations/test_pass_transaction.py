@@ -12,10 +12,10 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.hook_steps import PassFlags, PassTransaction
+from gtopk.integrations.bucket_exchanges import BucketFlags, PassTransaction
 
 
-@pytest.mark.parametrize("flags", [0, PassFlags.NOT_FINITE])
+@pytest.mark.parametrize("flags", [0, BucketFlags.NOT_FINITE])
 def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
     parameter.grad = torch.ones(30)
@@ -48,7 +48,8 @@ def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None
     step, residual = PassTransaction(), bucket_exchange.exchange.residual
     assert residual is not None
     seen = []
-    for all_flags in ([0], [0], [0], [PassFlags.NOT_FINITE]):  # the step before, then one of three
+    # The step before, then one of three.
+    for all_flags in ([0], [0], [0], [BucketFlags.NOT_FINITE]):
         parameter.grad = torch.arange(30.0)
         bucket_exchange.capture_gradients(1.0, 1.0)
         step.run(bucket_exchange, local_world(1)[0], all_flags)

@@ -16,9 +16,9 @@ from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.sparse_gradients import SparseGradientExchange
+from gtopk.optim.bucket_plan import buckets_by
 from gtopk.optim.expected_step import ExpectedStep
 from gtopk.planning.advice import advice
-from gtopk.planning.bucket_plan import buckets_by
 from gtopk.runtime.world import world
 from gtopk.units import seconds_text
 from tests.gtopk.four_layers import distribute, inputs, layers

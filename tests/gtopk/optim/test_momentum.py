@@ -11,8 +11,7 @@ import torch
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.integrations.hook_steps import HookSkips
-from gtopk.integrations.optimizer_checks import check_optimizers
+from gtopk.integrations.optimizer_checks import HookSkips, OptimizerChecks
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 from tests.gtopk.adamw import network, value
@@ -130,12 +129,12 @@ def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
 def test_a_hook_looks_at_each_of_the_models_optimizers():
     one, other = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     skips = HookSkips(lambda: {one, other}, 3)
-    corrected = check_optimizers(skips, Compression.gtopk(0.5, **ADAM), 0, says=False, way="")
+    checks = OptimizerChecks(skips, Compression.gtopk(0.5, **ADAM), 0, says=False, way="")
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in (one, other)]
     for clips in (False, True):
         for parameter in (one, other):
             parameter.grad = torch.ones(50)
-        corrected.agree([one, other], None)
+        checks.corrected.agree([one, other], None)
         if clips:
             torch.nn.utils.clip_grad_norm_([other], 0.1)
         optimizers[0].step()
@@ -143,7 +142,7 @@ def test_a_hook_looks_at_each_of_the_models_optimizers():
             optimizers[1].step()
     with pytest.raises(ValueError, match=CLIPPED.format("adam_correction", "Give AdamW")):
         optimizers[1].step()
-    corrected.agree([], None)  # after a pass that does not count
+    checks.corrected.agree([], None)  # after a pass that does not count
     optimizers[1].step()
 
 

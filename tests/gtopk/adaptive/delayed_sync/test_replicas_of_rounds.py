@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import Model, data, prompt, run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collectives import PeerTimeoutError
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from collectives import PeerError
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import (
     BATCH,
     adam,

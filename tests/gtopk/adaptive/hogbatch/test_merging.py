@@ -16,7 +16,7 @@ import torch
 import gtopk.torch as hvd
 from collectives import PeerError
 from gtopk.adaptive.hogbatch.node import NodeMerges
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, loss_of, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 

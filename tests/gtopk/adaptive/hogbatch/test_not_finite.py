@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import BATCH, adapted, classes, data, loss_of, sgd, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from gtopk.adaptive.hogbatch.shared_model import DeviceCopy, SharedModel, layout_of, states_of
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import loss_of, train
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 

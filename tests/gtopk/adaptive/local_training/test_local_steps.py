@@ -19,7 +19,7 @@ from gtopk.adaptive.partitioning.cursor import by_speed
 from gtopk.cli.report.page import page
 from gtopk.cli.top import as_lines, status_of
 from gtopk.runtime.world import world
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from gtopk.telemetry import timeline
 from gtopk.telemetry.reading import RankRecord, Run, Step, read_run
 from gtopk.telemetry.step_report import parts

@@ -13,7 +13,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.adaptive.partitioning.cursor import by_speed
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

@@ -27,7 +27,7 @@ from gtopk.adaptive.throughput.policies import (
     goodput,
     next_total,
 )
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,
     Modelled,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import gtopk.torch as hvd
 from gtopk.exchange.buckets import arrays
-from gtopk.runtime.world.state import World
+from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
 
 

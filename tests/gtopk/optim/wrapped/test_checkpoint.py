@@ -219,7 +219,7 @@ def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
             part["held"] = own if rank == 0 else {rank: own[rank]}
             save_checkpoint(tmp_path, None, None, residuals=part)
             found = load_latest(tmp_path, None)
-            held = optimizer_checkpoint.share_of(found.values["residuals"], rank, size)
+            held = optimizer_checkpoint.residuals_for(found.values["residuals"], rank, size)
             return held["w"]["residual"].item()
 
     assert threads(3, program) == [1.0, 10.0, 100.0]
@@ -231,7 +231,7 @@ def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
     held = {r: {"w": {"residual": torch.zeros(3, device=d)}} for r, d in enumerate(devices)}
     part = {"format": 1, "ranks": 4, "steps": 1, "lanes": [], "held": held}
     for rank, device in enumerate(["meta", "cpu"]):
-        found = optimizer_checkpoint.share_of(part, rank, 2)
+        found = optimizer_checkpoint.residuals_for(part, rank, 2)
         assert found["w"]["residual"].device.type == device
 
 
@@ -254,7 +254,7 @@ def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
 ):
     """As torch.distributed.checkpoint loads it into a new one."""
     part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
-    optimizer_checkpoint.share_of(part, rank, part["ranks"])
+    optimizer_checkpoint.residuals_for(part, rank, part["ranks"])
     assert ("lost; load it by gtopk.load_latest" in caplog.text) == is_told
 
 

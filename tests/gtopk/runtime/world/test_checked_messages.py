@@ -8,26 +8,26 @@ import pytest
 
 from collectives.transports import local_world, run_ranks
 from gtopk.errors import HorovodInternalError
-from gtopk.runtime.world import state, world
+from gtopk.runtime.world import membership, world
 
 SIZE = 3
 
 
 def test_it_is_off_unless_it_is_asked_for():
     mpi = SimpleNamespace(name="mpi")
-    assert not state.checks_messages_on(mpi, {})
+    assert not membership.checks_messages_on(mpi, {})
     for text in ("", "0", "1"):
-        is_wanted = state.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
+        is_wanted = membership.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": text})
         assert is_wanted == (text == "1")
     with pytest.raises(ValueError, match="GTOPK_CHECK_MESSAGES must be 0 or 1, got 'yes'"):
-        state.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
+        membership.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
 
 
 def test_over_nccl_it_is_refused():
     nccl = SimpleNamespace(name="nccl")
-    assert not state.checks_messages_on(nccl, {})
+    assert not membership.checks_messages_on(nccl, {})
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
-        state.checks_messages_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
+        membership.checks_messages_on(nccl, {"GTOPK_CHECK_MESSAGES": "1"})
 
 
 @pytest.mark.parametrize("text", ["0", "1"])
@@ -42,7 +42,7 @@ def test_a_world_checks_messages_as_it_is_told(monkeypatch, text):
 
 
 def test_ranks_that_were_told_differently_say_what_each_was(monkeypatch):
-    monkeypatch.setattr(state, "checks_messages_on", lambda transport: transport.rank == 1)
+    monkeypatch.setattr(membership, "checks_messages_on", lambda transport: transport.rank == 1)
 
     def program(transport):
         with pytest.raises(HorovodInternalError) as caught, world.entered(transport):

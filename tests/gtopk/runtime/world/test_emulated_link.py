@@ -11,7 +11,7 @@ import pytest
 from collectives.cost import Link
 from collectives.transports import local_world, run_ranks
 from gtopk.runtime.world import world
-from gtopk.runtime.world.state import configured_choice, emulate_on
+from gtopk.runtime.world.membership import configured_choice, emulate_on
 
 SIZE = 3
 LINK = "1gbit,0.1ms"

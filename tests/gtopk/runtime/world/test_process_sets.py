@@ -11,7 +11,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.runtime.world import world
-from gtopk.runtime.world.state import Members
+from gtopk.runtime.world.membership import Members
 
 
 @pytest.fixture(autouse=True)

@@ -287,7 +287,7 @@ def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, 
 
     def then(rank):
         part = load_latest(tmp_path, torch.nn.Linear(1, 1)).values["residuals"]
-        held = optimizer_checkpoint.share_of(part, rank, after)
+        held = optimizer_checkpoint.residuals_for(part, rank, after)
         return held["weight"]["residual"] if held else torch.zeros(2)
 
     ranks(2, first)
@@ -312,7 +312,7 @@ class Hook:
 
     def load_state_dict(self, state):
         self.steps = state["steps"]
-        held = optimizer_checkpoint.share_of(state, hvd.rank(), hvd.size())
+        held = optimizer_checkpoint.residuals_for(state, hvd.rank(), hvd.size())
         self.residual = held["weight"]["residual"] if held else torch.zeros(2)
 
 

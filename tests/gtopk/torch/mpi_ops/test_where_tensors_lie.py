@@ -17,8 +17,8 @@ from collectives.transports.device_choice import GpuFacts, GpuRoute, RouteChoice
 from collectives.transports.nccl import NcclTransport
 from gtopk.runtime.coordinator import fusion
 from gtopk.runtime.coordinator.fusion import ON_GPU, ON_HOST, Finish, all_on_gpu
-from gtopk.runtime.world import state, world
-from gtopk.runtime.world.state import over_gpus
+from gtopk.runtime.world import membership, world
+from gtopk.runtime.world.membership import over_gpus
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allreduce": lambda t: hvd.allreduce(t, op=hvd.Sum),
@@ -192,11 +192,11 @@ def test_where_there_are_none_to_send_nothing_is_said(threads, caplog, in_sight)
 def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
     threads, monkeypatch, gpus: int, says: str
 ) -> None:
-    monkeypatch.setattr(state, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(membership, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(
         nccl_start, "facts_here", lambda host, device: GpuFacts("GPU-0", nccl=22703)
     )
-    told = threads(2, lambda transport: state.choose_gpu_route(transport, {}))
+    told = threads(2, lambda transport: membership.choose_gpu_route(transport, {}))
     assert told[0] == told[1]
     assert says in told[0]
     assert bool(told[0]) == bool(gpus)
@@ -206,7 +206,7 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
     threads, monkeypatch
 ) -> None:
     def messages(in_sight: int) -> list[int]:
-        monkeypatch.setattr("gtopk.runtime.world.state.visible_gpus", lambda: in_sight)
+        monkeypatch.setattr("gtopk.runtime.world.membership.visible_gpus", lambda: in_sight)
 
         def program(transport: LocalTransport) -> int:
             with world.entered(transport) as here:

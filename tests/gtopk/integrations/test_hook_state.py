@@ -15,7 +15,8 @@ from collectives.transports import Transport
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.hook_steps import HookSteps, PassFlags, PassTransaction
+from gtopk.integrations.bucket_exchanges import BucketFlags, PassTransaction
+from gtopk.integrations.hook_state import HookSteps
 from gtopk.optim.peers import Peers
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
@@ -61,7 +62,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                     bucket_exchange.parameters[0].grad = torch.randn(length)
                     bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
                     number = watched.add_bucket(bucket_exchange)
-                    flags = PassFlags.NOT_FINITE if (step, number) == (bad, 1) else 0
+                    flags = BucketFlags.NOT_FINITE if (step, number) == (bad, 1) else 0
                     operation = here.engine.submit(
                         bucket_exchange.name,
                         [],

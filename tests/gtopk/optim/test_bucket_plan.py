@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gtopk.compression import Compression
-from gtopk.planning.bucket_plan import (
+from gtopk.optim.bucket_plan import (
     MOST_FULL_BUCKETS,
     ONE_BUCKET,
     Sizes,

@@ -1,0 +1,485 @@
+"""HookState: the state of a hook, to which DDP or FSDP hands over gradients bucket by bucket.
+
+HookSteps: measures and reports each step. compression_of, plain_optimizer, join_world: check what
+a hook is given. `gtopk.ddp.GTopKState` and `gtopk.fsdp.ReplicaState` derive from HookState.
+
+program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
+engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from collectives.transports import Transport
+
+from ..compression import GTopK, Shards, SparseCompression
+from ..exchange.bucket_exchange import (
+    BucketExchange,
+    attach_adam,
+    gradient_norm,
+    open_bucket_exchange,
+)
+from ..exchange.exchange import Exchanged, Progress
+from ..exchange.residual_state import ResidualState, unmatched
+from ..optim.expected_step import ExpectedStep
+from ..optim.grad_scaler import loss_scale
+from ..optim.peers import Peers
+from ..optim.wrapped.adam_step import plain
+from ..optim.wrapped.checkpoint import FORMAT
+from ..optim.wrapped.wrapping import Wrapping
+from ..runtime.coordinator import Operation
+from ..runtime.world import world
+from ..runtime.world.membership import World
+from ..telemetry.run_record import note_step
+from ..telemetry.step_report import RecordedStep, StepReport, report
+from ..telemetry.stragglers import Stragglers
+from .adam import HookedAdam, HookGroups
+from .bucket_exchanges import PassTransaction, flags_of
+from .optimizer_checks import HookSkips, OptimizerChecks, PassWatch
+
+
+def compression_of(
+    hook: str, compression: object, density: float, options: Mapping[str, Any]
+) -> SparseCompression:
+    """Return a hook's compression: the one that was given, else gTop-k.
+
+    hook: its name in errors. options: of Compression.gtopk, besides the density.
+    Raises ValueError for a compression together with options, for one that hooks do not take, and
+    for per-parameter dense rules; also the errors of Compression.gtopk.
+    """
+    if compression is None:
+        compression = GTopK(density, **options)
+    elif given := [*options] + ["density"] * (
+        density != GTopK.density
+    ):  # the default of hooks, too
+        raise ValueError(
+            f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
+            f"beside {compression!r}"
+        )
+    if not isinstance(compression, GTopK | Shards):
+        raise ValueError(
+            f"{hook} takes Compression.gtopk(...) or Compression.shards(...), got "
+            f"{compression!r}; DistributedOptimizer takes all of them"
+        )
+    if compression.dense or compression.dense_vectors or compression.dense_under:
+        raise ValueError(
+            f"{hook} exchanges whole buckets, so per-parameter dense rules are not supported; "
+            "leave out dense, dense_vectors and dense_under"
+        )
+    return compression
+
+
+class HookSteps:
+    """Reports each step, also to the run's record, and counts the world's steps.
+
+    After the first, all ranks measure their links to predict such steps; the program waits.
+
+    last: the report of the last step; None before the first.
+    stragglers: how fast the ranks compute, beside each other.
+    clip_factor: by which this rank's gradients of the step were shortened.
+    """
+
+    def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
+        """peers: the ranks that exchange together; progress: the caller counts its steps."""
+        self._world, self._peers = peers.world, peers
+        self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
+        self._expected = ExpectedStep(compression, progress)
+        self._sizes: list[int] = []  # of the buckets that the prediction is for
+        self._seen = RecordedStep()
+        self._counted = 0  # steps that were not skipped
+        self._waited_since: float | None = None
+        self._waited_seconds = 0.0
+        self._ended: float | None = None  # when the last wait ended
+        self._ended_before: float | None = None  # when that of the previous step ended
+        self.last: StepReport | None = None
+        self.clip_factor = 1.0
+
+    def add_bucket(self, bucket_exchange: BucketExchange) -> int:
+        """Note a bucket, in the program's thread; return its number in the step."""
+        self._seen.bucket_exchanges.append(bucket_exchange)
+        return len(self._seen.bucket_exchanges) - 1
+
+    def note_submit(self, number: int, operation: Operation) -> None:
+        """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
+        self._seen.operations[number] = operation
+        self._waited_since = time.perf_counter()
+
+    def note_exchange(self, number: int, began: float, exchanged: Exchanged | None) -> None:
+        """Note, in the engine's thread, the result of a bucket's exchange."""
+        if exchanged is not None:
+            self._seen.exchanged[number] = exchanged
+        self._seen.spans.append((began, time.perf_counter()))
+
+    def drop(self) -> None:
+        """Forget a step that an error has ended."""
+        self._seen = RecordedStep()
+
+    def note_wait_end(self) -> None:
+        """Note that the program's wait has ended."""
+        self._ended = time.perf_counter()
+        if self._waited_since is not None:
+            self._waited_seconds += self._ended - self._waited_since
+
+    def close(self, counted: bool, overlapped: bool) -> None:
+        """Report the step, and begin another; all ranks call it after the same step.
+
+        overlapped: the program has waited for the last bucket only, not for each.
+        """
+        self._expect()
+        ended, before = self._ended or 0.0, self._ended_before
+        self.last = report(
+            self._seen,
+            step=self._world.step,
+            compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
+            waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
+            synchronize_seconds=self._waited_seconds,
+            apply_seconds=0.0,  # the engine's thread applies
+            predicted_seconds=self._expected.seconds,
+            skipped=not counted,
+            samples=None,
+            dense_seconds=self._expected.dense_seconds,
+            gradient_norm=gradient_norm(self._seen.bucket_exchanges, self.clip_factor),
+        )
+        bucket_exchanges = self._seen.bucket_exchanges
+        self._seen, self._waited_seconds, self._ended_before = RecordedStep(), 0.0, ended
+        self._world.step += 1
+        self._counted += counted
+        if counted:
+            self.stragglers.note(self._counted, self.last.compute_seconds or None)
+        note_step(self._world, self.last, self._counted if counted else None, bucket_exchanges)
+
+    def _expect(self) -> None:
+        """Predict the exchange of the last step's buckets; measure links after the first step."""
+        sizes = [bucket_exchange.elements for bucket_exchange in self._seen.bucket_exchanges]
+        if not self._sizes:
+            begun = time.perf_counter()
+            self._expected.measure(self._seen.bucket_exchanges, self._peers)
+            self._ended = time.perf_counter()
+            self._waited_seconds += self._ended - begun
+        elif sizes != self._sizes:
+            self._expected.expect(self._seen.bucket_exchanges)
+        self._sizes = sizes
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that a hook was given, also out of a framework's wrapper.
+
+    Raises ValueError for a distributed one, TypeError for an object that is no optimizer.
+    """
+    if isinstance(optimizer, Wrapping):
+        raise ValueError("the optimizer is distributed already: give the hook the plain one")
+    return None if optimizer is None else plain(optimizer)
+
+
+def join_world() -> World:
+    """Return the world, joined where nobody has.
+
+    Raises ValueError where torch.distributed gives this rank another number.
+    """
+    if not world.is_initialized():
+        world.init()
+    here = world.current()
+    if torch.distributed.get_rank() != here.rank:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
+            "gtopk: start the ranks with one launcher"
+        )
+    return here
+
+
+class HookState:
+    """The part of a hook's state that DDP's and FSDP's share.
+
+    A pass goes through `_submit`, bucket by bucket; `_close_pass`, once all of them are exchanged;
+    `_report_pass`; and `_note_agreed`, when gradients are in their places. `_abort_pass` comes
+    before the next one. A class that derives calls `__init__` when `_parameters` and `_residuals`
+    work.
+
+    compression, scaler: as they were given. progress: the steps that counted.
+    """
+
+    # In messages: how a script adds up passes, gives the hook its optimizer and saves the state;
+    # and how it clips where the hook makes Adam's steps.
+    _accumulating: ClassVar[str]
+    _giving: ClassVar[str]
+    _saving: ClassVar[str]
+    _clipping: ClassVar[str]
+    # Whether a plain optimizer's saved state notes the residual's norm: DCP, which saves sharded
+    # ones, could load no state without the note.
+    _marks_saved: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        peers: Peers,
+        compression: SparseCompression,
+        scaler: Any,
+        max_skipped_steps: int,
+        optimizer: torch.optim.Optimizer | None,
+        of_adam: Mapping[str, Any],
+    ) -> None:
+        """optimizer: that the hook was given. of_adam: its `options_of_adam`."""
+        self.compression, self.scaler, self.progress = compression, scaler, Progress()
+        self._world, self._peers = peers.world, peers
+        self._weight = 1.0 / peers.size  # of this rank's gradients in the mean
+        self._transaction = PassTransaction()  # used by the engine's thread, within a pass
+        self._steps = HookSteps(peers, compression, self.progress)
+        self._skips = HookSkips(self._parameters, max_skipped_steps)
+        # Residuals of names that no parameter has; saved again.
+        self._unmatched: dict[str, ResidualState] = {}
+        stepped = optimizer if of_adam["adam"] is not None else None
+        made_by = compression.correction if stepped is None else "AdamW"
+        self._passes = PassWatch(self._world.rank, made_by, self._accumulating)
+        self._adam: HookedAdam | None = None
+        if stepped is not None:
+            self._adam = HookedAdam(
+                stepped,
+                self._skips,
+                peers,
+                self._residuals,
+                self._passes,
+                local_residual=of_adam["local_residual"],
+                groups=self._groups_of(stepped),
+                swapped=self._reshard,
+                clipping=self._clipping,
+            )
+        elif optimizer is not None:
+            optimizer.register_step_pre_hook(self.drop_skipped)
+        self._checks = OptimizerChecks(
+            self._skips,
+            compression,
+            self._world.rank,
+            says=self._rank == 0,
+            way=self._giving if optimizer is None else "",
+            stepped=stepped,
+            adam="" if stepped is None else self._clipping,
+            residuals=self._residuals if stepped is None and self._marks_saved else None,
+        )
+
+    def _parameters(self) -> Collection[torch.Tensor]:
+        """Return the model's parameters."""
+        raise NotImplementedError
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return each parameter that has a residual, and a view of it in the parameter's shape."""
+        raise NotImplementedError
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> HookGroups:
+        """Return the groups of an optimizer whose steps the hook makes."""
+        return HookGroups(optimizer)
+
+    def _reshard(self) -> None:
+        """Do what parameters that were changed in place need; DDP's need nothing."""
+
+    @property
+    def _rank(self) -> int:
+        """This rank's place among those whose residuals are one state."""
+        return self._peers.rank
+
+    @property
+    def _ranks(self) -> int:
+        """How many ranks' residuals are one state."""
+        return self._peers.size
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps did not count; the same on all ranks."""
+        return self._skips.count
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """The report of the last step; None before the first."""
+        return self._steps.last
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """The speed of each rank that exchanges with this one; the fastest is 1.
+
+        Of the last report; None before.
+        """
+        return self._steps.stragglers.scores
+
+    @property
+    def makes_adam_steps(self) -> bool:
+        """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
+        return self._adam is not None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Make the parameters the model that is the same on all ranks, within the context.
+
+        They are that by themselves from `step` to the next forward pass, and in a model in eval
+        mode: use this for code that reads them in the middle of a step.
+        """
+        return nullcontext() if self._adam is None else self._adam.evaluating()
+
+    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        """Drop an optimizer's gradients where the last backward pass does not count.
+
+        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
+        where there are several optimizers. For an optimizer that steps with closures, call it in
+        the closure, after backward. An optimizer of several models takes the method of each of
+        their states: it then steps the models whose passes count.
+        """
+        self._skips.drop(optimizer)
+
+    def accept_gradients(self) -> None:
+        """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        self._note_gradients(again=True)
+
+    def _note_gradients(self, *, again: bool) -> None:
+        """again: they are of a pass that was noted before."""
+        counted = self._skips.counted
+        self._passes.note(self._skips.parameters() if counted else None)
+        if self._adam is not None:
+            self._adam.note(again=again) if counted else self._adam.forget()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError for a copy or a pickle, which torch.save makes, too."""
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled: it belongs to the ranks "
+            f"of a running job. {self._saving}"
+        )
+
+    def _open(
+        self,
+        name: str,
+        whole: torch.nn.Parameter,
+        sizes: Sequence[int],
+        stepped: Sequence[torch.Tensor],
+    ) -> BucketExchange:
+        """Return the exchange of a bucket that a parameter stands for.
+
+        sizes: of the parameters in it. stepped: what the groups of Adam know them by.
+        """
+        bucket_exchange = open_bucket_exchange(
+            name, [whole], [name], self.compression, self.progress, sizes=sizes
+        )
+        if self._adam is not None:
+            attach_adam(
+                bucket_exchange,
+                self.compression,
+                self._adam.groups,
+                self._peers.size,
+                parameters=stepped,
+            )
+        return bucket_exchange
+
+    def _submit(
+        self,
+        name: str,
+        signature: Sequence[str],
+        bucket_exchange: BucketExchange,
+        *,
+        factor: float = 1.0,
+        is_joined: bool = False,
+        flags: int = 0,
+        then: Callable[[list[int]], None] = lambda all_flags: None,
+    ) -> Operation:
+        """Begin to exchange a bucket, with the gradients that are in it now.
+
+        The operation returns whether this rank's gradients were finite. Buckets are exchanged in
+        the same order on all ranks.
+
+        factor: multiplies the gradients. is_joined: they are zeros of no sample.
+        then: called with all ranks' flags on the engine's thread, when the bucket is exchanged.
+        """
+        scale = loss_scale(self.scaler)
+        bucket_exchange.capture_gradients(factor * self._weight / scale, scale)
+        if is_joined:
+            bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
+        number = self._steps.add_bucket(bucket_exchange)
+
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            began = time.perf_counter()
+            exchanged = self._transaction.run(bucket_exchange, transport, all_flags)
+            self._steps.note_exchange(number, began, exchanged)
+            is_finite = transport.rank not in self._transaction.not_finite
+            then(all_flags)
+            return is_finite
+
+        operation = self._peers.engine.submit(
+            f"{self._peers.name}.{name}",
+            [
+                *signature,
+                bucket_exchange.signature,
+                f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
+            ],
+            work,
+            flags=flags | flags_of(bucket_exchange),
+        )
+        self._steps.note_submit(number, operation)
+        return operation
+
+    def _close_pass(self) -> bool:
+        """End the transaction, once all buckets are exchanged, and tell whether the pass counts."""
+        counted = self._transaction.close()
+        self.progress.steps += counted
+        return counted
+
+    def _report_pass(self, counted: bool, overlapped: bool, where: Iterable[str]) -> None:
+        """Report the step, and warn where it does not count.
+
+        overlapped: as of `HookSteps.close`. where: the ranks whose gradients are not finite.
+        Raises FloatingPointError where more passes in a row did not count than allowed.
+        """
+        step = self._world.step
+        self._steps.close(counted, overlapped)
+        self._skips.note_pass(counted, self._world.rank, step, " and ".join(where))
+
+    def _note_agreed(self) -> None:
+        """Note that the pass has ended, and that gradients are agreed ones where it counts."""
+        self._note_gradients(again=False)
+        agreed = self._skips.parameters() if self._skips.counted else ()
+        self._checks.corrected.agree(agreed, self.scaler)
+
+    def _abort_pass(self) -> None:
+        """Undo a pass that an error has ended, if there is one; its operations have ended."""
+        self._transaction.drop()
+        self._transaction.close()
+        self._steps.drop()
+
+    def _state_of(
+        self, residuals: Iterable[tuple[str, ResidualState]], prefix: str = ""
+    ) -> dict[str, Any]:
+        """Return this rank's state, with residuals by name; empty ones are left out.
+
+        prefix: of the names.
+        """
+        self._abort_pass()  # in case an error has ended the last pass
+        self._skips.warn_of_saving(self._world.rank)
+        mine = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
+        return {
+            "format": FORMAT,
+            "ranks": self._ranks,
+            "steps": self.progress.steps,
+            "lanes": [],
+            "held": {self._rank: {prefix + name: parts for name, parts in mine.items()}},
+        }
+
+    @contextmanager
+    def _loading(
+        self,
+        state: Mapping[str, Any],
+        residuals: Mapping[str, ResidualState],
+        known: Collection[str],
+        why: str,
+    ) -> Iterator[None]:
+        """Forget the last pass, and go on from the state's steps; the context puts residuals in.
+
+        why: residuals of no known name cannot be put in, and what to do, for a warning.
+        """
+        self._unmatched = unmatched(residuals, known, self._world.rank, why)
+        self._abort_pass()
+        self._skips.note_loaded()
+        if self._adam is not None:
+            self._adam.forget()
+        yield
+        self.progress.steps = int(state["steps"])
+        if self._adam is not None:
+            self._adam.loaded()
