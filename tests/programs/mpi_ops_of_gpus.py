@@ -16,7 +16,7 @@ import light_torch  # noqa: F401
 from collectives import Transport
 from collectives.transports import nccl, nccl_start
 from collectives.transports.device_choice import GpuFacts
-from gtopk.runtime.world import state
+from gtopk.runtime.world import membership
 
 calls: Counter[str] = Counter()
 
@@ -48,7 +48,7 @@ class Counting(nccl_start.TorchCollectives):
 
 nccl_start.facts_here = signature
 nccl_start.TorchCollectives = Counting
-state.over_gpus = over_gpus
+membership.over_gpus = over_gpus
 
 if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).with_name("mpi_ops.py")), run_name="__main__")

@@ -9,12 +9,12 @@ from checks import raises
 import gtopk
 import gtopk.torch as hvd
 from gtopk.runtime.launch import launched_by
-from gtopk.runtime.world import state
+from gtopk.runtime.world import membership
 
 job = launched_by()
 assert job is not None
 if job.rank == 1:
-    state.__version__ = "9.9.9"  # type: ignore[attr-defined]
+    membership.__version__ = "9.9.9"  # type: ignore[attr-defined]
 others = ", ".join(str(rank) for rank in range(job.size) if rank != 1)
 whose = "ranks" if job.size > 2 else "rank"
 raises(

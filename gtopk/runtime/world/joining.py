@@ -6,8 +6,8 @@
     none                                 torch.distributed within a process group, else local
 
 GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
-over NCCL, "staged" through pinned host memory. Where none is named, state.py lays NCCL over the
-launcher's, if every rank has a GPU.
+over NCCL, "staged" through pinned host memory. Where none is named, membership.py lays NCCL over
+the launcher's, if every rank has a GPU.
 
 A watchdog ends a start that Python code cannot interrupt: MPI's start waits for ever for a rank
 that has ended.
