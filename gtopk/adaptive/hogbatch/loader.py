@@ -11,20 +11,16 @@ Periods: a worker's work in a quarter of a second, reported as a step of the run
 
 from __future__ import annotations
 
-import dis
-import gc
-import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.membership import World
-from ..loader_base import Epochs, LoaderBase, is_over
+from ..loader_base import LoaderBase, is_over
 from ..local_training.local_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
@@ -36,7 +32,6 @@ from .shared_model import SharedModel, Writer, layout_of, require_shareable, sta
 from .sizes import ClassSizes, Sizer, default_thresholds
 from .workers_batch import ClaimedBatches, WorkersBatch
 
-_LOOPS: Final = (Epochs.loop.__code__, Epochs.close.__code__)  # between a script and an iteration
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 
 
@@ -127,7 +122,6 @@ class HogbatchLoader(LoaderBase):
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
         self._batch = WorkersBatch(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
-        self._lacks_merges = False  # an error of the script has ended the last epoch
         # Round 1, the time before all epochs: this worker is ready.
         self._ledger.end()
 
@@ -153,11 +147,8 @@ class HogbatchLoader(LoaderBase):
                 self._node.merging.end()
         except GeneratorExit:  # the script has broken it off
             self._give_back()
-            # Merges wait for the epochs of all nodes, and an error would be told after that.
-            self._lacks_merges = self._node.nodes > 1 and _is_raising(inspect.currentframe())
-            if not self._lacks_merges:
-                with self._steps.spent.waiting():
-                    self._node.merging.end(self._ledger)
+            with self._steps.spent.waiting():
+                self._node.merging.end(self._ledger)
             raise
         finally:
             # Before the round ends for this worker: from then on nobody looks for what it holds.
@@ -204,14 +195,7 @@ class HogbatchLoader(LoaderBase):
             self._batch.leave()
 
     def _publish(self) -> None:
-        """Share a model that was loaded into a fast worker's copy: the next refresh replaces it.
-
-        Before that, make the merges that are left of an epoch, if the script has caught its error.
-        """
-        if self._lacks_merges:
-            self._lacks_merges = False
-            with self._steps.spent.waiting():
-                self._node.merging.end(self._ledger)
+        """Share a model that was loaded into a fast worker's copy: the next refresh replaces it."""
         self._ledger.before_next_round(self._writer.publish)
 
     def _give_back(self) -> None:
@@ -308,25 +292,3 @@ class HogbatchLoader(LoaderBase):
         self._epochs.load_state_dict(state["epochs"])
         if state["thresholds"] is not None and state.get("class") == self._class.name:
             self._sizer.resume(state["thresholds"][0], state["size"])
-
-
-def _is_raising(frame: FrameType | None) -> bool:
-    """Tell whether an exception of the script is what closes an iteration, not a break.
-
-    Python hides an exception that is under way from code that runs meanwhile, but not its
-    traceback. Of a generator between, as a progress bar's, the caller tells.
-    frame: of the iteration that is being closed.
-    """
-    while frame is not None and (frame.f_globals is globals() or frame.f_code in _LOOPS):
-        frame = frame.f_back
-    while frame is not None:
-        is_raised_again = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "RERAISE"
-        if not is_raised_again and not any(
-            isinstance(each, TracebackType) and each.tb_lasti == frame.f_lasti
-            for each in gc.get_referrers(frame)
-        ):
-            return False
-        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return True
-        frame = frame.f_back
-    return False

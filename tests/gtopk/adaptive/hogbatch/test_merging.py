@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,7 +16,7 @@ import gtopk.torch as hvd
 from collectives import PeerError
 from gtopk.adaptive.hogbatch.node import NodeMerges
 from gtopk.runtime.world.membership import World
-from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, loss_of, train
+from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 
 NODES = [[0], [1]]  # of one worker each: nobody else's step is in what one of its own changes
@@ -144,81 +143,6 @@ def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: An
         return begins_there, bool((flat(model) == 7.0).all())
 
     assert on_ranks(2, program) == [(True, True)] * 2
-
-
-def progress(loader: Any) -> Iterator[Any]:
-    """Yield the batches, as a progress bar does."""
-    try:
-        for batch in loader:
-            yield list(batch)
-    finally:
-        pass
-
-
-def fails(loader: Any, around: Callable[[Any], Iterator[Any]]) -> None:
-    for number, _ in enumerate(around(loader)):
-        if number == 1:
-            try:
-                with contextlib.nullcontext():
-                    raise ArithmeticError("of the script")
-            except KeyError:
-                pass
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("around", [iter, progress])
-def test_an_error_of_a_script_is_told_before_other_nodes_have_ended_the_epoch(
-    failing: int, around: Any
-) -> None:
-    """And one that catches it goes on with the next epoch, of the model that all have trained."""
-    told = threading.Event()
-
-    def program(here: World) -> torch.Tensor:
-        loader, model, optimizer = adapted(nodes=[[0, 1], [2]], merge_every=60)
-        if here.rank == failing:
-            with pytest.raises(ArithmeticError, match="of the script"):
-                fails(loader, around)
-            told.set()
-        else:
-            for number, (_, x, y) in enumerate(loader):
-                if number == 1:
-                    assert told.wait(20), "no error until the merges"
-                optimizer.zero_grad()
-                loss_of(model, x, y).backward()
-                optimizer.step()
-        train(loader, model, optimizer)
-        loader.drain()
-        return flat(model)
-
-    first, *others = on_ranks(3, program)
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=1e-12, atol=1e-14)
-
-
-def test_a_loop_that_is_left_in_order_waits_for_the_merges() -> None:
-    def leave(loader: Any, how: str) -> None:
-        batches = iter(loader)
-        for _ in batches:
-            try:
-                raise ArithmeticError("that the script has caught")
-            except ArithmeticError:
-                if how == "break":
-                    break
-                if how == "return":
-                    return
-                batches.close()
-
-    def program(here: World) -> list[int]:
-        loader, model, optimizer = adapted(nodes=NODES, merge_every=60)
-        for how in ("break", "return", "close"):
-            if here.rank:
-                train(loader, model, optimizer)
-            else:
-                leave(loader, how)
-            assert not loader._lacks_merges
-        return loader._node.merging.merges
-
-    assert on_ranks(2, program) == [3 * 4] * 2
 
 
 @pytest.mark.parametrize("is_finite", [False, True])
