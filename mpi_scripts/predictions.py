@@ -24,8 +24,11 @@ from typing import Final, NamedTuple
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from collectives.algorithms import ALGORITHMS
 from collectives.cost import Link
 from collectives.cost_model import EXACT, Format, Network
+from collectives.errors import CollectiveError
+from collectives.wire.format import check as check_format
 from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import Record, Results
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
@@ -67,8 +70,52 @@ def forecasts(
             measured = record["seconds"]["median"]
             network = name, record["ranks"], record["length"]
             entries = record["length"] if record["label"] == DENSE else record["k"]
-            busy = busyness(record, results["run"]["shared_cores"])
+            busy = busyness(record, results["run"].get("shared_cores"))
             yield Forecast(*network, entries, record["label"], foretold, measured, busy)
+
+
+def check(results: Results, source: str) -> None:
+    """Raise ValueError where a record has figures that no benchmark writes."""
+    cores = results["run"].get("shared_cores")
+    if not (cores is None or (isinstance(cores, int) and cores > 0)):
+        raise ValueError(f"shared_cores of {source} must be a number of cores, got {cores!r}")
+    for number, record in enumerate(results["records"]):
+        try:
+            is_sound = _is_sound(record)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            is_sound = False
+        if not is_sound:
+            raise ValueError(
+                f"record {number} of {source} must have the counts and times of a measurement; "
+                "run the benchmark anew"
+            )
+
+
+def _is_sound(record: Record) -> bool:
+    """Tell whether a record's counts and times can be; may raise what it meets in forged ones."""
+    counts = record["ranks"], record["k"], record["length"]
+    latency_seconds, seconds_per_byte, burst_bytes = record["modelled_link"]
+    times = [
+        *(latency_seconds, seconds_per_byte, burst_bytes),
+        *(record["seconds"]["median"], record["cpu_seconds"]["mean"], *record["seconds_by_round"]),
+        *(record["modelled_wire_seconds"] or 0.0, record["modelled_code_seconds"] or 0.0),
+    ]
+    if record["algorithm"] in ALGORITHMS:  # shards have a format of their own
+        check_format(format_of(record))
+    return (
+        all(type(count) is int for count in counts)
+        and min(counts) >= 1
+        and record["k"] <= record["length"]
+        and isinstance(record["label"], str)
+        and all(math.isfinite(each) and each >= 0.0 for each in times)
+        and record["seconds_by_round"][-1] > 0.0
+    )
+
+
+def format_of(record: Record) -> Format:
+    """Return the wire format of a record; the exact one where it names none."""
+    indices, _, values = (record["format"] or "+".join(EXACT)).partition("+")
+    return Format(indices, values)
 
 
 def busyness(record: Record, cores: int | None) -> float | None:
@@ -107,16 +154,15 @@ def simulated(python: str) -> Callable[[Record], float | None]:
     profiles: dict[Reduction, Profile] = {}
 
     def seconds(record: Record) -> float | None:
-        if record["modelled_wire_seconds"] is None or record["algorithm"] is None:
-            return None
+        if record["modelled_wire_seconds"] is None or record["algorithm"] not in ALGORITHMS:
+            return None  # shards, say, are no reduction of picks
         is_dense = record["algorithm"] == "dense"
-        indices, _, values = (record["format"] or "+".join(EXACT)).partition("+")
         reduction = Reduction(
             record["algorithm"],
             record["ranks"],
             record["length"],
             record["length"] if is_dense else record["k"],
-            format=Format(indices, values),
+            format=format_of(record),
         )
         trace = traces.get(reduction) or traces.setdefault(reduction, trace_of(reduction))
         network = Network(record["ranks"], Link(*record["modelled_link"]))
@@ -161,11 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         foretell = simulated(find_python()) if options.simulate else modelled
-        files = [(path.stem.partition("-")[0], read(path)) for path in options.files]
-        found = [each for file in files for each in forecasts(*file, foretell)]
-    except (OSError, ValueError, SimulationError) as error:
+        files = [(path, read(path)) for path in options.files]
+        for path, results in files:
+            check(results, str(path))
+        by_file = [
+            [*forecasts(path.stem.partition("-")[0], results, foretell)] for path, results in files
+        ]
+    except (OSError, ValueError, CollectiveError, SimulationError) as error:
         parser.error(str(error))
-    saved = list(savings(found))
+    found = [each for forecast in by_file for each in forecast]
+    # Each file against its own dense: of two runs, files may have the same name.
+    saved = [each for forecast in by_file for each in savings(forecast)]
     for entries in sorted({each.entries for each in found}):
         for title, forecast in (("time", found), ("saved of dense's time", saved)):
             here = [each for each in forecast if each.entries == entries]

@@ -140,6 +140,7 @@ def simulated(comparison: Comparison, platform: Platform) -> list[Simulated]:
 
 def _reduction(prediction: Prediction, comparison: Comparison) -> Reduction:
     cluster, candidate = comparison.cluster, prediction.candidate
+    native_bytes = cluster.network.native_bytes
     return Reduction(
         candidate.algorithm,
         cluster.network.ranks,
@@ -148,6 +149,7 @@ def _reduction(prediction: Prediction, comparison: Comparison) -> Reduction:
         cluster.network.ranks_per_node,
         candidate.format,
         candidate.widening,
+        sys.maxsize if native_bytes is None else native_bytes,
     )
 
 

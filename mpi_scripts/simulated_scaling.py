@@ -82,7 +82,19 @@ def simulated(
     tree: Tree,
     python: str,
 ) -> Found:
-    """Return the seconds of every method at every rate on every number of hosts."""
+    """Return the seconds of every method at every rate on every number of hosts.
+
+    Raises ValueError for an impossible rate or tree before anything is simulated.
+    """
+    platforms = {
+        (size, rate): Platform(
+            Network(size, Link.of(bandwidth(rate), LATENCY_SECONDS)), **tree._asdict()
+        )
+        for size in ranks
+        for rate in rates
+    }
+    for platform in platforms.values():
+        platform.check()
     length = PARAMETERS["resnet50"]
     found: dict[str, dict[str, dict[int, float | None]]] = {
         rate: {method: {} for method in methods} for rate in rates
@@ -96,9 +108,7 @@ def simulated(
                 print(f"{method} on {size:,} hosts: {refused}", file=sys.stderr)
                 trace = None
             for rate in rates:
-                network = Network(size, Link.of(bandwidth(rate), LATENCY_SECONDS))
-                platform = Platform(network, **tree._asdict())
-                seconds = simulate(trace, platform, python) if trace else None
+                seconds = simulate(trace, platforms[size, rate], python) if trace else None
                 found[rate][method][size] = seconds
     return found
 

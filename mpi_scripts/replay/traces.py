@@ -6,7 +6,7 @@
 The ranks are threads. Where their vectors together would not fit into memory, two smaller
 reductions of the same density are recorded: they have the same messages, and a message's bytes are
 a + b k. For topk-allgather these are two allgathers of shorter messages, as its lists travel
-unchanged.
+unchanged. Dense messages are in one piece, without their checksums; a word answers each long one.
 Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
 """
 
@@ -28,7 +28,7 @@ from collectives.cost_model.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import CHECKED_BYTES, PIECE_BYTES
+from collectives.transports.reductions import CHECKED_BYTES, LONG_BYTES, PIECE_BYTES
 from collectives.wire import EXACT, Format, encode
 from gtopk.cli.bench.collectives.cases import picks
 
@@ -52,6 +52,7 @@ class Reduction(NamedTuple):
     """The reduction to record: `selected` of `length` values on each rank; dense: all of them.
 
     growth: the growth of gtopk, also between nodes.
+    native_bytes: as in `Order`: from here on words answer no dense messages.
     """
 
     algorithm: str
@@ -61,6 +62,7 @@ class Reduction(NamedTuple):
     ranks_per_node: int = 1
     format: Format = EXACT
     growth: float = 1.0
+    native_bytes: int = sys.maxsize
 
     @property
     def messages(self) -> int:
@@ -107,6 +109,11 @@ def trace_of(reduction: Reduction) -> Trace:
 
     Raises ValueError for one that has too many messages, or quantile boundaries.
     """
+    if reduction.ranks > MOST_MESSAGES:  # each sends one at least: too many to count them
+        raise ValueError(
+            f"{reduction.algorithm} on {reduction.ranks:,} ranks has more than {MOST_MESSAGES:,} "
+            "messages, which is how many can be replayed"
+        )
     if reduction.messages > MOST_MESSAGES:
         raise ValueError(
             f"{reduction.algorithm} on {reduction.ranks:,} ranks has about "
@@ -118,7 +125,19 @@ def trace_of(reduction: Reduction) -> Trace:
             f"{_drawn(reduction.ranks):,} lines, all of them on one machine here, and "
             f"{_MOST_ENTRIES:,} fit: ask for fewer ranks"
         )
-    if reduction.entries <= _MOST_ENTRIES:
+    trace = _sized(reduction)
+    if reduction.algorithm == "dense" and reduction.length * _FLOAT_BYTES < reduction.native_bytes:
+        return _answered(trace)
+    return trace
+
+
+def _sized(reduction: Reduction) -> Trace:
+    """Record a reduction, or extrapolate it from smaller ones where it does not fit.
+
+    So are dense ones whose messages travel in pieces: only the last piece's word takes time.
+    """
+    in_pieces = reduction.algorithm == "dense" and reduction.length * _FLOAT_BYTES > PIECE_BYTES
+    if reduction.entries <= _MOST_ENTRIES and not in_pieces:
         return _record(reduction)
     if reduction.algorithm == "topk-allgather":
         return _allgather(reduction)
@@ -168,8 +187,10 @@ def profile_of(reduction: Reduction) -> Profile:
     """Return the seconds that ranks of a sparse reduction compute between messages, measured here.
 
     They are CPU seconds of threads in a second run: they tell how a reduction's time is
-    distributed, not how long it takes on another machine.
+    distributed, not how long it takes on another machine. One that does not fit is run smaller.
     """
+    if reduction.entries > _MOST_ENTRIES:
+        reduction, _ = reduction.smaller()
 
     def program(transport: LocalTransport) -> list[float]:
         assert isinstance(transport, Recorder)
@@ -222,12 +243,15 @@ def _recorders(ranks: int) -> list[LocalTransport]:
 
 
 def _without_words(trace: Trace) -> Trace:
-    """Return the trace without checksums, and without words that acknowledge long messages.
+    """Return the trace of a dense reduction without checksums, and the words for long messages.
 
-    Words keep a host's messages in order, which the simulation does anyway. Whether a message has
-    either depends on the size of the vector. Their latency is left out, too. A message of a
-    checksum's length is one if the message before it, to the same peer, is long enough to have one.
+    Whether a message has either depends on the size of the vector; `_answered` adds the words at
+    the size that is wanted. A message of a checksum's length is one if the message before it, to
+    the same peer, is long enough to have one. An empty message is a word where any are long: else
+    it is a block that has no elements.
     """
+    longest_bytes = max((size for events in trace for _, size in events), default=0)
+    has_words = longest_bytes >= LONG_BYTES
     words: dict[tuple[int, int], deque[bool]] = defaultdict(deque)  # for each message, in order
     kept: list[list[Event]] = []
     for rank, events in enumerate(trace):
@@ -239,13 +263,35 @@ def _without_words(trace: Trace) -> Trace:
                 continue
             is_checksum = size == CHECKSUM_BYTES and last[peer] >= CHECKED_BYTES
             last[peer] = size
-            words[rank, peer].append(is_checksum or size == 0)
+            words[rank, peer].append(is_checksum or (has_words and size == 0))
             if not words[rank, peer][-1]:
                 kept[rank].append((peer, size))
     return [
         [each for each in events if each[1] != RECEIVED or not words[each[0], rank].popleft()]
         for rank, events in enumerate(kept)
     ]
+
+
+def _answered(trace: Trace) -> Trace:
+    """Return the trace of a dense reduction with a word for every long message.
+
+    rank    sends, receives    sends a word for a long one, waits for that of its own    sends ...
+    """
+    sent: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # bytes of each message, in order
+    for rank, events in enumerate(trace):
+        for peer, size in events:
+            if size != RECEIVED:
+                sent[rank, peer].append(size)
+    answered: Trace = []
+    for rank, events in enumerate(trace):
+        answered.append([])
+        for (to, size), (source, received) in zip(events[::2], events[1::2], strict=True):
+            answered[rank] += [(to, size), (source, received)]
+            if sent[source, rank].popleft() >= LONG_BYTES:
+                answered[rank].append((source, 0))
+            if size >= LONG_BYTES:
+                answered[rank].append((to, RECEIVED))
+    return answered
 
 
 def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: int) -> Trace:

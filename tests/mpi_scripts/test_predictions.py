@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from collectives.errors import CollectiveError
 from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import SCHEMA
 from gtopk.cli.main import main as gtopk
+from mpi_scripts import predictions
 from mpi_scripts.predictions import (
     DENSE,
     Forecast,
@@ -18,8 +22,10 @@ from mpi_scripts.predictions import (
     main,
     row,
     savings,
+    simulated,
 )
 from mpi_scripts.replay.simulate import SimulationError, find_python
+from mpi_scripts.replay.traces import Reduction, Trace
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
@@ -103,6 +109,80 @@ def test_files_of_the_benchmark_are_read(file: Path, capsys: pytest.CaptureFixtu
     dense, busy = dense.split("all times, by how busy the shared cores were\n")
     assert dense.count("\n| gtopk's own dense") == 1
     assert sum(int(line.split("|")[2]) for line in busy.splitlines()[3:] if line) == 2
+
+
+def test_what_is_saved_is_of_the_same_files_dense(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs of the same networks, of which the later one's dense took ten times as long."""
+    results = read(file)
+    for scale, folder in ((1.0, "first"), (10.0, "second")):
+        for record in results["records"]:
+            is_dense = record["label"] == DENSE
+            record["seconds"]["median"] = scale * (4.0 if is_dense else 3.0)
+            record["modelled_wire_seconds"] = scale * (4.0 if is_dense else 3.0)
+            record["modelled_code_seconds"] = 0.0
+        # What the first run's gtopk saves is a quarter of its own dense.
+        results["records"][-1]["seconds"]["median"] -= scale if folder == "first" else 0.0
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file.name).write_text(json.dumps(results))
+    assert results["records"][-1]["label"] != DENSE
+    assert main([str(tmp_path / folder / file.name) for folder in ("first", "second")]) == 0
+    saved = capsys.readouterr().out.partition("saved of dense's time")[2]
+    assert "| 2 | 25 % | 1 | -50 % (here, 4 ranks) |" in saved
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"ranks": 0},
+        {"k": 2000},
+        {"seconds": 5},
+        {"seconds": {"median": math.nan}},
+        {"seconds_by_round": []},
+        {"seconds_by_round": [0.0]},
+        {"modelled_link": [1.0]},
+        {"modelled_wire_seconds": "1"},
+        {"format": "foo+bar"},
+    ],
+)
+def test_a_forged_record_is_refused_in_a_sentence(
+    forged: dict[str, Any], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results: dict[str, Any] = dict(read(file))
+    results["records"][1].update(forged)
+    path = tmp_path / "forged-4.json"
+    for content in (results, {**results, "records": [5]}):
+        path.write_text(json.dumps(content))
+        with pytest.raises(SystemExit, match="2"):
+            main([str(path)])
+        assert f"of {path} must" in capsys.readouterr().err
+
+
+def test_a_run_that_tells_no_shared_cores_is_read(file: Path, tmp_path: Path) -> None:
+    results = read(file)
+    del results["run"]["shared_cores"]
+    (tmp_path / file.name).write_text(json.dumps(results))
+    assert main([str(tmp_path / file.name)]) == 0
+
+
+def test_more_ranks_than_threads_are_refused_in_a_sentence(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(reduction: Reduction) -> Trace:
+        raise CollectiveError(f"the system allows 2 of {reduction.ranks} threads")
+
+    monkeypatch.setattr(predictions, "find_python", lambda: "python")
+    monkeypatch.setattr(predictions, "trace_of", refused)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--simulate", str(file)])
+    assert "the system allows 2 of 4 threads" in capsys.readouterr().err
+
+
+def test_shards_are_not_replayed(file: Path) -> None:
+    record = read(file)["records"][0]
+    record["algorithm"] = "shards"
+    assert simulated("python")(record) is None
 
 
 def test_files_of_the_benchmark_are_simulated(

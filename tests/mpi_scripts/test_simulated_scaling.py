@@ -32,6 +32,19 @@ def test_what_cannot_be_simulated_is_refused_in_a_sentence(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["--ranks", "64", "2", "--sites", "2"], ["--ranks", "64", "--rates", "1gbit", "x"]]
+)
+def test_what_cannot_be_is_refused_before_anything_is_simulated(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was simulated until then, for hours maybe, would be lost."""
+    monkeypatch.setattr(simulated_scaling, "find_python", lambda: sys.executable)
+    monkeypatch.setattr(simulated_scaling, "trace_of", lambda reduction: 1 / 0)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--methods", "gtopk", *words])
+
+
 def test_without_simgrid_it_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
 ) -> None:

@@ -50,6 +50,16 @@ def test_rounds_in_which_nobody_shares_a_link_take_what_the_model_says(python: s
         assert found == pytest.approx(modelled.communicate_seconds, rel=0.01)
 
 
+def test_the_words_that_answer_long_messages_take_a_latency_each(python: str) -> None:
+    """Also where long messages travel in pieces, of which the last one's word counts."""
+    for ranks, length in ((3, LENGTH), (4, LENGTH), (4, 5 * LENGTH)):
+        network = Network(ranks, Link.of(1e9, 0.01))
+        trace = trace_of(Reduction("dense", ranks, length, length))
+        modelled = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+        found = simulate(trace, Platform(network), python)
+        assert found == pytest.approx(modelled.communicate_seconds, rel=0.01)
+
+
 def test_messages_that_leave_at_once_wait_for_one_latency(python: str) -> None:
     """Their bytes take turns, and their receivers wait for the latency: no sender does."""
     link = Link.of(1e9, 0.01)

@@ -8,10 +8,12 @@ from collections import Counter
 
 import pytest
 
-from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED
+from collectives.transports.reductions import LONG_BYTES
+from collectives.vector import SparseVector
+from gtopk.cli.bench.collectives.cases import picks
 from mpi_scripts.replay import traces
-from mpi_scripts.replay.traces import Reduction, trace_of
+from mpi_scripts.replay.traces import Reduction, profile_of, trace_of
 
 ALGORITHMS = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 
@@ -42,13 +44,38 @@ def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sys.getswitchinterval(), threading.stack_size()) == before
 
 
-def test_words_and_checksums_between_long_messages_are_left_out() -> None:
+def test_a_word_answers_each_long_message_and_checksums_are_left_out() -> None:
     wanted = reduction("dense", 3, 400_000)
     trace = trace_of(wanted)
-    sent = [size for events in trace for _, size in events if size != RECEIVED]
+    sent = [size for events in trace for _, size in events if size > 0]
     assert len(sent) == wanted.messages
-    assert min(sent) > CHECKSUM_BYTES
-    assert sum(map(len, trace)) == 2 * len(sent)
+    assert min(sent) >= LONG_BYTES
+    assert sum(size == 0 for events in trace for _, size in events) == len(sent)
+    assert sum(map(len, trace)) == 4 * len(sent)
+    # Distances 2 and 1 to reduce, then 1 and 2 to gather.
+    *_, last = [trace[0][first : first + 4] for first in range(0, len(trace[0]), 4)]
+    assert [(peer, size > 0) for peer, size in last] == [
+        (1, True),
+        (2, False),
+        (2, False),
+        (1, False),
+    ]
+    assert [size for _, size in last[1:]] == [RECEIVED, 0, RECEIVED]
+
+
+def test_the_librarys_own_allreduce_has_no_words() -> None:
+    wanted = reduction("dense", 3, 400_000)
+    assert all(size for events in trace_of(wanted._replace(native_bytes=0)) for _, size in events)
+    larger = wanted._replace(native_bytes=4 * wanted.length + 1)
+    assert trace_of(larger) == trace_of(wanted)
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(40, 30), (64, 20)])
+def test_a_block_without_elements_is_a_message_and_no_word(ranks: int, length: int) -> None:
+    wanted = reduction("dense", ranks, length)
+    trace = trace_of(wanted)
+    assert sum(size != RECEIVED for events in trace for _, size in events) == wanted.messages
+    assert min(size for events in trace for _, size in events if size != RECEIVED) == 0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
@@ -107,6 +134,26 @@ def test_what_has_too_many_messages_or_lines_is_refused() -> None:
         trace_of(Reduction("oktopk", 4096, 1000, 10))
     with pytest.raises(ValueError, match="oktopk on 256 ranks draws its boundaries by 67,108,864"):
         trace_of(Reduction("oktopk", 256, 1 << 20, 1 << 10))
+    with pytest.raises(ValueError, match="gtopk on 1,000,000,000,000 ranks has more than 524,288"):
+        trace_of(Reduction("gtopk", 10**12, 1000, 10))
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "hierarchical"])
+def test_what_does_not_fit_computes_as_much_as_a_smaller_one(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reduction(algorithm, 4, 64_000, 640)
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", wanted.entries // 4)
+    drawn: list[int] = []
+
+    def noted(distribution: str, length: int, k: int, rank: int, seed: int) -> SparseVector:
+        drawn.append(k)
+        return picks(distribution, length, k, rank, seed)
+
+    monkeypatch.setattr(traces, "picks", noted)
+    profile = profile_of(wanted)
+    assert max(drawn) == 640 // 4
+    assert [len(seconds) for seconds in profile] == [len(events) + 1 for events in trace_of(wanted)]
 
 
 def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -166,6 +166,8 @@ def checked(results: Any, source: str) -> Results:
     if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
         raise ValueError(f"{source} lacks its records or what is told of its run")
     for record in results["records"]:
+        if not isinstance(record, dict):
+            raise ValueError(f"a record of {source} must be an object, got {record!r}")
         if lacking := Record.__required_keys__ - record.keys():
             raise ValueError(f"a record of {source} lacks {', '.join(sorted(lacking))}")
     return cast("Results", results)
