@@ -120,6 +120,7 @@ with_mpirun() {
     export OMPI_MCA_pml=ob1 OMPI_MCA_btl=tcp,self OMPI_MCA_btl_tcp_if_include=eth0
     export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_threads_pthreads_yield_strategy=nanosleep
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export GLOO_SOCKET_IFNAME=eth0  # for a process group of the program's own
     # Its folders are named by processes, whose small numbers come again in every emulation: those
     # of one that was killed would be in the way.
     mkdir /run/netns/.of-mpirun
