@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -194,7 +195,7 @@ def join_world() -> World:
     return here
 
 
-class HookState:
+class HookState(ABC):
     """The part of a hook's state that DDP's and FSDP's share.
 
     A pass goes through `_submit`, bucket by bucket; `_close_pass`, once all of them are exchanged;
@@ -262,19 +263,19 @@ class HookState:
             residuals=self._residuals if stepped is None and self._marks_saved else None,
         )
 
+    @abstractmethod
     def _parameters(self) -> Collection[torch.Tensor]:
         """Return the model's parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return each parameter that has a residual, and a view of it in the parameter's shape."""
-        raise NotImplementedError
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> HookGroups:
         """Return the groups of an optimizer whose steps the hook makes."""
         return HookGroups(optimizer)
 
-    def _reshard(self) -> None:
+    def _reshard(self) -> None:  # noqa: B027  (FSDP alone overrides it)
         """Do what parameters that were changed in place need; DDP's need nothing."""
 
     @property
