@@ -26,7 +26,7 @@ from collectives.transports import LocalTransport, Transport, local_world, run_r
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.runtime.launch import LaunchTimeoutError, rank_environment, run
-from tests.started import LIGHT, PROGRAMS, RANKS_PATH, ROOT, Job, finished
+from tests.started import LIGHT, PROGRAMS, RANKS_PATH, ROOT, Job, finished, stacks_before
 
 T = TypeVar("T")
 os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
@@ -104,7 +104,8 @@ def mpirun() -> Callable[..., Job]:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as errors:
-            for name, value in {"PYTHONPATH": RANKS_PATH, **variables}.items():
+            environment = {"PYTHONPATH": RANKS_PATH, **stacks_before(timeout), **variables}
+            for name, value in environment.items():
                 patch.setenv(name, value)
             late: LaunchTimeoutError | None = None
             try:

@@ -3,12 +3,16 @@
 torch loads the shapes and decompositions of all its operators and what exports programs, 1.1 s of
 CPU time of 2.6, and each optimizer the compiler itself, to be left alone by it: another 1.2 s. To
 look for garbage among what it loads takes 0.5 s, most of it when the process ends.
+
+And have a Python that will soon be ended as too late say where its threads wait.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -104,3 +108,6 @@ class _Finder:
 
 if not any(type(finder).__name__ == "_Finder" for finder in sys.meta_path):
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+
+if _late := os.environ.get("STACKS_AFTER_SECONDS"):
+    faulthandler.dump_traceback_later(float(_late))
