@@ -145,7 +145,7 @@ def torchrun() -> Callable[..., Job]:
             *(f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"),
             *(str(path), *arguments),
         ]
-        return finished(command, timeout, variables)
+        return finished(command, timeout, {**stacks_before(timeout), **variables})
 
     return start
 

@@ -32,19 +32,21 @@ class Job(NamedTuple):
 
 
 def stacks_before(timeout: float) -> dict[str, str]:
-    """Return what has started Pythons print the stacks of their threads before they are late."""
+    """Return what has started Pythons print the stacks of their threads before they are late.
+
+    Not for those that fork and end as Python does: a child waits for its parent's watching thread.
+    """
     return {"STACKS_AFTER_SECONDS": f"{0.9 * timeout:g}"}
 
 
 def finished(command: list[str], timeout: float, variables: dict[str, str]) -> Job:
     """Run a launcher to its end."""
-    settings = {"PYTHONPATH": STARTED_PATH, "OMP_NUM_THREADS": "1", **stacks_before(timeout)}
     launcher = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **settings, **variables},
+        env={**os.environ, "PYTHONPATH": STARTED_PATH, "OMP_NUM_THREADS": "1", **variables},
     )
     try:
         stdout, stderr = launcher.communicate(timeout=timeout)

@@ -378,8 +378,10 @@ class Ledger:
         def has_advanced(claimed: int) -> bool:
             return not of() or bool(self._head["next"][0] > claimed)
 
-        while self.has_more() and of():
-            self._await(partial(has_advanced, int(self._head["next"][0])), "evaluate", of)
+        # Read once: who compared it with the end and read it again could wait for a claim beyond
+        # the last one, while those who made that wait for this worker.
+        while of() and (claimed := int(self._head["next"][0])) < self._head["end"][0]:
+            self._await(partial(has_advanced, claimed), "evaluate", of)
 
     def await_others(self) -> None:
         """Wait until no worker of this node has samples left; takes none of them over."""
@@ -392,10 +394,6 @@ class Ledger:
         notes = self._notes[: self._length]
         lost: list[int] = np.flatnonzero(np.isin(notes, [*numbers, _GIVEN_BACK])).tolist()
         return lost
-
-    def has_more(self) -> bool:
-        """Tell whether there is anything left to claim in this node's memory."""
-        return bool(self._head["next"][0] < self._head["end"][0])
 
     def give_back(self, places: Sequence[int]) -> None:
         """Give these places, which this worker has claimed, to workers that still compute."""

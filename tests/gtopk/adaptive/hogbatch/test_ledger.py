@@ -197,6 +197,30 @@ def test_what_is_given_back_is_done_by_others() -> None:
     assert sorted(results[0]) == list(range(LENGTH))
 
 
+@pytest.mark.parametrize("look", [1, 2, 3, 4])
+def test_a_last_claim_at_any_moment_ends_the_wait_for_claims(look: int) -> None:
+    """Once, a claim between two looks at the next place left its worker and the waiting one idle.
+
+    look: at which look for workers to wait for the last place is claimed.
+    """
+
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport, timeout_seconds=0.5)
+        ledger.begin(1)
+        looks = 0
+
+        def faster() -> list[int]:
+            nonlocal looks
+            looks += 1
+            if looks == look:
+                ledger.claim(1)
+            return [0]
+
+        ledger.await_claims(faster)
+
+    run_ranks(local_world(1, 20), program)
+
+
 def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> None:
     """Once, notes were given back without it: another processor could see them after "idle"."""
 
