@@ -39,7 +39,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
-from ..kernels.narrow import narrow, widen
+from ..kernels.narrow import combine, is_narrow, narrow, widen
 from ..vector import Array
 from .checksum import checksum_of
 
@@ -144,14 +144,16 @@ def parts_of(bounds: Sequence[int]) -> list[tuple[int, int, int]]:
 def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], reduction: str) -> None:
     """Reduce this rank's block in place; the other blocks are left with partial results."""
     rank, size = endpoint.rank, endpoint.size
-    combine = REDUCTIONS[reduction]
     for distance in reversed(_distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
         theirs = _pieces(array, bounds, to, blocks)
         ours = _pieces(array, bounds, rank, blocks)
         for here, come in _shifted(endpoint, theirs, to, source, ours):
-            here[...] = narrow(combine(widen(here), widen(come)), array.dtype)
+            if is_narrow(array.dtype):
+                combine(here, come, reduction)
+            else:
+                REDUCTIONS[reduction](here, come, out=here)
 
 
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:

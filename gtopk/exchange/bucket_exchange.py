@@ -8,6 +8,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from collectives.ranges import profiled
@@ -29,7 +30,6 @@ from .buckets.placeholders import lack_gradients
 from .exchange import (
     CompressorExchange,
     DenseExchange,
-    DrainingExchange,
     Exchange,
     Exchanged,
     Progress,
@@ -37,7 +37,7 @@ from .exchange import (
     open_residual,
 )
 from .node_exchange import NodeExchange
-from .residual import ResidualSize
+from .residual import Residual, ResidualSize
 from .shard_exchange import ShardExchange
 
 
@@ -406,3 +406,40 @@ def gradient_norm(bucket_exchanges: Iterable[Any], clip_factor: float) -> float 
     steps = [each.adam for each in bucket_exchanges if isinstance(each, BucketExchange)]
     squares = [each.mean_square for each in steps if each is not None]
     return math.sqrt(sum(squares)) / clip_factor if squares else None
+
+
+class DrainingExchange:
+    """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
+
+    All ranks begin so together, also those without a residual. In the last such step, as in each
+    step after it, the part of a sum that 16 bits cannot hold is lost.
+
+    next_exchange: the exchange that follows.
+    is_drained: whether the step applied last has sent the rest, on all ranks. `next_exchange`
+        takes this one's place once that step cannot be undone any more.
+    """
+
+    def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
+        self.next_exchange = next_exchange
+        self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
+        self.is_drained = False
+        self._dense = DenseExchange(self.residual)
+        self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
+        self._is_drained_now = False  # whether the current step sends the rest
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        exchanged = self._dense(bucket, transport)
+        # Fractions differ from rank to rank: one that has something left keeps all draining.
+        left = np.array([not self._dense.sends_all()], np.float32)
+        transport.allreduce(left, "max")
+        self._is_drained_now = not left[0]
+        return exchanged
+
+    def apply(self, bucket: Bucket) -> None:
+        """Put the sum in place."""
+        self._dense.apply(bucket)
+        self.is_drained = self._is_drained_now
+
+    def sent_mass(self) -> float:
+        """Return 0: there is no residual."""
+        return 0.0

@@ -8,13 +8,11 @@ device and stream, once all ranks have agreed on the operation. The gradients st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 
 from collectives.algorithms import ALGORITHMS, Regions, find_nodes, reduce_where_supported
@@ -25,8 +23,16 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, CodingTotals, Format, coded
 
-from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
-from .buckets.arrays import Timestamp, from_array, to_array
+from ..compression import (
+    BF16Compressor,
+    Compressor,
+    ErrorFeedback,
+    FP16Compressor,
+    Hierarchical,
+    SparseCompression,
+    selected,
+)
+from .buckets.arrays import Timestamp, from_array, is_host_array, to_array, view_dense
 from .buckets.buckets import Bucket, GradientSum, only_torch_reaches
 from .calibration import calibration_of
 from .residual import Residual
@@ -341,6 +347,11 @@ class DenseExchange:
         return 0.0
 
 
+_CASTS: Final[dict[type[Compressor], torch.dtype]] = {
+    compressor: compressor.sent_as for compressor in (FP16Compressor, BF16Compressor)
+}
+
+
 class CompressorExchange:
     """Every entry, compressed by a Horovod Compressor and fused by dtype."""
 
@@ -350,11 +361,31 @@ class CompressorExchange:
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
         self.signature = f"dense {compressor.__name__}"
+        # Of a Compressor that only casts: what is sent, in memory that stays. Fresh memory for each
+        # step takes several times as long to write as the cast itself.
+        self._sent_as = _CASTS.get(compressor)
+        self._sent: torch.Tensor | None = None
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         began = Timestamp(bucket.device)
         bucket.gather()
+        if self._sent_as is not None and bucket.views[0].is_floating_point():
+            seconds = self._reduce_cast(bucket, transport, self._sent_as)
+        else:
+            seconds = self._reduce_compressed(bucket, transport)
+        return _dense(bucket, transport, began, communicate_seconds=seconds)
+
+    def _reduce_cast(self, bucket: Bucket, transport: Transport, dtype: torch.dtype) -> float:
+        if self._sent is None:
+            self._sent = torch.empty(bucket.length, dtype=dtype, device=bucket.device)
+        parts = bucket.split(self._sent)
+        torch._foreach_copy_(parts, bucket.views)
+        seconds = _allreduce(self._sent, transport)
+        torch._foreach_copy_(bucket.views, parts)
+        return seconds
+
+    def _reduce_compressed(self, bucket: Bucket, transport: Transport) -> float:
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
@@ -362,24 +393,13 @@ class CompressorExchange:
         seconds = 0.0
         for indices in by_dtype.values():
             tensors = [compressed[index][0] for index in indices]
-            sizes = [tensor.numel() for tensor in tensors]
-            parts: Sequence[Any]
-            if all(map(transport.carries, tensors)):
-                fused: Any = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                parts = fused.split(sizes)
-            else:
-                fused = np.concatenate([to_array(tensor) for tensor in tensors])
-                parts = np.split(fused, np.cumsum(sizes)[:-1])
-            begun = time.perf_counter()
-            with profiled("exchange"):
-                transport.allreduce(fused)
-            seconds += time.perf_counter() - begun
+            fused = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            seconds += _allreduce(fused, transport)
+            parts = fused.split([tensor.numel() for tensor in tensors])
             for index, tensor, part in zip(indices, tensors, parts, strict=True):
-                is_tensor = isinstance(part, torch.Tensor)
-                reduced = part.view(tensor.shape) if is_tensor else from_array(part, tensor)
-                context = compressed[index][1]
+                reduced, context = part.view(tensor.shape), compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
-        return _dense(bucket, transport, began, communicate_seconds=seconds)
+        return seconds
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
@@ -390,41 +410,19 @@ class CompressorExchange:
         return 0.0
 
 
-class DrainingExchange:
-    """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
-
-    All ranks begin so together, also those without a residual. In the last such step, as in each
-    step after it, the part of a sum that 16 bits cannot hold is lost.
-
-    next_exchange: the exchange that follows.
-    is_drained: whether the step applied last has sent the rest, on all ranks. `next_exchange`
-        takes this one's place once that step cannot be undone any more.
-    """
-
-    def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
-        self.next_exchange = next_exchange
-        self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
-        self.is_drained = False
-        self._dense = DenseExchange(self.residual)
-        self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite
-        self._is_drained_now = False  # whether the current step sends the rest
-
-    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        exchanged = self._dense(bucket, transport)
-        # Fractions differ from rank to rank: one that has something left keeps all draining.
-        left = np.array([not self._dense.sends_all()], np.float32)
-        transport.allreduce(left, "max")
-        self._is_drained_now = not left[0]
-        return exchanged
-
-    def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place."""
-        self._dense.apply(bucket)
-        self.is_drained = self._is_drained_now
-
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
+def _allreduce(flat: torch.Tensor, transport: Transport) -> float:
+    """Sum a contiguous tensor over the ranks, in place; return the seconds that this took."""
+    begun = time.perf_counter()
+    with profiled("exchange"):
+        if transport.carries(flat):
+            transport.allreduce(flat)  # type: ignore[arg-type]
+        elif is_host_array(flat):
+            transport.allreduce(view_dense(flat))
+        else:
+            array = to_array(flat)
+            transport.allreduce(array)
+            flat.copy_(from_array(array, flat))
+    return time.perf_counter() - begun
 
 
 def _dense(

@@ -23,11 +23,11 @@ from ..compression import (
     SparseCompression,
     usual_density,
 )
+from ..exchange.bucket_exchange import DrainingExchange
 from ..exchange.buckets.buckets import Bucket
 from ..exchange.exchange import (
     CompressorExchange,
     DenseExchange,
-    DrainingExchange,
     Exchange,
     SparseExchange,
 )

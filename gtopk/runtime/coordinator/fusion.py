@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
+from collectives.kernels.narrow import BFLOAT16, is_narrow, multiply, narrow, widen
 from collectives.transports import Transport
 from collectives.transports.gpu import host_copy, tensor_of
 
@@ -326,7 +326,7 @@ def scale(array: NDArray[Any], factor: float) -> None:
     if factor == 1.0:
         return
     if is_narrow(array.dtype):
-        array[...] = narrow(widen(array) * np.float32(factor), array.dtype)
+        multiply(array, factor)
     elif array.dtype.kind != "f":
         array[...] = np.trunc(array * np.float64(factor))
     else:

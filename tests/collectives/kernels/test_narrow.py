@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
+from collectives.kernels.narrow import (
+    BFLOAT16,
+    combine,
+    is_narrow,
+    multiply,
+    narrow,
+    widen,
+)
 
 EVERYTHING = np.arange(1 << 16, dtype=np.uint16)
 BLOCK = 1 << 15  # that are rounded at a time
@@ -46,6 +53,27 @@ def test_float16_is_widened_and_rounded_by_numpy() -> None:
     wide = widen(np.array([1.5, 65504.0], np.float16))
     assert (wide.dtype, wide.tolist()) == (np.float32, [1.5, 65504.0])
     assert narrow(wide, np.dtype(np.float16)).tolist() == [1.5, 65504.0]
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=["float16", "bfloat16"])
+def test_reductions_are_those_in_float32_rounded_once(dtype: np.dtype) -> None:
+    words = np.random.default_rng(5).permutation(EVERYTHING).view(dtype)
+    others = EVERYTHING.view(dtype)
+    operations = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+    with np.errstate(all="ignore"):
+        for reduction, operation in operations.items():
+            expected = narrow(operation(widen(words), widen(others)), dtype)
+            own = words.copy()
+            combine(own, others, reduction)
+            np.testing.assert_array_equal(widen(own), widen(expected), reduction)
+        for factor in (1 / 3, 0.25, 1e-9):
+            expected = narrow(widen(words) * np.float32(factor), dtype)
+            own = words.copy()
+            multiply(own, factor)
+            np.testing.assert_array_equal(widen(own), widen(expected), str(factor))
+    part = others[1::2].copy()
+    combine(part[3:5], others[:2], "sum")  # in place, at any element
+    assert part[:3].tobytes() == others[1:7:2].tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint16])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from gtopk.compression import Compression
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression, FP16Compressor
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 
@@ -35,3 +37,34 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
     parameter.grad[1] = float("nan")
     assert bucket_exchange.not_finite() == []
     assert entered == [True, True]
+
+
+@pytest.mark.parametrize("compressor", [Compression.fp16, Compression.bf16])
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_a_cast_sends_what_a_compressor_with_such_functions_sends(
+    threads: Callable[..., Any], compressor: type[FP16Compressor], weight: float
+) -> None:
+    """The one casts into memory that it keeps, the other has a function called for each tensor."""
+
+    class Own(compressor):  # type: ignore[misc, valid-type]
+        pass
+
+    def program(transport: LocalTransport) -> list[torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.zeros(40))
+        found = []
+        for way in (compressor, Own):
+            exchange = open_bucket_exchange("lane", [parameter], ["p"], way, Progress())
+            random = torch.Generator().manual_seed(transport.rank)
+            for _ in range(2):
+                parameter.grad = torch.randn(40, generator=random)
+                exchange.capture_gradients(weight, 2.0)
+                exchange.exchange(exchange.bucket, transport)
+                exchange.exchange.apply(exchange.bucket)
+                found.append(parameter.grad.clone())
+        return found
+
+    for first, second, own_first, own_second in threads(3, program):
+        assert torch.equal(first, own_first)
+        assert torch.equal(second, own_second)
+        assert not torch.equal(first, second)
+        assert first.all()
