@@ -32,6 +32,7 @@ import numpy as np
 
 from ..errors import MessageError
 from ..kernels.narrow import BFLOAT16, narrow, widen
+from ..transports.reductions import distances
 from ..transports.transport import Transport
 from ..vector import Array
 
@@ -94,7 +95,7 @@ class _Group:
         """Combine the arrays of the first `paired` ranks, a power of two, in place."""
         held = slice(0, array.size)
         halvings = []
-        for distance in _distances(paired):
+        for distance in distances(paired):
             peer = self._transport.rank ^ distance
             middle = (held.start + held.stop) // 2
             lower, upper = slice(held.start, middle), slice(middle, held.stop)
@@ -115,7 +116,7 @@ class _Group:
         for segment, block in self._blocks(start, a.size):
             x, y = _wide(a[block]), _wide(b[block])
             products[segment] += x @ y, x @ x, y @ y
-        for distance in _distances(holders):
+        for distance in distances(holders):
             # Addition commutes, so all holders get the same bits.
             products += self.swap(products, self._transport.rank ^ distance, products)
         dots, squares = products[:, :1], products[:, 1:]
@@ -154,10 +155,6 @@ class _Group:
                 "segments"
             )
         return message.view(like.dtype).reshape(like.shape)
-
-
-def _distances(size: int) -> list[int]:
-    return [1 << j for j in range((size - 1).bit_length())]
 
 
 def _wide(array: Array) -> Array:

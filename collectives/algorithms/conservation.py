@@ -107,9 +107,9 @@ class Conservation:
         self.alive = self.alive & alive
         self._errors = intersect(self._errors, self.picks.where(self.alive))
 
-    def close(self, update: SparseVector) -> ReductionResult:
+    def close(self, update: SparseVector, refused_by: int) -> ReductionResult:
         """Return the outcome."""
-        return ReductionResult(update, self.picks.where(~self.alive), self._errors)
+        return ReductionResult(update, self.picks.where(~self.alive), self._errors, refused_by)
 
 
 def alive_bytes(count: int) -> int:

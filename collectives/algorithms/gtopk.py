@@ -123,7 +123,9 @@ def _reduce_with_folded_rank(
     conservations = [Conservation(picks)]
     guests = picks.take(slice(0))
     if folds:
-        guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
+        message = transport.receive(guest)
+        guests, their_refusal = _read(message, picks, k, transport, guest, options)
+        refused_by = lowest_refusing(refused_by, their_refusal)
         # Only its `alive` is used: the guest itself puts back the errors of its picks.
         conservations.append(Conservation(guests))
     merged = picks
@@ -161,7 +163,7 @@ def _reduce_with_folded_rank(
             number=transport.begun,
         )
         transport.send(result.message, guest)()
-    return conservations[0].close(merged)._replace(refused_by=refused_by)
+    return conservations[0].close(merged, refused_by)
 
 
 class MergedExchange(NamedTuple):
@@ -218,19 +220,6 @@ def _read(
     return decoded.vector, decoded.refused_by
 
 
-def _receive_picks(
-    guest: int,
-    like: SparseVector,
-    refused_by: int,
-    k: int,
-    transport: Transport,
-    options: GtopkOptions,
-) -> tuple[SparseVector, int]:
-    """Return the picks of a rank that is folded in, and the lowest rank that has refused."""
-    picks, refusal = _read(transport.receive(guest), like, k, transport, guest, options)
-    return picks, lowest_refusing(refused_by, refusal)
-
-
 def _reduce_as_folded_rank(
     picks: SparseVector,
     refused_by: int,
@@ -261,7 +250,7 @@ def _reduce_as_folded_rank(
     )
     # After `note_rounding`: it strikes off the errors of picks that died, which return whole.
     conservation.note_alive(unpack_alive(bits, picks.entries))
-    return conservation.close(update)._replace(refused_by=refused_by)
+    return conservation.close(update, refused_by)
 
 
 # A shorter list is sent at once: it takes no longer than a go-ahead, one latency.

@@ -18,14 +18,13 @@ import numpy as np
 from ..vector import Array
 from .gpu import Gpu, span_of
 from .nccl_communicator import Communicator
-from .reductions import parts_of
+from .reductions import LIBRARY_NAMES, parts_of
 from .transport import Transport
 
 DTYPES: Final = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-_REDUCTIONS: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
 
 
 class CupyCollectives:
@@ -165,7 +164,7 @@ class CupyCollectives:
         return number
 
     def _operator(self, reduction: str) -> int:
-        number: int = getattr(self._gpu.nccl, f"NCCL_{_REDUCTIONS[reduction]}")
+        number: int = getattr(self._gpu.nccl, f"NCCL_{LIBRARY_NAMES[reduction]}")
         return number
 
 

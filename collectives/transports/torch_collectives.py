@@ -33,7 +33,6 @@ from .transport import Transport
 _GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
 _ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
 _OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
-_REDUCTIONS: Final = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 
 DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -144,7 +143,7 @@ class TorchCollectives:
         return group.broadcast([part], options)
 
     def _operator(self, reduction: str) -> Any:
-        return getattr(self._torch.distributed.ReduceOp, _REDUCTIONS[reduction])
+        return getattr(self._torch.distributed.ReduceOp, reduction.upper())
 
     def _run(self, kind: str, begin: Callable[[Any], list[Any]]) -> None:
         """Make torch's calls, and wait until their work has ended.

@@ -105,11 +105,6 @@ def _load(device: int, kernel: str) -> Any:
     return module.get_function(kernel)
 
 
-def machine() -> CudaMachine:
-    """Return the current device."""
-    return CudaMachine()
-
-
 def scratch(array: Array) -> Scratch:
     """Return the scratch memory of this thread on the current stream of the array's device."""
     device = cupy().cuda.Device()

@@ -1,4 +1,4 @@
-"""scale: powers of two that bring values into the range of a narrower type.
+"""scale: powers of two that bring values into the range of a narrower type, and rows of values.
 
 Multiplying by a power of two is exact, so a code rounds in one place only; and the difference of a
 value and its rounding to a grid of powers of two is a float of the value's type.
@@ -32,6 +32,13 @@ def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
     info = np.finfo(dtype)
     lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp)
     return range(lowest - (0 if code in _FINEST else TOP[code]), highest - TOP[code] + 1)
+
+
+def in_rows(array: Array, width: int) -> Array:
+    """Return the elements in rows of `width`, with zeros behind the last."""
+    rows = np.zeros((-(-array.size // width), width), array.dtype)
+    rows.ravel()[: array.size] = array
+    return rows
 
 
 def exponents(magnitudes: Array) -> Array:
