@@ -104,7 +104,7 @@ def reduce_list(
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        return _reduce_as_folded_rank(picks, refused_by, k, [k, *kept][-1], transport, options)
+        return _reduce_as_folded_rank(picks, refused_by, k, kept[-1], transport, options)
     return _reduce_with_folded_rank(picks, refused_by, k, kept, transport, options)
 
 
@@ -156,7 +156,7 @@ def _reduce_with_folded_rank(
         exact = Format(options.format.indices)
         result = wire.encode(
             merged,
-            [k, *kept][-1],
+            kept[-1],
             exact,
             extra=bits,
             refused_by=refused_by,

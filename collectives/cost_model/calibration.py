@@ -269,9 +269,8 @@ def measure_rates(
             def go() -> None:
                 rounded = wire.encode(vector, vector.entries, format).vector
                 error = rounding_error(vector, rounded, format)
-                intersect(
-                    sum_vectors([error, error]), vector
-                )  # that of this round, and of the last
+                # The error of this round, and of the last one.
+                intersect(sum_vectors([error, error]), vector)
 
             return go
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -177,7 +178,7 @@ class Placement(NamedTuple):
 
 
 def own_placement(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Placement:
-    """Return the seat of this process."""
+    """Return where this process runs."""
     try:
         machine = boot.read_text().strip()
     except OSError:
@@ -197,14 +198,14 @@ def ranks_per_core(transport: Transport) -> float:
     return most_per_core([Placement(*each) for each in transport.gather_object(own_placement())])
 
 
-def most_per_core(seats: Sequence[Placement]) -> float:
-    """Return the most ranks that share a core, at least 1, of ranks in these seats."""
+def most_per_core(placements: Sequence[Placement]) -> float:
+    """Return the most ranks that share a core, at least 1, of ranks that run there."""
     most = 1.0
-    for machine in {seat.machine for seat in seats}:
-        here = [(frozenset(seat.cores), seat) for seat in seats if seat.machine == machine]
+    for machine in {place.machine for place in placements}:
+        here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
         everywhere = frozenset[int]().union(*(cores for cores, _ in here))
         for cores in {everywhere, *(cores for cores, _ in here)}:
             most = max(most, sum(own <= cores for own, _ in here) / len(cores))
-        for grant in {(seat.group, seat.quota) for _, seat in here}:
-            most = max(most, sum((seat.group, seat.quota) == grant for _, seat in here) / grant[1])
+        for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():
+            most = max(most, sharing / quota)
     return most

@@ -29,7 +29,9 @@ import numpy as np
 
 from ..algorithms.conservation import alive_bytes
 from ..algorithms.gtopk import go_aheads, kept_sizes
+from ..algorithms.regions import QUANTILES_PER_RANK
 from ..algorithms.shards import STAMP_BYTES
+from ..algorithms.threshold import NUMBERS_BYTES, QUANTILES
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, is_gathered_whole
 from ..vector import Array, index_dtype
@@ -326,23 +328,23 @@ def oktopk(order: Order) -> Iterator[Round]:
         return
     if order.uneven:
         entry = index_dtype(order.length).itemsize + order.value_bytes
-        yield from _allgather(ranks, m, HEADER_BYTES + 4 * ranks * entry)
+        yield from _allgather(ranks, m, HEADER_BYTES + QUANTILES_PER_RANK * ranks * entry)
     others = ranks - 1
     regions = others if order.uneven else ranks
     part = -(-k // regions)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
         yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
-    # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
+    # A round of the threshold leaves two quantiles' worth undecided; the last one has each entry.
     undecided = order.wanted if order.uneven else k  # of an owner
-    told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
+    told = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
         yield last._replace(others=others, sends=SEARCH_SENDS)
-        if undecided <= 64:
+        if undecided <= QUANTILES:
             break
-        undecided = -(-undecided // 32)
+        undecided = -(-2 * undecided // QUANTILES)
     if order.uneven:
         yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
     block = -(-order.wanted // ranks)

@@ -128,9 +128,8 @@ class MpiTransport(Carrier):
         self._has_departed = False
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
-        self._arrived: dict[
-            int, int
-        ] = {}  # by rank: the last gather in which it said that it waits
+        # By rank: the last gather in which it said that it waits.
+        self._arrived: dict[int, int] = {}
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
