@@ -41,11 +41,6 @@ class CupyCollectives:
         self._rank, self._size = host.rank, host.size
         self.communicator = Communicator(host, gpu, timeout_seconds)
 
-    @property
-    def device(self) -> int:
-        """Return the number of the GPU whose arrays are taken."""
-        return int(self._gpu.device.id)
-
     def set_timeout(self, seconds: float) -> None:
         """Set the longest wait for a peer."""
         self.communicator.timeout_seconds = seconds

@@ -51,7 +51,6 @@ class TorchCollectives:
         self._timeout_seconds = timeout_seconds
         self._name = "NCCL" if backend == "nccl" else backend
         self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
-        self.device = device
         self._group: Any = None
         self._broken = ""
         self._is_under_way = False
