@@ -59,11 +59,13 @@ def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None
         paired = 1 << (transport.size.bit_length() - 1)
         if transport.rank >= paired:
             host = transport.rank - paired
+            # Waited for: the result overwrites the memory that is sent.
             transport.send(_bytes(array), host)()
             array[...] = group.receive(host, array)
             return
         guest = transport.rank + paired
         if guest < transport.size:
+            # Both vectors are whole and on this rank alone: nobody shares their dot products.
             group.combine(0, array, group.receive(guest, array), out=array, holders=1)
         group.allreduce(array, paired)
         if guest < transport.size:
@@ -76,6 +78,7 @@ def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
         raise ValueError(f"Adasum is for 16-bit floats, float32 and float64, got {array.dtype}")
     lengths = [array.size] if segments is None else segments
     least = min(lengths, default=0)
+    # The sum alone would let a negative length pass.
     if least < 0 or sum(lengths) != array.size:
         raise ValueError(
             f"segments must be lengths that add up to {array.size} (the array's), got "
@@ -101,6 +104,8 @@ class _Group:
             lower, upper = slice(held.start, middle), slice(middle, held.stop)
             held, given = (lower, upper) if self._transport.rank < peer else (upper, lower)
             mine, theirs = array[held], self.swap(array[given], peer, array[held])
+            # The lower rank's is `a` for all holders, as they add up their products column by
+            # column.
             a, b = (mine, theirs) if self._transport.rank < peer else (theirs, mine)
             self.combine(held.start, a, b, out=mine, holders=2 * distance)
             halvings.append((peer, held, given))
@@ -129,6 +134,7 @@ class _Group:
 
     def _blocks(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield the blocks of a part that begins at element `start`, each with its segment."""
+        # The last segment that begins no later: segments of no elements before it are passed over.
         first = bisect.bisect_right(self._bounds, start) - 1
         for segment, (low, high) in enumerate(itertools.pairwise(self._bounds[first:]), first):
             if low >= start + length:

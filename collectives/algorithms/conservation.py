@@ -125,6 +125,7 @@ def pack_alive(alive: Array) -> Array:
 
 def unpack_alive(bits: Array, count: int) -> Array:
     """Return the first `count` bits as bool [count]."""
+    # Cut afterwards, as CuPy's `unpackbits` has no count; and a view, as its bytes are 0 or 1.
     alive: Array = module_of(bits).unpackbits(bits)[:count].view(np.bool_)
     return alive
 
@@ -136,6 +137,7 @@ def rounding_error(
 
     `step` ranks that hold one list have the same errors, so each puts every step-th one back.
     """
+    # Not the difference: in an exact format it is all zeros, at the cost of a pass over the list.
     if format.values == "exact":
         return vector.take(slice(0))
     share = slice(first, None, step)

@@ -278,6 +278,7 @@ def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int
 
     holders: ranks in a block. Raises MessageError where a list comes instead of the go-ahead.
     """
+    # By k, which all ranks know: no rank knows how many entries its peer's list has.
     if k < LONG_ENTRIES:
         return
     late, peer_is_late = (rank & -holders < guests for rank in (transport.rank, peer))
@@ -295,5 +296,7 @@ def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int
 
 def go_aheads(holders: int, guests: int, k: int) -> int:
     """Return how many go-aheads are sent before the swaps of blocks of `holders` ranks."""
+    # The late blocks are the first ones, and blocks pair up with their neighbours: one pair is of a
+    # late block and one that is ahead where their number is odd, else none.
     late_blocks = -(-guests // holders)
     return holders if k >= LONG_ENTRIES and late_blocks % 2 else 0

@@ -73,6 +73,7 @@ def region_quotas(
     here = owners.index(transport.rank)
     keys = -abs(total.values)  # ascending, the largest come first
     keys.sort()
+    # A region has at most `wanted` entries in the result: those behind are out from the beginning.
     low, high = 0, min(wanted, total.entries)
     # All ranks have the same numbers of each round, so they leave the loop in the same one.
     while True:
@@ -111,6 +112,7 @@ class _Search:
         starts = np.repeat([region.low for region in told], [len(region) for region in ends])
         counts = starts + np.concatenate(ends).astype(np.int64)
         values = np.concatenate([region.samples for region in told])
+        # By |value|, then region, then place in it: an order in which no two entries are equal.
         order = np.lexsort((counts, regions, values))
         self._lows = [region.low for region in told]
         self._regions, self._counts, self._values = regions[order], counts[order], values[order]
@@ -118,6 +120,7 @@ class _Search:
         self.is_exact = bool(size.max() == 1)
         # How many undecided entries come up to each sample: at least these, and at most those.
         self._least = np.cumsum(size)
+        # Less the hidden ones of a sample's own next quantile: they come behind it.
         self._most = self._least + hidden_at_first + np.cumsum(hidden - size + 1) - hidden
 
     def bracket(self, needed: int) -> tuple[int | None, int]:
@@ -152,6 +155,7 @@ def _gather_counts(
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """
     nothing = like.take(slice(0))
+    # Of one size on all ranks: `decode` must know it before it can read how many samples there are.
     extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
     extra[:NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples

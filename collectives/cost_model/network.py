@@ -31,8 +31,8 @@ class Network(NamedTuple):
     """Ranks on nodes; rank r is on node r // ranks_per_node.
 
     between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
-    allreduce: the link of which an allreduce of this size makes the most, where one was measured;
-               None: the links above, without loss.
+    allreduce: the latency and the bandwidth that fit the times of measured allreduces; None: those
+               of the links above.
     native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
                   None: none is.
     ranks_per_core: the most ranks that share a core; 1: each has one of its own.
@@ -68,6 +68,7 @@ class Network(NamedTuple):
 
     def coding_waves(self, ranks: int) -> int:
         """Return how many turns `ranks` ranks that code at the same time take on their cores."""
+        # Less what rounding may add to a whole number: it would count as a further turn.
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
@@ -204,8 +205,11 @@ def most_per_core(placements: Sequence[Placement]) -> float:
     for machine in {place.machine for place in placements}:
         here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
         everywhere = frozenset[int]().union(*(cores for cores, _ in here))
+        # Sets of cores may overlap. To each counts who cannot run outside of it.
         for cores in {everywhere, *(cores for cores, _ in here)}:
             most = max(most, sum(own <= cores for own, _ in here) / len(cores))
         for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():
+            # A group's quota is for all of its processes; without one it is infinite, and nobody
+            # shares.
             most = max(most, sharing / quota)
     return most

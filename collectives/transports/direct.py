@@ -102,6 +102,7 @@ class DirectTransport(StagedTransport):
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
         if header.method is not TransferMethod.MPI:
             return super()._receive_body(header, source)
+        # The pool may hand out memory that work under way on the stream still uses.
         message: Array = self._cupy.empty(header.message_bytes, np.uint8)
         self._wait_for_stream(message)
         self._carrier.receive_into_on(self.host, message, self.ranks[source])

@@ -121,6 +121,7 @@ class HorovodTransport(Carrier):
             lost = DepartureNotice({}, f"Horovod has ended: {str(error).splitlines()[0]}")
             for peer in range(self.size):
                 if peer != self.rank:
+                    # Peers that have announced their departure keep the reason that they gave.
                     self._left.setdefault(peer, lost)
             self._mailbox.wake()
 
@@ -202,6 +203,8 @@ class _Incoming:
         if part.size:
             self._held.append(part)
             self._held_bytes += part.size
+        # Joined only when a message is complete: at every tick, a long one would be copied ever
+        # again.
         while self._held_bytes >= self._wanted_bytes:
             whole = np.concatenate(self._held)  # a copy: memory of our own
             tag, size = _HEADER.unpack_from(whole.data)

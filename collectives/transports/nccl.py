@@ -120,6 +120,8 @@ class NcclTransport(StagedTransport):
             self._device = self._gpu.device.id
             version = version_text(self._gpu.nccl.get_version())
             self.choice = RouteChoice(GpuRoute.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
+        # A RuntimeError, too, but of this rank alone: the others would not come to the exchange
+        # below.
         except PeerError:
             raise
         except (ImportError, RuntimeError):  # on all ranks alike
@@ -178,6 +180,7 @@ class NcclTransport(StagedTransport):
         if choice.route is not GpuRoute.STAGED:
             choice = self._try(choice)
         self.choice = choice
+        # NCCL's own allreduce is counted by formula.
         self.counts_allreduce = self.counts_allreduce and self._is_staged()
         self.on_choice(choice)
 
@@ -214,6 +217,7 @@ class NcclTransport(StagedTransport):
             seconds,
             self._torch_backend,
         )
+        # Only the start is to fail early.
         opened.set_timeout(self._timeout_seconds)
         self._connected.append(opened)
         self._collectives = opened
@@ -296,6 +300,8 @@ class NcclTransport(StagedTransport):
             elif header is not None:
                 message = self._receive_body(header, source)
             received.append(message)
+        # Before NCCL: this rank may have to call its host transport for a message to go on, and the
+        # receiver takes it before it joins the group.
         for sent in sends:
             sent()
         self._transfer(outgoing, incoming)
@@ -328,6 +334,7 @@ class NcclTransport(StagedTransport):
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
             bounds.append(bounds[-1] + header.message_bytes)
+        # A collective: only now is it known that all ranks have their messages on GPUs.
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():
@@ -389,6 +396,7 @@ class NcclTransport(StagedTransport):
         collectives = self._agree("alltoall", array, any_size=True)
         if collectives is None:
             return self._staged_host.alltoall(array, bounds)
+        # NCCL's receives have to be told how much comes, which only the senders know.
         said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
         sizes = [int(message.view(np.int64)[self.rank]) for message in said]
         ends = [0, *itertools.accumulate(sizes)]

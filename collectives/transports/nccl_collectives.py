@@ -59,6 +59,7 @@ class CupyCollectives:
             total: list[float] = array.get().tolist()
             return total
 
+        # In a thread of its own: the current GPU is a thread's, and the caller's stays what it is.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(add_up).result()
 
@@ -76,6 +77,7 @@ class CupyCollectives:
             for span, source in receives:
                 nccl.recv(span.address, span.size * span.itemsize, uint8, source, stream)
 
+        # Each way apart: NCCL connects either way between two ranks at its own first use.
         meets = {*(("to", to) for _, to in sends), *(("from", source) for _, source in receives)}
         touched = [array for array, _ in (*outgoing, *incoming)]
         peers = sorted({peer for _, peer in meets})
@@ -102,6 +104,8 @@ class CupyCollectives:
             if (each := _each(bounds)) is not None:
                 first = span.address + bounds[0] * span.itemsize
                 own = first + self._rank * each * span.itemsize
+                # In place, to NCCL: the result goes to where the rank's own part lies in what is
+                # sent.
                 nccl.reduceScatter(first, own, each, dtype, operator, stream)
                 return
             for owner, begin, end in parts:

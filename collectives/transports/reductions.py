@@ -174,6 +174,8 @@ def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
     distance = 1
     while distance < endpoint.size:
         wanted = min(distance, endpoint.size - distance)
+        # Waited for only after the receive: each rank sends to one that sends before it receives,
+        # too.
         sent = endpoint.send(_pack(held[:wanted]), (endpoint.rank - distance) % endpoint.size)
         source = (endpoint.rank + distance) % endpoint.size
         held += _unpack(endpoint.receive(source), wanted, endpoint.ranks[source])

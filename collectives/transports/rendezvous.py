@@ -142,6 +142,8 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
             return
         except OSError as error:
             now = time.monotonic()
+            # Only a host that is there refuses; one that does not answer may still be on its way
+            # up.
             if not isinstance(error, ConnectionRefusedError):
                 since = now
             if now - begun >= seconds or now - since >= refused_seconds:

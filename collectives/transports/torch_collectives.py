@@ -247,6 +247,7 @@ def _open_store(host: Transport, timeout_seconds: float) -> Any:
     if host.rank == 0:
         try:
             is_one_host = len(host.neighbours()) == host.size
+            # On one host by the loopback, which needs no name to resolve.
             address = "127.0.0.1" if is_one_host else socket.gethostname()
             store = connect(address, 0, 0, timeout_seconds)
             text = f"{address} {store.port} {secrets.token_hex(8)}"

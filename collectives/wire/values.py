@@ -55,6 +55,7 @@ def _rounding(name: str, element_bytes: int, size_bytes: Callable[[int], int]) -
     )
 
 
+# New codes go to the end: a code's place is its number in the header.
 VALUE_CODES: Final[dict[str, ValueCode]] = {
     "exact": ValueCode(
         lambda float_bytes: float_bytes,

@@ -87,6 +87,7 @@ def open_with(scratch: Scratch, message: Array) -> tuple[Array, int]:
     """Do what `read_head` does."""
     machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
     report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
+    # Beside the checksum: the host then waits for one copy, not for two.
     report[:begins] = message[:begins]
     _launch_checksum(scratch, message, report[begins:])
     fetched = machine.fetch(report)

@@ -64,6 +64,7 @@ def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVec
         require_packed(*parts)
     machine = scratch.machine
     if vector.entries:
+        # No copy has to be kept alive: parts that would need one were refused.
         where, _ = located(machine, parts)
         machine.launch(
             instance("put_at", vector.values.dtype, vector.indices.dtype, where.dtype),
@@ -99,6 +100,7 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
     """
     machine = scratch.machine
     where, held = located(machine, arrays)
+    # The reference's chunks: the kernel adds in its order.
     counts = [ceil_divide(size, NORM_CHUNK) for size in where.sizes]
     chunks = sum(counts)
     if not chunks:

@@ -77,6 +77,7 @@ def function(name: str, *arguments: Any) -> _ByDtype:
     }
     loaded, found = library(), _ByDtype()
     for key, suffix in (_SUFFIXES | keys).items():
+        # No function exists for every dtype; one that is missing is reported where it is called.
         entry = getattr(loaded, f"{name}_{suffix}", None)
         if entry is not None:
             entry.argtypes, entry.restype = arguments, COUNT
@@ -126,6 +127,7 @@ def _tasks_here() -> str:
 _MOST: Final = 8
 _MOST_ASKED: Final = 1 << 10  # C would cut a larger number to 32 bits
 
+# Of a thread: a rank's other threads keep their own number.
 _forced: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
@@ -157,4 +159,5 @@ def default_threads() -> int:
         return min(asked, _MOST_ASKED)
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
+    # SLURM's share may be more than the affinity, or the container, allows.
     return max(1, min(_MOST, share, usable_cores()))

@@ -53,6 +53,7 @@ def _pack(code: str, values: Array, out: Array) -> int:
     most = (1 << BITS[code] - 1) - 1
     integers = integers.clip(-most, most)
     finite = np.isfinite(largest)
+    # Of NaN there is no integer; the block's scale tells.
     integers[~finite] = 0
     scales[~finite] = _NOT_FINITE
     out[: scales.size] = scales
@@ -111,6 +112,7 @@ def _unpacked(bits: int, data: Array, count: int) -> Array:
     words[:, :bits] = in_rows(data, bits)
     groups = words.view("<u4").astype(np.int64) >> bits * np.arange(_GROUP) & (1 << bits) - 1
     half = 1 << bits - 1
+    # Two's complement of a few bits, extended to a whole integer.
     return (groups.ravel()[:count] ^ half) - half
 
 

@@ -35,8 +35,10 @@ def pack_int8(values: Array, out: Array) -> int:
     largest = np.abs(blocks).max(axis=1)
     steps = np.minimum(exponent - (exponents(largest) - TOP["int8"]), _SMALLEST)
     steps[largest == 0] = 0
+    # Clipped: from 127.5 on a value rounds to 128, which a byte does not hold.
     integers = np.rint(scaled(blocks, (steps - exponent)[:, None])).clip(-127, 127)
     finite = np.isfinite(largest)
+    # Of NaN there is no integer; the block's step tells.
     integers[~finite] = 0
     steps[~finite] = _NOT_FINITE
     out[: steps.size] = steps

@@ -50,6 +50,7 @@ def exponents(magnitudes: Array) -> Array:
     info = np.finfo(magnitudes.dtype)
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         found = np.frexp(magnitudes)[1] - 1
+    # NumPy does not say which exponent NaN and infinity have; the twins must agree on one.
     found = np.where(np.isfinite(magnitudes), found, info.maxexp)
     return np.where(magnitudes == 0, 0, found)
 
