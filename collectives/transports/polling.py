@@ -66,7 +66,7 @@ def call_in_thread(call: Callable[[], T]) -> Future[T]:
             made.set_exception(error)
 
     # A daemon: an abandoned call may never end, and must not keep the process.
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name="gtopk-call", daemon=True).start()
     return made
 
 
@@ -101,7 +101,10 @@ def _poll(
         look()
         transport.collect_departures()
         missing = [text for text in map(transport.missing, needed) if text]
-        if missing:
+        if not missing:
+            # A peer that seemed lost was done: the next one that leaves has all of its grace.
+            missed_since = None
+        else:
             missed_since = missed_since or now
             # Not at the first look: `test` runs once more, for what the peer sent before it left.
             if now > missed_since + grace_seconds:
