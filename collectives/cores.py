@@ -9,6 +9,7 @@ from pathlib import Path
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use, cut to its container's share; >= 1."""
+    # Without a limit the quota is infinite, and infinity has no ceiling in integers.
     return max(1, min(len(allowed_cores()), math.ceil(min(core_quota(), 1 << 20))))
 
 
@@ -64,6 +65,7 @@ def granted_cores(
             continue
         # Inside a container the path may be the host's, of which only the top is mounted.
         here = top / path.lstrip("/")
+        # Up to the top: the limit of a group also binds the groups in it.
         for directory in (here, *here.parents):
             if directory == top.parent:
                 break

@@ -73,6 +73,7 @@ def break_even_bits_per_second(
     if gain(high) > 0:
         return math.inf
     while high / low > 1 + 1e-6:
+        # Halved by ratio: the range spans ten powers of ten.
         middle = math.sqrt(low * high)
         if gain(middle) > 0:
             low = middle
@@ -99,10 +100,11 @@ class BreakEven(NamedTuple):
 
     @property
     def is_a_number(self) -> bool:
-        """Tell whether the break-even is known to a fifth, if times are 6 % off at most.
+        """Tell whether the break-even is known well enough to be told as a number.
 
-        Over bounds a factor of 3 apart the ratio of the two times changes by 1.2 squared: over a
-        fifth, by 1.2 to the power of 2 ln 1.2 / ln 3, or 1.06.
+        Then times that are 6 % off move it by a fifth at most: between bounds a factor of 3 apart
+        the ratio of the two times changes by 1.2 squared, so over a fifth of the bandwidth by 1.2
+        to the power of 2 ln 1.2 / ln 3, which is 1.06.
         """
         return 0 < self.lowest < math.inf and self.highest <= NARROW * self.lowest
 
@@ -126,6 +128,8 @@ def break_even(
     edge = at(1.0)
     lowest, highest = sorted(at(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR))
     if above:
+        # The two were exchanged for the search: where it says "at no bandwidth", sparse wins at
+        # any.
         edge = {None: math.inf, math.inf: None}.get(edge, edge)
         if lowest == highest:  # at any bandwidth, or at none: there is no side
             return BreakEven(edge, edge or 0.0, edge or 0.0)

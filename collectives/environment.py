@@ -44,6 +44,7 @@ def whole_number(
     text = environ.get(variable, "")
     if not text and default is not None:
         return default
+    # `int` alone would also take "+4", " 4" and "1_000".
     if not text.isdecimal() or int(text) < least:
         of = f" of {unit}" if unit else ""
         raise ValueError(f"{variable} must be a whole number{of}, at least {least}, got {text!r}")

@@ -52,6 +52,7 @@ def count_above(magnitudes: Array, threshold: float) -> int:
     )
 
 
+# Lin et al. sample 0.1 % to 1 %.
 SHARE = 0.01  # of the entries, in the sample
 ROUNDS = 10
 FEWEST = 0.8  # times k; under that the threshold is lowered
@@ -72,6 +73,7 @@ def sampled_dgc(dense: Array, k: int) -> SparseVector:
     found = above(dense, magnitudes, threshold)
     if found.entries <= k:
         return found
+    # Of the found values alone, a short vector: the indices of `kept` are positions in it.
     kept, _ = select(found.values, k)
     return SparseVector(found.indices[kept.indices], kept.values, dense.size)
 
@@ -83,12 +85,15 @@ def gaussian_k(dense: Array, k: int) -> SparseVector:
     """Fit mean and deviation, and correct the threshold a few times by half."""
     require_selectable(dense, k)
     mean, deviation = float(dense.mean(dtype=np.float64)), float(dense.std(dtype=np.float64))
+    # A normal distribution without deviation has no quantiles, and k = n needs none.
     if deviation == 0.0 or k == dense.size:
         return above(dense, np.abs(dense), 0.0)
+    # Half of k / n on either side: entries count by |value|.
     threshold = NormalDist(mean, deviation).inv_cdf(1 - k / dense.size / 2)
     magnitudes = np.abs(dense)
     for _ in range(CORRECTIONS):
         count = count_above(magnitudes, threshold)
+        # As published: up to a third too few or too many are good enough.
         if count < 2 * k / 3:
             threshold *= 0.5
         elif count > 4 * k / 3:
@@ -116,6 +121,7 @@ def mstopk(dense: Array, k: int) -> SparseVector:
         else:
             low, too_many = middle, threshold
     sure = above(dense, magnitudes, enough)
+    # More than k only where so many share the largest |value|, where the search has begun.
     if sure.entries >= k:
         return sure.where(np.arange(sure.entries) < k)
     nearly = above(dense, magnitudes, too_many)
@@ -136,9 +142,11 @@ def sidco(dense: Array, k: int) -> SparseVector:
     share = k / dense.size
     first = max(FIRST, share)
     rest = (share / first) ** (1 / STAGES)
+    # Of an exponential distribution the share exp(-t / mean) exceeds t.
     threshold = -float(magnitudes.mean(dtype=np.float64)) * math.log(first)
     exceeding = magnitudes
     for _ in range(STAGES):
+        # What exceeds a threshold is exponential again, from there on: a new fit to the tail alone.
         exceeding = exceeding[exceeding > threshold]
         if not exceeding.size:
             break

@@ -27,6 +27,7 @@ def is_on_device(array: Array) -> bool:
 
 def module_of(array: Array) -> Any:
     """Return the module of an array's type: numpy, or cupy."""
+    # By the name of the array's type, so that CuPy need not be installed, nor imported here.
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
@@ -109,6 +110,7 @@ class SparseVector(NamedTuple):
 
     def embed(self, start: int, length: int) -> SparseVector:
         """Return the same entries in a longer vector that has this one from `start` on."""
+        # Converted first: the sum may be more than the indices' own dtype can hold.
         indices = self.indices.astype(index_dtype(length)) + start
         return SparseVector(indices, self.values, length)
 
@@ -148,6 +150,8 @@ def check(vector: SparseVector) -> SparseVector:
             f"indices of a vector of {length} elements must be {index_dtype(length)}, "
             f"got {indices.dtype}"
         )
+    # Of the two ends alone, for a start: they are the extremes if the order, examined next, is
+    # right.
     if indices.size and not (indices[0] >= 0 and indices[-1] < length):
         raise ValueError(
             f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"

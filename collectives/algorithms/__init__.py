@@ -111,6 +111,8 @@ def reduce_where_supported(
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
         codes_there = algorithm in ON_DEVICE and format in FORMATS_ON_DEVICE
+        # First: whether a transport sends from the GPU is known once it is connected. Algorithm and
+        # format are the same on all ranks, so all connect or none.
         if codes_there:
             transport.connect()
         stays = codes_there and transport.sends_from_device

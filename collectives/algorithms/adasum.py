@@ -32,6 +32,7 @@ import numpy as np
 
 from ..errors import MessageError
 from ..kernels.narrow import BFLOAT16, narrow, widen
+from ..transports.reductions import distances
 from ..transports.transport import Transport
 from ..vector import Array
 
@@ -58,11 +59,13 @@ def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None
         paired = 1 << (transport.size.bit_length() - 1)
         if transport.rank >= paired:
             host = transport.rank - paired
+            # Waited for: the result overwrites the memory that is sent.
             transport.send(_bytes(array), host)()
             array[...] = group.receive(host, array)
             return
         guest = transport.rank + paired
         if guest < transport.size:
+            # Both vectors are whole and on this rank alone: nobody shares their dot products.
             group.combine(0, array, group.receive(guest, array), out=array, holders=1)
         group.allreduce(array, paired)
         if guest < transport.size:
@@ -75,6 +78,7 @@ def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
         raise ValueError(f"Adasum is for 16-bit floats, float32 and float64, got {array.dtype}")
     lengths = [array.size] if segments is None else segments
     least = min(lengths, default=0)
+    # The sum alone would let a negative length pass.
     if least < 0 or sum(lengths) != array.size:
         raise ValueError(
             f"segments must be lengths that add up to {array.size} (the array's), got "
@@ -94,12 +98,14 @@ class _Group:
         """Combine the arrays of the first `paired` ranks, a power of two, in place."""
         held = slice(0, array.size)
         halvings = []
-        for distance in _distances(paired):
+        for distance in distances(paired):
             peer = self._transport.rank ^ distance
             middle = (held.start + held.stop) // 2
             lower, upper = slice(held.start, middle), slice(middle, held.stop)
             held, given = (lower, upper) if self._transport.rank < peer else (upper, lower)
             mine, theirs = array[held], self.swap(array[given], peer, array[held])
+            # The lower rank's is `a` for all holders, as they add up their products column by
+            # column.
             a, b = (mine, theirs) if self._transport.rank < peer else (theirs, mine)
             self.combine(held.start, a, b, out=mine, holders=2 * distance)
             halvings.append((peer, held, given))
@@ -115,7 +121,7 @@ class _Group:
         for segment, block in self._blocks(start, a.size):
             x, y = _wide(a[block]), _wide(b[block])
             products[segment] += x @ y, x @ x, y @ y
-        for distance in _distances(holders):
+        for distance in distances(holders):
             # Addition commutes, so all holders get the same bits.
             products += self.swap(products, self._transport.rank ^ distance, products)
         dots, squares = products[:, :1], products[:, 1:]
@@ -128,6 +134,7 @@ class _Group:
 
     def _blocks(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield the blocks of a part that begins at element `start`, each with its segment."""
+        # The last segment that begins no later: segments of no elements before it are passed over.
         first = bisect.bisect_right(self._bounds, start) - 1
         for segment, (low, high) in enumerate(itertools.pairwise(self._bounds[first:]), first):
             if low >= start + length:
@@ -154,10 +161,6 @@ class _Group:
                 "segments"
             )
         return message.view(like.dtype).reshape(like.shape)
-
-
-def _distances(size: int) -> list[int]:
-    return [1 << j for j in range((size - 1).bit_length())]
 
 
 def _wide(array: Array) -> Array:

@@ -107,9 +107,9 @@ class Conservation:
         self.alive = self.alive & alive
         self._errors = intersect(self._errors, self.picks.where(self.alive))
 
-    def close(self, update: SparseVector) -> ReductionResult:
+    def close(self, update: SparseVector, refused_by: int) -> ReductionResult:
         """Return the outcome."""
-        return ReductionResult(update, self.picks.where(~self.alive), self._errors)
+        return ReductionResult(update, self.picks.where(~self.alive), self._errors, refused_by)
 
 
 def alive_bytes(count: int) -> int:
@@ -125,6 +125,7 @@ def pack_alive(alive: Array) -> Array:
 
 def unpack_alive(bits: Array, count: int) -> Array:
     """Return the first `count` bits as bool [count]."""
+    # Cut afterwards, as CuPy's `unpackbits` has no count; and a view, as its bytes are 0 or 1.
     alive: Array = module_of(bits).unpackbits(bits)[:count].view(np.bool_)
     return alive
 
@@ -136,6 +137,7 @@ def rounding_error(
 
     `step` ranks that hold one list have the same errors, so each puts every step-th one back.
     """
+    # Not the difference: in an exact format it is all zeros, at the cost of a pass over the list.
     if format.values == "exact":
         return vector.take(slice(0))
     share = slice(first, None, step)

@@ -20,7 +20,9 @@ def reduce(
     """
     total = selected.to_dense()
     transport.allreduce(total)
-    if not all_finite(total):  # on every rank, as they all have the same sum
+    # Only the sum is examined: it is not finite where a contribution is not, and all ranks see that
+    # alike, with no message.
+    if not all_finite(total):
         raise NonFiniteError(_lowest_that_is_not_finite(selected, transport))
     return SparseVector.from_dense(total), selected.take(slice(0))
 

@@ -104,7 +104,7 @@ def reduce_list(
     kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        return _reduce_as_folded_rank(picks, refused_by, k, [k, *kept][-1], transport, options)
+        return _reduce_as_folded_rank(picks, refused_by, k, kept[-1], transport, options)
     return _reduce_with_folded_rank(picks, refused_by, k, kept, transport, options)
 
 
@@ -123,7 +123,9 @@ def _reduce_with_folded_rank(
     conservations = [Conservation(picks)]
     guests = picks.take(slice(0))
     if folds:
-        guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, options)
+        message = transport.receive(guest)
+        guests, their_refusal = _read(message, picks, k, transport, guest, options)
+        refused_by = lowest_refusing(refused_by, their_refusal)
         # Only its `alive` is used: the guest itself puts back the errors of its picks.
         conservations.append(Conservation(guests))
     merged = picks
@@ -154,14 +156,14 @@ def _reduce_with_folded_rank(
         exact = Format(options.format.indices)
         result = wire.encode(
             merged,
-            [k, *kept][-1],
+            kept[-1],
             exact,
             extra=bits,
             refused_by=refused_by,
             number=transport.begun,
         )
         transport.send(result.message, guest)()
-    return conservations[0].close(merged)._replace(refused_by=refused_by)
+    return conservations[0].close(merged, refused_by)
 
 
 class MergedExchange(NamedTuple):
@@ -218,19 +220,6 @@ def _read(
     return decoded.vector, decoded.refused_by
 
 
-def _receive_picks(
-    guest: int,
-    like: SparseVector,
-    refused_by: int,
-    k: int,
-    transport: Transport,
-    options: GtopkOptions,
-) -> tuple[SparseVector, int]:
-    """Return the picks of a rank that is folded in, and the lowest rank that has refused."""
-    picks, refusal = _read(transport.receive(guest), like, k, transport, guest, options)
-    return picks, lowest_refusing(refused_by, refusal)
-
-
 def _reduce_as_folded_rank(
     picks: SparseVector,
     refused_by: int,
@@ -261,7 +250,7 @@ def _reduce_as_folded_rank(
     )
     # After `note_rounding`: it strikes off the errors of picks that died, which return whole.
     conservation.note_alive(unpack_alive(bits, picks.entries))
-    return conservation.close(update)._replace(refused_by=refused_by)
+    return conservation.close(update, refused_by)
 
 
 # A shorter list is sent at once: it takes no longer than a go-ahead, one latency.
@@ -289,6 +278,7 @@ def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int
 
     holders: ranks in a block. Raises MessageError where a list comes instead of the go-ahead.
     """
+    # By k, which all ranks know: no rank knows how many entries its peer's list has.
     if k < LONG_ENTRIES:
         return
     late, peer_is_late = (rank & -holders < guests for rank in (transport.rank, peer))
@@ -306,5 +296,7 @@ def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int
 
 def go_aheads(holders: int, guests: int, k: int) -> int:
     """Return how many go-aheads are sent before the swaps of blocks of `holders` ranks."""
+    # The late blocks are the first ones, and blocks pair up with their neighbours: one pair is of a
+    # late block and one that is ahead where their number is odd, else none.
     late_blocks = -(-guests // holders)
     return holders if k >= LONG_ENTRIES and late_blocks % 2 else 0

@@ -55,6 +55,7 @@ def reduce(
         raise ValueError(f"put_back must be one of {', '.join(PUT_BACK)}; got {put_back!r}")
     rank, size, ranks = transport.rank, transport.size, transport.ranks
     number = transport.begun
+    # The result travels down exact: rounded once more, it would not be the root's update.
     exact = Format(format.indices)
     merged, refused_by = check_finite(selected, ranks[rank])
     inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
@@ -98,6 +99,7 @@ def reduce(
         result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
         survivors = intersect(before, survivors)
+    # Raised only now: the ranks below learn of the refusal by the messages just sent.
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors

@@ -100,6 +100,8 @@ def reduce(
     across: "gtopk" or "oktopk"; `options` are that algorithm's.
     format: of the messages across; inside a node values stay exact.
     """
+    # Before the hierarchy, for which ranks tell their hosts: a wrong option is found while nothing
+    # has been sent.
     how = open_inter_node(across, format, options, k, selected.length)
     return split_result(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
 
@@ -136,6 +138,7 @@ class Hierarchy:
 
     def _bounds(self, length: int) -> list[int]:
         """Return the bounds of the parts that the node's ranks own."""
+        # The ranks of a larger node that own no shard get empty parts at the end.
         return shard_bounds(length, self.shards) + [length] * (self.inside.size - self.shards)
 
     def shard_k(self, k: int) -> int:
@@ -210,6 +213,8 @@ class _Step:
             )
             self.sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
+        # Before anything else is waited for: other nodes wait for this shard, and so does this
+        # node.
         if self.place < self.shards:
             outcomes[self.place] = self._reduce_shard()
         for shard in others:
@@ -244,6 +249,8 @@ class _Step:
         k = shard_quota(self.k, self.shards, place)
         k_out = shard_quota(self.how.k_out, self.shards, place)
         kept = part
+        # A rank alone passes its picks on as they are: with one rank a node the reduction across is
+        # all there is, bit for bit.
         if inside.size > 1:
             total, refused_by = check_finite(sum_by_index(lists), inside.ranks[place], refused_by)
             kept = merge(total, total.take(slice(0)), k)
@@ -283,6 +290,7 @@ class _Step:
 
 def shard_bounds(length: int, shards: int) -> list[int]:
     """Return the bounds of the shards; no shard is smaller than its share of any k."""
+    # The first ones are longer, as they also get the remainder of k.
     return [shard * (length // shards) + min(shard, length % shards) for shard in range(shards + 1)]
 
 

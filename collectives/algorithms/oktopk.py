@@ -57,6 +57,7 @@ _EVEN: Final = 1.25
 
 def is_even(counts: Sequence[int]) -> bool:
     """Tell whether these parts can be gathered as they are."""
+    # Parts of one entry or none cannot be more even: hence the second bound, for few entries.
     return max(counts) * len(counts) <= max(_EVEN * sum(counts), len(counts))
 
 
@@ -120,6 +121,7 @@ def reduce_list(
         return refused(selected, refused_by)
     total, refused_by = check_finite(sum_by_index(lists), transport.ranks[transport.rank])
 
+    # Entries before they are added up: receiving them is what a region that is too full costs.
     load = sum(vector.entries for vector in lists)
     shares = region_quotas(total, k_out, cut.owners, transport, load, refused_by)
     # Also of a step that is refused: the loads are the same on all ranks, so copies stay equal.
@@ -138,6 +140,7 @@ def reduce_list(
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
+    # `merge` takes no k of 0, which is what a region may have in the update.
     nothing = vector.take(slice(0))
     return merge(vector, nothing, count) if count else nothing
 
@@ -214,6 +217,8 @@ class _Step:
             wire.decode(message, block, k_out, sender, self.format, number=number).vector
             for message, sender in zip(messages, self.transport.ranks, strict=True)
         ]
+        # The blocks are disjoint, but not in the order of their indices: regions are dealt to the
+        # ranks by a rotation.
         return sum_by_index(blocks)
 
     def _send(

@@ -118,12 +118,14 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
         targets = total * np.arange(1, size) / size
         bounds = [0, *_ends(ranks, points, weights, targets), length]
     picked = np.zeros((size, size), np.int64)  # by rank and region
+    # Right: an index that is a boundary belongs to the region that begins there.
     np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
     everyone = np.arange(size)
 
     def stay(turn: int) -> tuple[int, int, int]:
         """Return how many picks stay on the rank with the fewest, and on all, by this rotation."""
         of_each = picked[everyone, (everyone - turn) % size]
+        # First the rank on which the fewest stay: it sends the most, and the others wait for it.
         return int(of_each.min()), int(of_each.sum()), -turn
 
     turn = max(range(size), key=stay)
@@ -141,11 +143,16 @@ def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[i
     begins = np.where(np.diff(ranks, prepend=-1) > 0, -1, np.roll(points, 1))
     slopes = (weights - 1) / (points - begins)
     bends = np.concatenate([begins, points])
+    # Stable: the sorts of NumPy differ by processor in how they order equal bends, and all ranks
+    # must come to the same boundaries.
     order = np.argsort(bends, kind="stable")
     bends, slope = bends[order], np.cumsum(np.concatenate([slopes, -slopes])[order])
+    # The last pick of a quantile is where it is known to be: there the line steps up by one.
     steps = (order >= begins.size).astype(np.float64)
     passed = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(bends))]) + np.cumsum(steps)
     after = np.minimum(np.searchsorted(passed, targets), passed.size - 1)
+    # A target within a stretch is met only at its end: go back along the slope, which is above zero
+    # where the line has risen past the target.
     too_far = np.maximum(0.0, passed[after] - steps[after] - targets)
     back = np.divide(too_far, slope[after - 1], out=np.zeros_like(too_far), where=too_far > 0)
     back = np.clip(np.ceil(back), 0, bends[after] - bends[after - 1]).astype(np.int64)
@@ -162,6 +169,7 @@ def _gather_quantiles(picks: SparseVector, transport: Transport) -> tuple[Array,
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
     mine = SparseVector(lasts, sizes, picks.length)
     number = transport.begun
+    # For k any number will do that is the same on all ranks.
     messages = transport.allgather(wire.encode(mine, QUANTILES_PER_RANK, number=number).message)
     quantiles = [
         wire.decode(message, mine, QUANTILES_PER_RANK, sender, number=number).vector

@@ -128,6 +128,7 @@ def to_owners(
     sent = values if refused_by == NOBODY else np.zeros_like(values)
     own = slice(*bounds[rank : rank + 2])
     lost = np.zeros_like(values)
+    # A copy: it is added to, and the caller's values stay as they are.
     total = sent[own].copy()
     messages = []
     for distance in range(1, size):

@@ -30,8 +30,8 @@ from ..wire import NOBODY
 from .conservation import lowest_refusing
 from .regions import at_positions, quantile_ends
 
-_QUANTILES: Final = 64
-_NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
+QUANTILES: Final = 64
+NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
 
 
 class RegionQuotas(NamedTuple):
@@ -73,10 +73,11 @@ def region_quotas(
     here = owners.index(transport.rank)
     keys = -abs(total.values)  # ascending, the largest come first
     keys.sort()
+    # A region has at most `wanted` entries in the result: those behind are out from the beginning.
     low, high = 0, min(wanted, total.entries)
     # All ranks have the same numbers of each round, so they leave the loop in the same one.
     while True:
-        lasts = [low + end - 1 for end in quantile_ends(high - low, _QUANTILES)]
+        lasts = [low + end - 1 for end in quantile_ends(high - low, QUANTILES)]
         mine = _RegionCounts(low, high, load, refused_by, at_positions(keys, lasts))
         told = _gather_counts(mine, total, wanted, owners, transport)
         shares = RegionQuotas(
@@ -102,7 +103,7 @@ class _Search:
     """
 
     def __init__(self, told: Sequence[_RegionCounts]) -> None:
-        ends = [quantile_ends(region.high - region.low, _QUANTILES) for region in told]
+        ends = [quantile_ends(region.high - region.low, QUANTILES) for region in told]
         sizes = [np.diff([0, *region]) for region in ends]
         # Entries of a region's next quantile that may come before its sample, which is its last.
         hidden_at_first = sum(int(quantiles[0]) - 1 for quantiles in sizes if quantiles.size)
@@ -111,6 +112,7 @@ class _Search:
         starts = np.repeat([region.low for region in told], [len(region) for region in ends])
         counts = starts + np.concatenate(ends).astype(np.int64)
         values = np.concatenate([region.samples for region in told])
+        # By |value|, then region, then place in it: an order in which no two entries are equal.
         order = np.lexsort((counts, regions, values))
         self._lows = [region.low for region in told]
         self._regions, self._counts, self._values = regions[order], counts[order], values[order]
@@ -118,6 +120,7 @@ class _Search:
         self.is_exact = bool(size.max() == 1)
         # How many undecided entries come up to each sample: at least these, and at most those.
         self._least = np.cumsum(size)
+        # Less the hidden ones of a sample's own next quantile: they come behind it.
         self._most = self._least + hidden_at_first + np.cumsum(hidden - size + 1) - hidden
 
     def bracket(self, needed: int) -> tuple[int | None, int]:
@@ -152,9 +155,10 @@ def _gather_counts(
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """
     nothing = like.take(slice(0))
-    extra = np.zeros(_NUMBERS_BYTES + min(_QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
-    extra[:_NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
-    extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
+    # Of one size on all ranks: `decode` must know it before it can read how many samples there are.
+    extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
+    extra[:NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
+    extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
     number = transport.begun
     encoded = wire.encode(nothing, wanted, extra=extra, refused_by=mine.refused_by, number=number)
     messages = transport.allgather(encoded.message)
@@ -164,12 +168,12 @@ def _gather_counts(
         _, extra, refused_by = wire.decode(
             messages[owner], nothing, wanted, sender, extra_bytes=extra.size, number=number
         )
-        low, high, load = extra[:_NUMBERS_BYTES].view(np.int64).tolist()
+        low, high, load = extra[:NUMBERS_BYTES].view(np.int64).tolist()
         if not 0 <= low <= high <= wanted:
             raise MessageError(
                 f"the message from rank {sender} is malformed: of its {wanted} largest entries "
                 f"number {low} to {high} should be undecided"
             )
-        samples = extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: min(_QUANTILES, high - low)]
+        samples = extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: min(QUANTILES, high - low)]
         told.append(_RegionCounts(low, high, load, refused_by, samples))
     return told

@@ -65,6 +65,7 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         age_seconds = time.time() - record["saved"]
+        # Nor from the future: under a clock that was set back it would never be too old.
         if record["facts"] != dict(facts) or not 0 <= age_seconds < OLDEST_SECONDS:
             return None
         found = calibration_from(record["calibration"])
@@ -142,6 +143,7 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         ("native_bytes", 0),
     ):
         is_none = name.endswith("bytes") and network[name] is None
+        # Not isinstance, to which True is an integer.
         if not is_none and (type(network[name]) is not int or network[name] < least):
             raise ValueError(
                 f"{name} must be a whole number from {least} on, got {network[name]!r}"
@@ -192,6 +194,7 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
         while len(seconds) < GOES and sum(seconds) < 2 * LONG_SECONDS:
             begun = clock()
             go()
+            # The mean of all ranks is the same on each: they all go on, or none does.
             seconds.append(agree_on_mean(transport, clock() - begun))
         off = abs(min(seconds) - expected_seconds)
         return (
@@ -231,6 +234,7 @@ def calibrate(
     """
     setting = environment.calibration()  # rank 0's is used
     word = setting.lower()
+    # A collective, so before anything that depends on rank 0's own setting.
     known = _facts(transport, formats, facts or {})
     found, path, is_kept = None, None, False
     if transport.rank == 0 and word == "off":

@@ -134,12 +134,14 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
         inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
         across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
         within, between = (_slowest_link(transport, link) for link in (inside, across))
+    # With one node alone its own link stands for the one between nodes, which nothing takes.
     link = between or within
     assert link is not None  # two ranks are on one node, or two nodes have one each
     size, messages = transport.size, 2 * rounds(transport.size)
     allreduce = None
     # By the link, on which all have agreed: all ranks time it, or none does.
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
+    # Two of the smallest size are the least that it takes.
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
     native_bytes = transport.native_bytes()
@@ -202,6 +204,7 @@ def _partners(place: int, count: int) -> tuple[int | None, int | None]:
 
 
 def _worse(a: Link, b: Link) -> Link:
+    # fmax: where one of the two was not measured, and is NaN, the other counts.
     return Link(*(float(number) for number in np.fmax(a, b)))
 
 
@@ -226,6 +229,8 @@ def measure_rates(
 
             def go() -> None:
                 nonlocal threshold
+                # A window somewhere in longer noise: another gradient each time, without the time
+                # to draw one.
                 begin = int(random.integers(size))
                 gradient = noise[begin : begin + size]
                 picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
@@ -252,6 +257,7 @@ def measure_rates(
         a, b = picks(k, random), picks(k, random)
 
         def go() -> None:
+            # What gtopk does for each merge, with the search for picks that are alive.
             merged = merge(a, b, k)
             all_finite(merged.values)
             contains(merged.indices, a.indices)
@@ -269,9 +275,8 @@ def measure_rates(
             def go() -> None:
                 rounded = wire.encode(vector, vector.entries, format).vector
                 error = rounding_error(vector, rounded, format)
-                intersect(
-                    sum_vectors([error, error]), vector
-                )  # that of this round, and of the last
+                # The error of this round, and of the last one.
+                intersect(sum_vectors([error, error]), vector)
 
             return go
 
@@ -293,6 +298,7 @@ def measure_rates(
     few, many = (
         rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (DENSITY, _DENSE)
     )
+    # From two densities: what an entry takes is the slope, what an element takes the rest.
     pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
     swap_seconds, list_seconds, send_seconds = own_call_seconds(stopwatch, random)
     return Rates(

@@ -112,6 +112,7 @@ def choose(
         for format in formats
         for widenings in [WIDENINGS.get(algorithm, (1.0,))]
         for widening in widenings
+        # No update has more than k entries of each rank: to let it have more changes nothing.
         if widening == widenings[0] or widening < calibration.network.ranks
     ]
     found = [
@@ -132,6 +133,7 @@ def choose(
     least = min(map(cost, found))
 
     def preference(each: Prediction) -> tuple[bool, bool, float, float]:
+        # For sorting, where False comes first: what costs more than dense goes behind it.
         costly = cost(each) > cost(dense)
         if budget.density is not None:
             about_the_least = cost(each) <= SAME * least
@@ -181,6 +183,7 @@ def _density(
         return least / length if budget.seconds is not None else None
     if k_fits(most):
         return most / length
+    # By halving: bytes and seconds grow with k.
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if k_fits(middle) else (least, middle)

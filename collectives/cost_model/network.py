@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -30,8 +31,8 @@ class Network(NamedTuple):
     """Ranks on nodes; rank r is on node r // ranks_per_node.
 
     between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
-    allreduce: the link of which an allreduce of this size makes the most, where one was measured;
-               None: the links above, without loss.
+    allreduce: the latency and the bandwidth that fit the times of measured allreduces; None: those
+               of the links above.
     native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
                   None: none is.
     ranks_per_core: the most ranks that share a core; 1: each has one of its own.
@@ -67,6 +68,7 @@ class Network(NamedTuple):
 
     def coding_waves(self, ranks: int) -> int:
         """Return how many turns `ranks` ranks that code at the same time take on their cores."""
+        # Less what rounding may add to a whole number: it would count as a further turn.
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
@@ -177,7 +179,7 @@ class Placement(NamedTuple):
 
 
 def own_placement(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Placement:
-    """Return the seat of this process."""
+    """Return where this process runs."""
     try:
         machine = boot.read_text().strip()
     except OSError:
@@ -197,14 +199,17 @@ def ranks_per_core(transport: Transport) -> float:
     return most_per_core([Placement(*each) for each in transport.gather_object(own_placement())])
 
 
-def most_per_core(seats: Sequence[Placement]) -> float:
-    """Return the most ranks that share a core, at least 1, of ranks in these seats."""
+def most_per_core(placements: Sequence[Placement]) -> float:
+    """Return the most ranks that share a core, at least 1, of ranks that run there."""
     most = 1.0
-    for machine in {seat.machine for seat in seats}:
-        here = [(frozenset(seat.cores), seat) for seat in seats if seat.machine == machine]
+    for machine in {place.machine for place in placements}:
+        here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
         everywhere = frozenset[int]().union(*(cores for cores, _ in here))
+        # Sets of cores may overlap. To each counts who cannot run outside of it.
         for cores in {everywhere, *(cores for cores, _ in here)}:
             most = max(most, sum(own <= cores for own, _ in here) / len(cores))
-        for grant in {(seat.group, seat.quota) for _, seat in here}:
-            most = max(most, sum((seat.group, seat.quota) == grant for _, seat in here) / grant[1])
+        for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():
+            # A group's quota is for all of its processes; without one it is infinite, and nobody
+            # shares.
+            most = max(most, sharing / quota)
     return most

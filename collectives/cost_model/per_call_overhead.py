@@ -127,6 +127,7 @@ def measure_calls(
     is_full = group.size == size  # else of a node with fewer ranks than others
     circle = _Circle(group)
     mine = picks(_FEW, np.random.default_rng(transport.rank))
+    # Any format: the lists are too short for its rates to matter.
     format = next(iter(rates.coding))
     few = group.subset(range(min(size, _MOST))) if is_full and group.rank < _MOST else None
 
@@ -139,6 +140,7 @@ def measure_calls(
     ) -> float:
         """Return the mean seconds of the ranks `within`, which leave a barrier together."""
         time.sleep(_REST_SECONDS)
+        # Who takes no part still has to agree on the mean, a collective of all ranks.
         if within is None:
             return agree_on_mean(transport, math.nan)
         within.barrier()
@@ -153,6 +155,7 @@ def measure_calls(
         goes.append([swap, go("topk-allgather", mine, group)])
     swapped, gathered = map(statistics.median, zip(*goes, strict=True))
     among = min(size, _MOST)
+    # Ranks beyond take no part: any list will do for them.
     even, regions = even_picks(min(group.rank, _MOST - 1), among)
     split = partial(go, "oktopk", even, few or group, few, regions=regions)
     split()  # each sends to each: it may open the connections
@@ -170,6 +173,7 @@ def measure_calls(
         expected = predict(candidate, length, Network(ranks, link), known).exchange_seconds
         steps = SCHEDULES[algorithm](Order(length, k, ranks))
         lists = sum(step.times * getattr(step, counted) for step in steps)
+        # In this order: what an algorithm is expected to take uses what the one before has told.
         known = known._replace(**{of_each: max(0.0, took - expected) / lists})
     return known
 

@@ -103,6 +103,7 @@ class Bucket:
             return times * message_bytes
         pause_seconds += link.latency_seconds
         filled = min(self._burst_bytes, sharing * pause_seconds / link.seconds_per_byte)
+        # Filled again after every round but the last, whose pause belongs to what follows.
         free = self._free_bytes + (times - 1) * filled
         wanted = sharing * times * message_bytes
         self._free_bytes = min(self._burst_bytes, max(0.0, free - wanted) + filled)
@@ -249,11 +250,13 @@ def predict(
         merged += step.sends * rates.send_seconds
         code += times * coded
         merge += times * merged
+        # The links of ranks that send for the first time have rested meanwhile.
         if step.fresh:
             bucket = Bucket(network.between.burst_bytes)
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
+        # Messages that leave together wait for one latency, not each for its own.
         waits = times if step.waits is None else step.waits
         latency += waits * link.latency_seconds
         rounds += times

@@ -10,8 +10,8 @@ where it ends. Long ones come in pieces, and the bandwidth is that of the later 
 
     bytes that have come                     A link behind a token bucket, as many a cloud's or a
       |                      ..''           switch's is, lets the first bytes after a pause pass at
-      |                ..''                 once. Who divides all bytes by all seconds finds it
-      |          ..''      bandwidth:        faster than it is.
+      |                ..''                 once. All bytes over all seconds would be more than
+      |          ..''      bandwidth:        its bandwidth.
       |    ..''            of this half
       | .-'
       |/ <- burst
@@ -108,6 +108,7 @@ def link_of(samples: Samples) -> Link:
     latency = min(samples[sizes[0]])
     if len(sizes) == 1:  # so slow that no larger size was tried: assume the slowest rate
         return Link(latency, latency / max(1, sizes[0]))
+    # Not below 0 in what follows: with a disturbed small go bytes would take less than no time.
     slope = (statistics.median(samples[sizes[-1]]) - latency) / (sizes[-1] - sizes[0])
     return Link(max(0.0, latency - sizes[0] * max(0.0, slope)), max(0.0, slope))
 
@@ -118,6 +119,7 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
 
     def swap(size: int, pieces: int) -> list[float]:
         begun = clock()
+        # The word is the first of the `size` bytes.
         word = np.array([pieces, (size - WORD_BYTES) // pieces], np.int64)
         transport.send(word.view(np.uint8), peer)()
         return [clock() - begun for _ in _swap(transport, peer, *word.tolist())]
@@ -155,6 +157,7 @@ def _marginal_seconds_per_piece(come: Sequence[float]) -> float:
     with the first of three. What has come by then is known at the last of them.
     """
     half = PIECES // 2
+    # Pieces that come within a quarter of the mean gap were handed on together.
     together = (come[-1] - come[0]) / (4 * PIECES)
     then = [*come[1:], math.inf]
     stairs = [
@@ -171,9 +174,9 @@ def _burst_bytes(
 ) -> float:
     """Return how many bytes pass at once after a rest, from swaps twice as large each time.
 
-    What counts is by how much they take longer than one of a few bytes after a rest, the shortest
-    of each, since what holds up a swap makes it longer. Until most of two sizes had to wait, or the
-    time is over. Less than an eighth of a swap may be an error of the bandwidth.
+    A swap's time is the shortest of several goes, as disturbances only lengthen it, less that of a
+    swap of a few bytes. The search ends when most bytes had to wait at two sizes, or when the time
+    is over. A burst of less than an eighth of a swap could be an error of the bandwidth.
     """
     burst, size, waited = 0.0, SMALLEST_IN_PIECES, 0
     while size <= largest / 2 and link.seconds_per_byte > 0 and waited < 2:
@@ -312,6 +315,7 @@ def seconds_per_unit(
     def go(size: int) -> float:
         begun = clock()
         if size not in prepared:
+            # The data of one size at a time: each is several times as large as the one before.
             prepared.clear()
             prepared[size] = prepare(size), clock() - begun
         work, preparing_seconds = prepared[size]

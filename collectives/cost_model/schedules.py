@@ -29,7 +29,9 @@ import numpy as np
 
 from ..algorithms.conservation import alive_bytes
 from ..algorithms.gtopk import go_aheads, kept_sizes
+from ..algorithms.regions import QUANTILES_PER_RANK
 from ..algorithms.shards import STAMP_BYTES
+from ..algorithms.threshold import NUMBERS_BYTES, QUANTILES
 from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, is_gathered_whole
 from ..vector import Array, index_dtype
@@ -76,9 +78,9 @@ def most_message_bytes(
 ) -> float:
     """Return the most bytes of a message, wherever its entries lie in one of `parts` parts.
 
-    Nor do several together, of as many entries on average, in parts that are as large on average.
-    Packed this holds where no gap is many times as long as the 64 around it, as clusters' are: they
-    take less, unless they are made to take more.
+    Nor do several messages together take more, if their entries and parts are as many and as large
+    on average. Of packed indices it is no strict bound: gaps can be made that differ so much within
+    a group of 64 that they take more. Clusters, as real gradients have them, take less.
     """
     if format.indices == WHOLE:
         indices = 0.0
@@ -116,6 +118,7 @@ def _expected_count_bytes(entries: int, blocks: int) -> float:
         """Return how many stretches of at least `least` empty blocks end at one with entries."""
         return max(0, blocks - least) * (empty(least) - empty(least + 1))
 
+    # By the mean count of a block: 127 entries are the most that a byte counts.
     count_bytes = 1 if entries < _LONG * blocks else 2
     counts = count_bytes * blocks * (1.0 - empty(1))
     return counts + 2 * stretches(1) + stretches(_LONG)
@@ -123,8 +126,10 @@ def _expected_count_bytes(entries: int, blocks: int) -> float:
 
 def _most_count_bytes(entries: int, in_part: float, blocks: float) -> float:
     """Return the most bytes of the counts: every second block has entries, and some have many."""
+    # Three bytes for each block that has a gap before it: a mark, the gap's length, a count.
     most = 3.0 * min(entries, in_part / 2)
     many, longer = float(_LONG), blocks / _LONG
+    # And a byte more for each further factor of 128, in the counts as in the gaps.
     while many <= _BLOCK:
         most += min(in_part, entries / many)
         many *= _LONG
@@ -294,6 +299,7 @@ def gtopk(order: Order) -> Iterator[Round]:
     folded = leaving(guests, guests - paired, m)
     if guests.size:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
+    # What the last merge keeps is sent no more.
     for number, size in enumerate(sizes[:-1]):
         outside = leaving(everyone, everyone ^ (1 << number), m)
         if words := go_aheads(1 << number, guests.size, k):
@@ -326,23 +332,23 @@ def oktopk(order: Order) -> Iterator[Round]:
         return
     if order.uneven:
         entry = index_dtype(order.length).itemsize + order.value_bytes
-        yield from _allgather(ranks, m, HEADER_BYTES + 4 * ranks * entry)
+        yield from _allgather(ranks, m, HEADER_BYTES + QUANTILES_PER_RANK * ranks * entry)
     others = ranks - 1
     regions = others if order.uneven else ranks
     part = -(-k // regions)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
         yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
-    # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
+    # A round of the threshold leaves two quantiles' worth undecided; the last one has each entry.
     undecided = order.wanted if order.uneven else k  # of an owner
-    told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
+    told = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
         yield last._replace(others=others, sends=SEARCH_SENDS)
-        if undecided <= 64:
+        if undecided <= QUANTILES:
             break
-        undecided = -(-undecided // 32)
+        undecided = -(-2 * undecided // QUANTILES)
     if order.uneven:
         yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
     block = -(-order.wanted // ranks)
@@ -381,6 +387,7 @@ def hierarchical(order: Order) -> Iterator[Round]:
         length=-(-order.length // m), k=part, ranks=order.nodes, ranks_per_node=1
     )
     for step in gtopk(shard):
+        # The owners of all shards reduce at the same time, and share their node's link.
         yield step._replace(senders=m * step.senders, leaving=m, parts=m)
     if others:
         result = list_sizes(shard)[-1]

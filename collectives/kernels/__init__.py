@@ -16,7 +16,7 @@ from typing import Any, Final
 from .. import environment
 from ..ranges import profiled
 from ..vector import Array, SparseVector, is_on_device, require_values
-from . import reference
+from . import host, reference
 from .gradients import Gradient, Located, Momentum
 from .host.library import absence, library
 
@@ -41,15 +41,9 @@ __all__ = [
 ]
 
 
-def _choose() -> Any:
-    if environment.kernels() == "reference" or library() is None:
-        return reference
-    from . import host
-
-    return host
-
-
-_for_numpy: Final = _choose()
+_for_numpy: Final[Any] = (
+    reference if environment.kernels() == "reference" or library() is None else host
+)
 
 
 def _twin(array: Array) -> Any:

@@ -53,6 +53,9 @@ __all__ = [
     "write_head",
 ]
 
+# (indices, length, buffer) -> bytes taken; (bytes, count, length) -> indices, bytes taken
+PackIndices = Callable[[Array, int, Array], int]
+UnpackIndices = Callable[[Array, int, int], tuple[Array, int]]
 # (bytes, count, exponent, dtype) -> values
 Unpack = Callable[[Array, int, int, Any], Array]
 
@@ -88,28 +91,18 @@ def in_order(indices: Array, length: int) -> bool:
     return fits
 
 
-def pack_blocks(indices: Array, length: int, out: Array) -> int:
-    """Write indices, int32 or int64 [k], as 16-bit offsets in blocks; return the bytes taken."""
-    used: int = _codes(indices).pack_blocks(indices, length, out)
-    return used
+def _index_code(name: str) -> tuple[PackIndices, UnpackIndices]:
+    def pack(indices: Array, length: int, out: Array) -> int:
+        """Write indices, int32 or int64 [k]; return the bytes taken."""
+        used: int = getattr(_codes(indices), f"pack_{name}")(indices, length, out)
+        return used
 
+    def unpack(data: Array, count: int, length: int) -> tuple[Array, int]:
+        """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+        indices, used = getattr(_codes(data), f"unpack_{name}")(data, count, length)
+        return indices, used
 
-def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
-    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
-    indices, used = _codes(data).unpack_blocks(data, count, length)
-    return indices, used
-
-
-def pack_rice(indices: Array, length: int, out: Array) -> int:
-    """Write indices, int32 or int64 [k], as Rice codes of their gaps; return the bytes taken."""
-    used: int = _codes(indices).pack_rice(indices, length, out)
-    return used
-
-
-def unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
-    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
-    indices, used = _codes(data).unpack_rice(data, count, length)
-    return indices, used
+    return pack, unpack
 
 
 def _value_code(name: str) -> tuple[Callable[[Array, Array], int], Unpack]:
@@ -126,6 +119,8 @@ def _value_code(name: str) -> tuple[Callable[[Array, Array], int], Unpack]:
     return pack, unpack
 
 
+pack_blocks, unpack_blocks = _index_code("blocks")
+pack_rice, unpack_rice = _index_code("rice")
 pack_bf16, unpack_bf16 = _value_code("bf16")
 pack_fp16, unpack_fp16 = _value_code("fp16")
 pack_int8, unpack_int8 = _value_code("int8")

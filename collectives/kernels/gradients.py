@@ -63,6 +63,7 @@ def require_parts(
             if part.ndim != 1:
                 shape = list(part.shape)
                 raise ValueError(f"{what} shape, one-dimensional, got {shape}: pass .reshape(-1)")
+    # All of one dtype: kernels are told a single format for all arrays.
     narrow = dtype == np.float32 and len(dtypes) == 1 and dtypes <= set(SIXTEEN_BITS)
     if not (dtypes == {dtype} or narrow) or size != length:
         got = " and ".join(sorted(map(str, dtypes))) or "nothing"
@@ -94,6 +95,7 @@ def gradient_parts(
     Raises ValueError or TypeError for arguments that do not fit together.
     """
     require_selectable(residual, k)
+    # To Python an array is no Sequence, so a single one becomes the only part.
     parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
     on_device = isinstance(parts, Located) or any(map(is_on_device, parts))
     if on_device and not is_on_device(residual):
@@ -117,6 +119,7 @@ def _require_room(residual: Array, old: Array, into: Array | None, *names: str) 
                 f"{name} must be of the residual's dtype and size, {residual.dtype} "
                 f"[{residual.size}], got {array.dtype} {list(array.shape)}"
             )
+    # With `into` the old values are only read.
     require_writable(*((old, names[0]) if into is None else (into, names[1])))
 
 

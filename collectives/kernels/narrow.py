@@ -55,12 +55,14 @@ def round_to_bfloat16(values: Array) -> Array:
         bits = block.view(np.uint32)
         halves = bits >> 16
         halves &= 1
+        # Half of the last place less one, and the last place itself: ties go to the even neighbour.
         halves += 0x7FFF
         halves += bits
         halves >>= 16
         rounded[start : start + _BLOCK] = halves
         lost = np.isnan(block)  # a carry may have turned a NaN into infinity or zero
         if lost.any():
+            # With the quiet bit: a NaN that has bits in its lower half alone would become infinity.
             rounded[start : start + _BLOCK][lost] = bits[lost] >> 16 | 0x40
     return rounded
 

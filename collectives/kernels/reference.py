@@ -52,9 +52,11 @@ def squared_norm(array: Array) -> float:
     for start in range(0, array.size, NORM_CHUNK):
         squares = np.square(array[start : start + NORM_CHUNK], dtype=np.float64)
         whole = squares.size // LANES * LANES
+        # Over the first axis NumPy adds row after row, which makes each lane a running sum.
         lanes = np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
         lanes[: squares.size - whole] += squares[whole:]
         chunk = 0.0
+        # Not `lanes.sum()`, which adds pairwise.
         for lane in lanes:
             chunk += float(lane)
         total += chunk
@@ -112,6 +114,7 @@ def _addends(
             if addend.dtype == np.uint16:
                 addend = widen_bfloat16(addend)
             if weight != 1.0:
+                # In the residual's dtype: a gradient of 16 bits is widened before it is weighted.
                 addend = np.multiply(addend, residual.dtype.type(weight), dtype=residual.dtype)
             if momentum is not None:
                 here = slice(begin + start, begin + start + addend.size)
@@ -135,8 +138,10 @@ def _select(
                 search.add(start, addend)
         search.scans += 1
     if search.count < search.k:
+        # Without a guess, or after a bad one: only now is there a sum to take a sample of.
         search.scan_again(_sampled_threshold(search.dense, search.k))
     if search.count < search.k:
+        # The sample misled: everything counts as a candidate, and is pruned on the way.
         search.scan_again(0.0)
     return search.finish()
 
@@ -170,6 +175,8 @@ class _Search:
         self.dense = dense
         self._before = dense if before is None else before
         self.k = k
+        # The most candidates that are kept: with a guess far too low they would be the whole
+        # vector.
         self.limit = 4 * k + CHUNK
         room = -(-min(CHUNK, dense.size) // 8) * 8
         self.below, self.above = np.empty((2, room), np.bool_)
@@ -213,6 +220,7 @@ class _Search:
         misses[: part.size] &= np.greater(part, -self.threshold, out=self.above[: part.size])
         # Eight bools at a time: where hits are few, only words that hold one are looked into.
         words = np.flatnonzero(misses[:size].view(np.uint64) != _MISSES)
+        # From an eighth of the words on it does not pay to look into them alone.
         if words.size > size >> 6:
             return np.flatnonzero(~misses[:size])
         inside = np.flatnonzero(~misses[:size].reshape(-1, 8)[words])
@@ -265,6 +273,7 @@ class _Search:
         lowest = float(magnitudes.min())
         if not np.isfinite(lowest):
             return 0.0
+        # All candidates were selected: there is no other to tell how values fall from rank k on.
         if count == k:
             return lowest / 2
         at_k = float(np.partition(magnitudes, count - k)[count - k])
@@ -312,6 +321,7 @@ def contains(indices: Array, wanted: Array) -> Array:
     if not indices.size:
         return np.zeros(wanted.size, np.bool_)
     at = np.searchsorted(indices, wanted)
+    # What would be behind the last is compared with the first, which is smaller, so not equal.
     at[at == indices.size] = 0
     found: Array = indices[at] == wanted
     return found

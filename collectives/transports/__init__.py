@@ -42,6 +42,7 @@ def open_transport(
     """
     if name == "local":
         return local_world(1, timeout_seconds)[0]
+    # Each is imported only where it is asked for: mpi4py, torch, Horovod and CuPy are optional.
     if name == "mpi":
         from .direct import open_mpi
 

@@ -48,6 +48,7 @@ class View(Transport):
 
     @property
     def begun(self) -> int:
+        # Inside an operation of its parent a view's messages are a part of that one.
         return self._begun if self._activity else self._parent.begun
 
     @property
@@ -77,6 +78,8 @@ class View(Transport):
         return self._carrier.view_of(self, step, ranks)
 
     def misses(self, rank: int, notice: DepartureNotice) -> bool:
+        # A view may be used inside an operation of its parent, which needs all of that one's
+        # members.
         return super().misses(rank, notice) or self._parent.misses(rank, notice)
 
     def departures(self) -> Mapping[int, DepartureNotice]:
@@ -194,6 +197,7 @@ class Carrier(Transport):
         if self.checks_messages:
             message = append_checksum(message)
         pacer = self._pacer
+        # What a rank sends to itself crosses no link.
         if pacer is None or to == self.rank:
             return self.send_on(stream, message, to)
         begins, is_gone_at = pacer.leave(message.size)
@@ -228,6 +232,7 @@ class Carrier(Transport):
     def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from a parent."""
         path = (*parent.path, step)
+        # Two threads that ask for one view must get one object: it counts the stream's operations.
         with self._making_a_view:
             if path not in self._views:
                 tag = tag_of(path, self.tag_limit)
@@ -252,6 +257,8 @@ class Carrier(Transport):
 
     def name_counter(self, stream: Transport) -> str:
         """Return a name for a new counter of a stream, the same on all its ranks."""
+        # By stream and number: ranks make the counters of a stream in one order, so no message is
+        # needed.
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
 

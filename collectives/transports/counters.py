@@ -22,6 +22,7 @@ class Traffic:
 
     sent_bytes: int = 0
     sent_messages: int = 0
+    # Not compared: waits differ from run to run, what is sent does not.
     wait_seconds: float = field(default=0.0, compare=False)
     parent: Traffic | None = field(default=None, compare=False, repr=False)
     _lock: threading.Lock = field(
@@ -33,6 +34,7 @@ class Traffic:
         with self._lock:
             self.sent_bytes += sent_bytes
             self.sent_messages += sent_messages
+        # Outside of the lock: no thread ever holds those of two counters.
         if self.parent is not None:
             self.parent.count(sent_bytes, sent_messages)
 

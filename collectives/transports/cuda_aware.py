@@ -62,6 +62,7 @@ def claims_cuda(library: str | None) -> bool:
 
 def attempt(seconds: float = _SECONDS) -> str:
     """Let a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
+    # The child finds modules where this process does, also those that a script put on its path.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {__name__} import {send_to_self.__name__}; {send_to_self.__name__}()"

@@ -38,5 +38,6 @@ class DepartureNotice(NamedTuple):
     def _of(
         cls, completed: dict[str, int], reason: str, missed: Any, lost: bool
     ) -> DepartureNotice:
+        # The keys of JSON are texts.
         counts = {int(tag): count for tag, count in completed.items()}
         return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)

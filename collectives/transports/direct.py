@@ -42,10 +42,10 @@ def open_mpi(
     A collective. GPUs' messages are direct where the MPI library has passed the trial on every
     host, else staged through pinned host memory.
     """
-    return open_for_gpus(MpiTransport(communicator, timeout_seconds), timeout_seconds)
+    return open_for_gpus(MpiTransport(communicator, timeout_seconds))
 
 
-def open_for_gpus(host: MpiTransport, timeout_seconds: float) -> Transport:
+def open_for_gpus(host: MpiTransport) -> Transport:
     """Return a transport for hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
     if not _everywhere(host, has_gpu()):
         return host
@@ -53,7 +53,7 @@ def open_for_gpus(host: MpiTransport, timeout_seconds: float) -> Transport:
     is_first_here = host.neighbours()[0] == host.rank
     if not _everywhere(host, not (is_first_here and why_staged())):
         return StagedTransport(host)
-    return DirectTransport(host, timeout_seconds)
+    return DirectTransport(host)
 
 
 def _everywhere(transport: Transport, here: bool) -> bool:
@@ -68,7 +68,6 @@ class DirectTransport(StagedTransport):
     def __init__(
         self,
         host: Transport,
-        timeout_seconds: float = 600.0,
         *,
         carrier: MpiTransport | None = None,
         parent: DirectTransport | None = None,
@@ -76,10 +75,9 @@ class DirectTransport(StagedTransport):
         """host: the MPI transport, or a view of it; carrier: then the transport itself."""
         super().__init__(host, parent)
         self._carrier: MpiTransport = carrier or host  # type: ignore[assignment]
-        self._timeout_seconds = timeout_seconds
 
     def _over(self, host: Transport) -> DirectTransport:
-        return DirectTransport(host, self._timeout_seconds, carrier=self._carrier, parent=self)
+        return DirectTransport(host, carrier=self._carrier, parent=self)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if not is_on_device(message) or self.handles_messages:
@@ -104,6 +102,7 @@ class DirectTransport(StagedTransport):
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
         if header.method is not TransferMethod.MPI:
             return super()._receive_body(header, source)
+        # The pool may hand out memory that work under way on the stream still uses.
         message: Array = self._cupy.empty(header.message_bytes, np.uint8)
         self._wait_for_stream(message)
         self._carrier.receive_into_on(self.host, message, self.ranks[source])
@@ -114,7 +113,7 @@ class DirectTransport(StagedTransport):
         cuda = self._cupy.cuda
         with array.device:  # type: ignore[attr-defined]
             done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
-        wait_until(lambda: has_come(done, self._cupy) or None, self.host, [], self._timeout_seconds)
+        wait_until(lambda: has_come(done, self._cupy) or None, self.host, [], self.timeout_seconds)
 
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message; each is sent to every rank, P-1 times.

@@ -111,6 +111,7 @@ def host_copy(tensor: Any) -> Array:
     torch = sys.modules["torch"]
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     copy.copy_(tensor)
+    # NumPy has no bfloat16; the bits go through an integer dtype that both know.
     if copy.dtype == torch.bfloat16:
         bits: Array = copy.view(torch.int16).numpy()
         return bits.view(BFLOAT16)
@@ -121,6 +122,7 @@ def host_copy(tensor: Any) -> Array:
 def tensor_of(array: Array, like: Any) -> Any:
     """Return a host array as a tensor of the dtype and device of `like`."""
     torch = sys.modules["torch"]
+    # torch does not know BFLOAT16, a dtype of ours.
     plain = array.view(np.int16) if array.dtype == BFLOAT16 else array
     return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
@@ -200,12 +202,14 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
     """
     number, problem = device, ""
     cupy, nccl = "", 0
+    # As torch sees them, until CuPy tells: without CuPy the GPUs may still serve torch's NCCL.
     count = _torch_count()
     try:
         count = load_cupy("nccl").cuda.runtime.getDeviceCount()
         nccl = load_nccl().get_version()
     except (ImportError, OSError, RuntimeError) as error:  # OSError: broken; RuntimeError: CUDA's
         cupy = f"{error}"
+    # A launcher may let each rank see its own GPU alone, which is number 0 then.
     if number is None:
         number = 0 if count == 1 else host.neighbours().index(host.rank)
     if not 0 <= number < count:
@@ -270,6 +274,7 @@ def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
     except (ImportError, RuntimeError) as error:
         problem = error
     # A host is called by the first rank on it.
+    # The problem is raised only after this: ranks without one would wait here for ever.
     answers = bootstrap.gather_object([bootstrap.neighbours()[0], name, str(problem or "")])
     owners: dict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, (host, its_name, its_problem) in zip(bootstrap.ranks, answers, strict=True):

@@ -59,7 +59,6 @@ class HorovodTransport(Carrier):
         super().__init__(self._horovod.rank(), self._horovod.size())
         self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
-        self._timeout_seconds = timeout_seconds
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
         self._queued_bytes, self._carried_bytes = [0] * self.size, [0] * self.size
         self._incoming = [_Incoming() for _ in range(self.size)]
@@ -99,7 +98,7 @@ class HorovodTransport(Carrier):
             there = all(self._carried_bytes[peer] >= end for peer, end in until_carried.items())
             return there or None
 
-        wait_until(carried, stream, peers, self._timeout_seconds)
+        wait_until(carried, stream, peers, self.timeout_seconds)
 
     def receive_on(self, stream: Transport, source: int) -> Array:
         self._awake.set()
@@ -122,6 +121,7 @@ class HorovodTransport(Carrier):
             lost = DepartureNotice({}, f"Horovod has ended: {str(error).splitlines()[0]}")
             for peer in range(self.size):
                 if peer != self.rank:
+                    # Peers that have announced their departure keep the reason that they gave.
                     self._left.setdefault(peer, lost)
             self._mailbox.wake()
 
@@ -203,6 +203,8 @@ class _Incoming:
         if part.size:
             self._held.append(part)
             self._held_bytes += part.size
+        # Joined only when a message is complete: at every tick, a long one would be copied ever
+        # again.
         while self._held_bytes >= self._wanted_bytes:
             whole = np.concatenate(self._held)  # a copy: memory of our own
             tag, size = _HEADER.unpack_from(whole.data)

@@ -41,7 +41,7 @@ from .departure import DepartureNotice
 from .mpi_counter import ServedCounter, WindowCounter
 from .node_memory import FileMemory
 from .polling import wait_until
-from .reductions import loses_nan
+from .reductions import LIBRARY_NAMES, loses_nan
 from .sharing import share_by_file
 from .transport import Transport
 
@@ -129,9 +129,8 @@ class MpiTransport(Carrier):
         self._has_departed = False
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
-        self._arrived: dict[
-            int, int
-        ] = {}  # by rank: the last gather in which it said that it waits
+        # By rank: the last gather in which it said that it waits.
+        self._arrived: dict[int, int] = {}
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
@@ -229,12 +228,7 @@ class MpiTransport(Carrier):
         if is_narrow(array.dtype) or by_hand or self.handles_messages:
             super().allreduce(array, reduction)
             return
-        mpi_op = {
-            "sum": self._mpi.SUM,
-            "product": self._mpi.PROD,
-            "min": self._mpi.MIN,
-            "max": self._mpi.MAX,
-        }[reduction]
+        mpi_op = getattr(self._mpi, LIBRARY_NAMES[reduction])
         # Not where threads take turns: a blocking call would hold the lock until all ranks are
         # here, and the streams of this rank's other threads would stand still.
         blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
@@ -296,15 +290,11 @@ class MpiTransport(Carrier):
                     has_announced = True
                 self._collect_arrivals()
 
-        def tested() -> bool | None:
-            with self._calling:
-                return request.Test() or None
-
         # A rank that never waits long reads its peers' words here: else they would pile up in MPI.
         if self._gathers % _COLLECT_EVERY == 0:
             self._collect_arrivals()
         try:
-            wait_until(tested, self, [], self.timeout_seconds, exchange_notes)
+            self._finish(self, request, None, exchange_notes)
         except PeerTimeoutError as error:
             late = [r for r in range(self.size) if self._arrived.get(r, 0) < self._gathers]
             names = " and ".join(f"rank {rank}" for rank in late if rank != self.rank)
@@ -317,15 +307,21 @@ class MpiTransport(Carrier):
                 self._isend(number, rank, _HERE)
 
     def _collect_arrivals(self) -> None:
+        for source, number in self._collect(_HERE):
+            self._arrived[source] = int(number.view(np.int64)[0])
+
+    def _collect(self, tag: int) -> Iterator[tuple[int, Array]]:
+        """Yield source and content, uint8 [m], of each message of a tag that has come."""
         status = self._mpi.Status()
-        number = np.empty(1, np.int64)
         while True:
             with self._calling:
-                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _HERE, status)
+                # A matched probe: no other thread can receive the message found here.
+                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, tag, status)
                 if message is None:
                     return
-                message.Recv([number.view(np.uint8), self._mpi.BYTE])
-            self._arrived[status.source] = int(number[0])
+                content = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+                message.Recv([content, self._mpi.BYTE])
+            yield status.source, content
 
     @contextmanager
     def _keep_on_error(self, request: MPI.Request, memory: Array) -> Iterator[None]:
@@ -343,20 +339,33 @@ class MpiTransport(Carrier):
             _receiving.append((request, memory))
             raise
 
-    def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:
-        self._wait(stream, lambda: request.Test() or None, peer)
+    def _finish(
+        self,
+        stream: Transport,
+        request: MPI.Request,
+        peer: int | None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wait(stream, lambda: request.Test() or None, peer, look)
 
-    def _wait(self, stream: Transport, test: Callable[[], T | None], peer: int | None) -> T:
+    def _wait(
+        self,
+        stream: Transport,
+        test: Callable[[], T | None],
+        peer: int | None,
+        look: Callable[[], None] = lambda: None,
+    ) -> T:
         """Call `test` until its result is not None, and return that.
 
-        peer: the rank waited for; None: all of them.
+        peer: the rank waited for; None: all of them. look: as in `wait_until`.
         """
 
         def tested() -> T | None:
             with self._calling:
                 return test()
 
-        return wait_until(tested, stream, [] if peer is None else [peer], self.timeout_seconds)
+        peers = [] if peer is None else [peer]
+        return wait_until(tested, stream, peers, self.timeout_seconds, look)
 
     def progress(self) -> None:
         if not self._mpi.Is_finalized():
@@ -368,16 +377,8 @@ class MpiTransport(Carrier):
         if self._mpi.Is_finalized():
             self._left |= dict.fromkeys(range(self.size), DepartureNotice({}, "MPI is finalized"))
             return
-        status = self._mpi.Status()
-        while True:
-            with self._calling:
-                # A matched probe: no other thread can receive the message found here.
-                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _LEAVE, status)
-                if message is None:
-                    return
-                text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-                message.Recv([text, self._mpi.BYTE])
-            self.note(status.source, DepartureNotice.decode(text))
+        for source, text in self._collect(_LEAVE):
+            self.note(source, DepartureNotice.decode(text))
 
     def announce_departure(self, reason: str) -> None:
         if self._has_departed or self._mpi.Is_finalized():
@@ -412,9 +413,10 @@ class MpiTransport(Carrier):
 
     def _communicator_of(self, stream: Transport) -> MPI.Intracomm:
         """Return a communicator of a stream's ranks, all of which call this."""
-        if stream is self:
-            return self._communicator
-        # MPI's collectives of two streams must not mix.
+        return self._communicator if stream is self else self._new_communicator(stream)
+
+    def _new_communicator(self, stream: Transport) -> MPI.Intracomm:
+        """Return a new one: MPI's collectives of two streams must not mix."""
         group = self._communicator.group.Incl(list(stream.ranks))
         # Collective over the group alone: the other ranks take no part. The tag keeps groups apart
         # that threads of several streams make at the same time.
@@ -446,11 +448,10 @@ class MpiTransport(Carrier):
         if set(stream.ranks) <= set(self._neighbours):
             communicator = self._communicator_of(stream)
             return WindowCounter(self._mpi, communicator, stream, self._calling)
-        group = self._communicator.group.Incl(list(stream.ranks))
-        # A communicator of its own, as the counter's tags are those of notices and of words here.
         return ServedCounter(
             self._mpi,
-            self._communicator.Create_group(group, stream.tag),
+            # Of its own, as the counter's tags are those of notices and of words here.
+            self._new_communicator(stream),
             stream,
             self._calling,
             lambda: self._has_departed or self._mpi.Is_finalized(),

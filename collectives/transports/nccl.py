@@ -103,17 +103,15 @@ class NcclTransport(StagedTransport):
         self._gpu: Gpu | None = None if parent is None else parent._gpu
         self._torch_backend: str = torch_backend if parent is None else parent._torch_backend
         self._timeout_seconds = timeout_seconds
-        self._connected: list[Collectives] = []
+        self._connected: list[Collectives] = [] if parent is None else parent._connected
         self._collectives: Collectives | None = None
         self._all_on_gpu: dict[Hashable, bool] = {}  # the ranks' answers, by `what` of `carrying`
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
-        if parent is not None:
-            self._connected = parent._connected
         if not self.automatic:
             self.name, self.counts_allreduce = "nccl", False
-        if parent is None and not self.automatic:
-            self._require_nccl()
-            self.connect()
+            if parent is None:
+                self._require_nccl()
+                self.connect()
 
     def _require_nccl(self) -> None:
         """Find NCCL and a GPU for every rank; raise where that cannot be."""
@@ -122,6 +120,8 @@ class NcclTransport(StagedTransport):
             self._device = self._gpu.device.id
             version = version_text(self._gpu.nccl.get_version())
             self.choice = RouteChoice(GpuRoute.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
+        # A RuntimeError, too, but of this rank alone: the others would not come to the exchange
+        # below.
         except PeerError:
             raise
         except (ImportError, RuntimeError):  # on all ranks alike
@@ -180,6 +180,7 @@ class NcclTransport(StagedTransport):
         if choice.route is not GpuRoute.STAGED:
             choice = self._try(choice)
         self.choice = choice
+        # NCCL's own allreduce is counted by formula.
         self.counts_allreduce = self.counts_allreduce and self._is_staged()
         self.on_choice(choice)
 
@@ -216,6 +217,7 @@ class NcclTransport(StagedTransport):
             seconds,
             self._torch_backend,
         )
+        # Only the start is to fail early.
         opened.set_timeout(self._timeout_seconds)
         self._connected.append(opened)
         self._collectives = opened
@@ -298,6 +300,8 @@ class NcclTransport(StagedTransport):
             elif header is not None:
                 message = self._receive_body(header, source)
             received.append(message)
+        # Before NCCL: this rank may have to call its host transport for a message to go on, and the
+        # receiver takes it before it joins the group.
         for sent in sends:
             sent()
         self._transfer(outgoing, incoming)
@@ -330,6 +334,7 @@ class NcclTransport(StagedTransport):
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
             bounds.append(bounds[-1] + header.message_bytes)
+        # A collective: only now is it known that all ranks have their messages on GPUs.
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():
@@ -345,26 +350,18 @@ class NcclTransport(StagedTransport):
 
         "min" and "max" of floats go through the host, as NCCL's may lose a NaN.
         """
-        self._stage_undecided()
-        if not is_of_gpu(array):
-            self.host.allreduce(array, reduction)
-            return
-        span = span_of(array)
         collectives = self._agree("allreduce", array, reduction)
-        if collectives is None or loses_nan(reduction, span.dtype):
+        if collectives is None or loses_nan(reduction, span_of(array).dtype):
             self._staged_host.allreduce(array, reduction)
             return
+        span = span_of(array)
         if self.size > 1 and span.size:
             collectives.allreduce(array, reduction)
             sent = cost.dense_bytes(span.size, self.size, span.itemsize)
             self.traffic.count(sent, 2 * cost.rounds(self.size))
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
-        self._stage_undecided()
-        if not is_of_gpu(array):
-            self.host.reduce_scatter(array, bounds, reduction)
-            return
-        collectives = self._agree("reduce_scatter", array, reduction, f" cut at {list(bounds)}")
+        collectives = self._agree("reduce_scatter", array, reduction, bounds)
         if collectives is None or loses_nan(reduction, span_of(array).dtype):
             self._staged_host.reduce_scatter(array, bounds, reduction)
             return
@@ -373,11 +370,7 @@ class NcclTransport(StagedTransport):
             self._count_all_parts_but_own(array, bounds)
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
-        self._stage_undecided()
-        if not is_of_gpu(array):
-            self.host.allgather_into(array, bounds)
-            return
-        collectives = self._agree("allgather_into", array, detail=f" cut at {list(bounds)}")
+        collectives = self._agree("allgather_into", array, bounds=bounds)
         if collectives is None:
             self._staged_host.allgather_into(array, bounds)
             return
@@ -389,12 +382,7 @@ class NcclTransport(StagedTransport):
             self._count_all_parts_but_own(array, bounds)
 
     def broadcast_into(self, array: Array, root: int) -> None:
-        self._stage_undecided()
-        if not is_of_gpu(array):
-            self.host.broadcast_into(array, root)
-            return
-        source = f" from rank {self.ranks[root]}"
-        collectives = self._agree("broadcast_into", array, detail=source)
+        collectives = self._agree(f"broadcast_into from rank {self.ranks[root]}", array)
         if collectives is None:
             self._staged_host.broadcast_into(array, root)
             return
@@ -405,12 +393,10 @@ class NcclTransport(StagedTransport):
             self.traffic.count(sent, cost.rounds(self.size))
 
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
-        self._stage_undecided()
-        if not is_of_gpu(array):
-            return self.host.alltoall(array, bounds)
         collectives = self._agree("alltoall", array, any_size=True)
         if collectives is None:
             return self._staged_host.alltoall(array, bounds)
+        # NCCL's receives have to be told how much comes, which only the senders know.
         said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
         sizes = [int(message.view(np.int64)[self.rank]) for message in said]
         ends = [0, *itertools.accumulate(sizes)]
@@ -433,19 +419,24 @@ class NcclTransport(StagedTransport):
         operation: str,
         array: Array,
         reduction: str = "",
-        detail: str = "",
+        bounds: Sequence[int] | None = None,
         *,
         any_size: bool = False,
     ) -> Collectives | None:
         """Return NCCL's collectives, once all ranks are connected and agree on the operation.
 
-        None: it is staged. Raises MismatchError on all ranks alike.
+        None: it is the staged host's, which also takes arrays of hosts. Raises MismatchError on all
+        ranks alike.
         """
+        self._stage_undecided()
+        if not is_of_gpu(array):
+            return None
         span = span_of(array)
         self._check_place(array)
         kind = f" ({reduction})" if reduction else ""
         length = "" if any_size else f" [{span.size}]"
-        own = f"{operation}{kind} of {span.dtype}{length}{detail}"
+        cut = "" if bounds is None else f" cut at {list(bounds)}"
+        own = f"{operation}{kind} of {span.dtype}{length}{cut}"
         # First: `connect` is a collective, too, and in NCCL ranks that disagree would hang, or
         # compute nonsense.
         require_same(self.host, own)

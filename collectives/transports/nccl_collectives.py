@@ -18,14 +18,13 @@ import numpy as np
 from ..vector import Array
 from .gpu import Gpu, span_of
 from .nccl_communicator import Communicator
-from .reductions import parts_of
+from .reductions import LIBRARY_NAMES, parts_of
 from .transport import Transport
 
 DTYPES: Final = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-_REDUCTIONS: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
 
 
 class CupyCollectives:
@@ -41,11 +40,6 @@ class CupyCollectives:
         self._gpu = gpu
         self._rank, self._size = host.rank, host.size
         self.communicator = Communicator(host, gpu, timeout_seconds)
-
-    @property
-    def device(self) -> int:
-        """Return the number of the GPU whose arrays are taken."""
-        return int(self._gpu.device.id)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the longest wait for a peer."""
@@ -65,6 +59,7 @@ class CupyCollectives:
             total: list[float] = array.get().tolist()
             return total
 
+        # In a thread of its own: the current GPU is a thread's, and the caller's stays what it is.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(add_up).result()
 
@@ -82,6 +77,7 @@ class CupyCollectives:
             for span, source in receives:
                 nccl.recv(span.address, span.size * span.itemsize, uint8, source, stream)
 
+        # Each way apart: NCCL connects either way between two ranks at its own first use.
         meets = {*(("to", to) for _, to in sends), *(("from", source) for _, source in receives)}
         touched = [array for array, _ in (*outgoing, *incoming)]
         peers = sorted({peer for _, peer in meets})
@@ -108,6 +104,8 @@ class CupyCollectives:
             if (each := _each(bounds)) is not None:
                 first = span.address + bounds[0] * span.itemsize
                 own = first + self._rank * each * span.itemsize
+                # In place, to NCCL: the result goes to where the rank's own part lies in what is
+                # sent.
                 nccl.reduceScatter(first, own, each, dtype, operator, stream)
                 return
             for owner, begin, end in parts:
@@ -165,7 +163,7 @@ class CupyCollectives:
         return number
 
     def _operator(self, reduction: str) -> int:
-        number: int = getattr(self._gpu.nccl, f"NCCL_{_REDUCTIONS[reduction]}")
+        number: int = getattr(self._gpu.nccl, f"NCCL_{LIBRARY_NAMES[reduction]}")
         return number
 
 

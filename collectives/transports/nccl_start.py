@@ -54,6 +54,7 @@ def open_collectives(
                 f"place of {wanted:g} on rank {host.ranks[host.rank]}"
             )
     except BaseException as error:
+        # Whatever has failed: a kernel of the test may still wait for a peer, and would for ever.
         opened.abort(f"its start-up test failed: {error}")
         raise
     return opened

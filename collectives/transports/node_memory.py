@@ -78,6 +78,7 @@ class FileLocks:
         """Lock a byte; False where another process has locked it."""
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, offset)
+        # A system may answer with either of the two.
         except (BlockingIOError, PermissionError):
             return False
         return True
@@ -112,6 +113,7 @@ class FileMemory:
         """Lock; a holder that is frozen is waited for no longer than any peer is."""
         deadline = time.monotonic() + self._timeout_seconds
         pause_seconds = _SHORTEST_SLEEP_SECONDS
+        # Polled, as the kernel's own wait for a lock has no timeout.
         while not self._locks.try_lock(self._offset):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(

@@ -100,10 +100,13 @@ class Pacer:
         with self._lock:
             last = self._fill(first, self._seconds(message_bytes))
             apart = [each for each in self._busy if each[1] < first or each[0] > last]
+            # Times that touch become one: what is kept stays short, and gaps are all that counts.
             merged = [each for each in self._busy if not (each[1] < first or each[0] > last)]
             insort(
                 apart, (min([first, *(b for b, _ in merged)]), max([last, *(e for _, e in merged)]))
             )
+            # The earliest are forgotten: hardly any message is read so late that it would need
+            # them.
             self._busy = apart[-_KEPT:]
         return last
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from ..errors import PeerError, PeerTimeoutError
@@ -48,25 +49,25 @@ def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any
 
     wait: calls a test until its result is not None and returns that, or raises.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    made = call_in_thread(call)
+    # A list, as the call may return None.
+    result: list[T] = wait(lambda: [made.result()] if made.done() else None)
+    return result[0]
 
-    def make() -> None:
+
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Run a call that may never end in a thread of its own; return its result to come."""
+    made: Future[T] = Future()
+
+    def run() -> None:
         try:
-            results.append(call())
+            made.set_result(call())
         except BaseException as error:
-            errors.append(error)
-
-    def outcome() -> list[T] | None:
-        for error in errors:
-            raise error
-        # A list, as the call may return None.
-        return results or None
+            made.set_exception(error)
 
     # A daemon: an abandoned call may never end, and must not keep the process.
-    threading.Thread(target=make, daemon=True).start()
-    wait(outcome)
-    return results[0]
+    threading.Thread(target=run, name="gtopk-call", daemon=True).start()
+    return made
 
 
 def _poll(
@@ -100,7 +101,10 @@ def _poll(
         look()
         transport.collect_departures()
         missing = [text for text in map(transport.missing, needed) if text]
-        if missing:
+        if not missing:
+            # A peer that seemed lost was done: the next one that leaves has all of its grace.
+            missed_since = None
+        else:
             missed_since = missed_since or now
             # Not at the first look: `test` runs once more, for what the peer sent before it left.
             if now > missed_since + grace_seconds:

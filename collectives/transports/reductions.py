@@ -49,6 +49,8 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
+# What MPI and NCCL call them.
+LIBRARY_NAMES: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
 # From here on a message is long: it takes many times as long as its confirmation.
 LONG_BYTES: Final = 1 << 17
 _WORD: Final = np.empty(0, np.uint8)
@@ -144,7 +146,7 @@ def parts_of(bounds: Sequence[int]) -> list[tuple[int, int, int]]:
 def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], reduction: str) -> None:
     """Reduce this rank's block in place; the other blocks are left with partial results."""
     rank, size = endpoint.rank, endpoint.size
-    for distance in reversed(_distances(size)):
+    for distance in reversed(distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
         theirs = _pieces(array, bounds, to, blocks)
@@ -159,7 +161,7 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:
     """Fill the blocks that the other ranks own with theirs."""
     rank, size = endpoint.rank, endpoint.size
-    for distance in _distances(size):
+    for distance in distances(size):
         blocks = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
         held = _pieces(array, bounds, rank, blocks)
@@ -174,6 +176,8 @@ def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
     distance = 1
     while distance < endpoint.size:
         wanted = min(distance, endpoint.size - distance)
+        # Waited for only after the receive: each rank sends to one that sends before it receives,
+        # too.
         sent = endpoint.send(_pack(held[:wanted]), (endpoint.rank - distance) % endpoint.size)
         source = (endpoint.rank + distance) % endpoint.size
         held += _unpack(endpoint.receive(source), wanted, endpoint.ranks[source])
@@ -202,7 +206,8 @@ def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
     )
 
 
-def _distances(size: int) -> list[int]:
+def distances(size: int) -> list[int]:
+    """Return 1, 2, 4, ... below the number of ranks: how far messages go, round by round."""
     return [1 << j for j in range((size - 1).bit_length())]
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import errno
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..errors import PeerError, PeerTimeoutError
-from .polling import wait_until
+from .polling import call_in_thread, wait_for_call, wait_until
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
             return
         except OSError as error:
             now = time.monotonic()
+            # Only a host that is there refuses; one that does not answer may still be on its way
+            # up.
             if not isinstance(error, ConnectionRefusedError):
                 since = now
             if now - begun >= seconds or now - since >= refused_seconds:
@@ -150,23 +152,12 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
         pause = min(2 * pause, _CALL_SECONDS / 2)
 
 
-def call_within(seconds: float, make: Callable[[], T]) -> T:
-    """Return `make()`; raise TimeoutError, and let it go on in its thread, when it takes longer."""
-    made: list[T | Exception] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except Exception as error:
-            made.append(error)
-
-    thread = threading.Thread(target=run, name="gtopk-meet", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    result = made[0] if made else TimeoutError("somebody listens there, and does not answer")
-    if isinstance(result, Exception):
-        raise result
-    return result
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return `call()`; raise TimeoutError, and let it go on in its thread, when it takes longer."""
+    made = call_in_thread(call)
+    if not futures.wait([made], seconds).done:
+        raise TimeoutError("somebody listens there, and does not answer")
+    return made.result()
 
 
 class StoreCounter:
@@ -183,35 +174,27 @@ class StoreCounter:
         Raises PeerError, or PeerTimeoutError, when the store is gone, or rank 0, which serves it
         where no launcher does, and it does not answer.
         """
-        answers: list[int | RuntimeError] = []
-
-        def ask() -> None:
-            try:
-                answers.append(self._store.add(self._name, amount) - amount)
-            except RuntimeError as error:
-                answers.append(error)
-
-        # A request to a store that is frozen, or whose host is gone, waits for ever.
-        threading.Thread(target=ask, name="gtopk-counter", daemon=True).start()
         stream = self._stream
         who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"
         begun = time.monotonic()
-        try:
+
+        def wait(test: Callable[[], Any]) -> Any:
             # Rank 0 may have left while a launcher's store still answers: hence the grace.
-            answer = wait_until(
-                lambda: answers[0] if answers else None,
-                stream,
-                [0],
-                stream.timeout_seconds,
-                grace_seconds=_GONE_SECONDS,
+            return wait_until(
+                test, stream, [0], stream.timeout_seconds, grace_seconds=_GONE_SECONDS
             )
+
+        try:
+            # A request to a store that is frozen, or whose host is gone, waits for ever.
+            return wait_for_call(lambda: self._store.add(self._name, amount), wait) - amount
         except PeerTimeoutError:
             raise PeerTimeoutError(
                 f"{who} has waited {time.monotonic() - begun:.0f} s for {store}, which counts for "
                 "them and does not answer"
             ) from None
-        if isinstance(answer, int):
-            return answer
-        raise PeerError(
-            f"{who} cannot reach {store}, which counts for them: {str(answer).splitlines()[0]}"
-        )
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"{who} cannot reach {store}, which counts for them: {str(error).splitlines()[0]}"
+            ) from error

@@ -59,6 +59,7 @@ class StagedTransport(Transport):
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if is_on_device(message):
             return self._send_with_header(TransferMethod.STAGED, self._to_host(message), to)
+        # By chance it looks like a header, for which the receiver would take it.
         if TransferHeader.read(message):
             return self._send_with_header(TransferMethod.HOST, message, to)
         return self.host.send(message, to)
@@ -93,6 +94,7 @@ class StagedTransport(Transport):
 
     def _to_host(self, array: Array) -> Array:
         pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), np.uint8)
+        # Cut, as CuPy's pool rounds the size of what it hands out up.
         host = pinned[: array.nbytes].view(array.dtype)
         array.get(out=host)  # type: ignore[attr-defined]
         return host

@@ -53,6 +53,8 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
     seen: Counter[str] = Counter()
     here = [f"here-{each}" for each in range(size)]
     try:
+        # Read before this rank shows itself: a call that it sees again later is of an earlier
+        # start.
         before = _read_last_call(store)
         store.set(here[rank], own)
         while True:
@@ -77,6 +79,8 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
                     store.set(f"{called}-{rank}", "here")
                 if store.check([f"{called}-go"]):
                     return Start(called, [_place_of(token).rpartition(":")[0] for token in tokens])
+            # Not in the call, or not any more: another process may have written over this rank's
+            # token.
             elif now >= checked:
                 checked = now + _POLL_SECONDS
                 seen[store.get(here[rank]).decode()] += 1
@@ -88,6 +92,7 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
                 store.set(here[rank], own)  # a rank that is ending may have written over it
             if now - begun > timeout_seconds:
                 raise missing_ranks_error(store, rank, begun, here, answers)
+            # In proportion to the time since something happened: many ranks ask one store.
             pause = (now - news) / _POLLED
             time.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _POLL_SECONDS))
     except RuntimeError as error:

@@ -33,7 +33,6 @@ from .transport import Transport
 _GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
 _ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
 _OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
-_REDUCTIONS: Final = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 
 DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -52,7 +51,6 @@ class TorchCollectives:
         self._timeout_seconds = timeout_seconds
         self._name = "NCCL" if backend == "nccl" else backend
         self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
-        self.device = device
         self._group: Any = None
         self._broken = ""
         self._is_under_way = False
@@ -144,7 +142,7 @@ class TorchCollectives:
         return group.broadcast([part], options)
 
     def _operator(self, reduction: str) -> Any:
-        return getattr(self._torch.distributed.ReduceOp, _REDUCTIONS[reduction])
+        return getattr(self._torch.distributed.ReduceOp, reduction.upper())
 
     def _run(self, kind: str, begin: Callable[[Any], list[Any]]) -> None:
         """Make torch's calls, and wait until their work has ended.
@@ -249,6 +247,7 @@ def _open_store(host: Transport, timeout_seconds: float) -> Any:
     if host.rank == 0:
         try:
             is_one_host = len(host.neighbours()) == host.size
+            # On one host by the loopback, which needs no name to resolve.
             address = "127.0.0.1" if is_one_host else socket.gethostname()
             store = connect(address, 0, 0, timeout_seconds)
             text = f"{address} {store.port} {secrets.token_hex(8)}"

@@ -245,13 +245,7 @@ class TorchDistributedTransport(Carrier):
             return
         self.barrier()  # all ranks are here: gloo's call cannot be given up when a rank left
         options = self._torch.distributed.AllreduceOptions()
-        operations = self._torch.distributed.ReduceOp
-        options.reduceOp = {
-            "sum": operations.SUM,
-            "product": operations.PRODUCT,
-            "min": operations.MIN,
-            "max": operations.MAX,
-        }[reduction]
+        options.reduceOp = getattr(self._torch.distributed.ReduceOp, reduction.upper())
         options.timeout = _FOREVER  # the mailbox's ends the wait
         try:
             # Gloo's thread puts an empty answer into the mailbox. So this wait, too, has the

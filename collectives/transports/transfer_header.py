@@ -50,6 +50,8 @@ class TransferHeader(NamedTuple):
         if message.size != TRANSFER_HEADER_BYTES:
             return None
         magic, method, message_bytes = _FIELDS.unpack(message.data)
+        # In a tuple: before Python 3.12 an enum raises where it is asked for a number that it
+        # lacks.
         if magic != _MAGIC or method not in tuple(TransferMethod) or message_bytes < 0:
             return None
         return cls(TransferMethod(method), message_bytes)

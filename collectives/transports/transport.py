@@ -32,6 +32,7 @@ from .pacing import Clock
 from .reductions import Endpoint
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
+# Channels have tags of their own, which cannot collide: so there is a bound on them.
 CHANNELS: Final = 1024
 
 # How a view is made: a subset by the world ranks of its members, a channel by its number. All the
@@ -67,7 +68,7 @@ class Transport(Endpoint):
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
     timeout_seconds:  the longest a rank waits for a peer.
     announces_waits: whether a rank that waits for long says so.
-    full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
+    full_speed_bytes: from so many on an allreduce has its full speed: joining two gains nothing.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
@@ -322,6 +323,7 @@ class Transport(Endpoint):
         Where a rank left because another had, the first one that left is returned.
         """
         for rank, notice in self.departures().items():
+            # The peer counts whatever it has completed: it will never send what is waited for.
             if rank == peer or self.misses(rank, notice):
                 cause = notice.missed
                 return cause if cause and self.misses(*cause) else (rank, notice)
@@ -336,6 +338,7 @@ class Transport(Endpoint):
         found = set()
         for rank, notice in self.departures().items():
             link: tuple[int, DepartureNotice] | None = (rank, notice)
+            # Notices nest: a rank that left because another was gone passes that one's notice on.
             while link:
                 rank, notice = link
                 if notice.lost:
@@ -356,6 +359,7 @@ class Transport(Endpoint):
         which no rank waits for a turn. Later messages may be made while the first are sent.
         """
         sends = [self.send(message, to) for message, to in messages]
+        # Not a generator itself, which would send nothing until its first message is asked for.
         if sources:
             return self.receive_each(sources, sends)
         for sent in sends:
@@ -387,6 +391,7 @@ class Transport(Endpoint):
 
         A binomial tree: round j doubles the ranks that hold the message.
         """
+        # Counted from the root: the tree is that of rank 0, turned.
         place = (self.rank - root) % self.size
         distance = 1
         while distance < self.size:
@@ -487,5 +492,6 @@ def _as_message(obj: Any) -> Array:
 def _as_object(message: Array, sender: int) -> Any:
     try:
         return json.loads(message.tobytes())
+    # RecursionError: of brackets that are nested deeper than Python goes.
     except (ValueError, RecursionError) as error:
         raise MessageError(f"the object from rank {sender} is malformed: {error}") from error

@@ -34,6 +34,7 @@ from ..kernels import codes
 from ..vector import Array
 
 MAGIC: Final = b"GTKV"
+# Increased with every change of the bytes: ranks of two versions refuse each other's messages.
 VERSION: Final = 3
 _FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
 _CHECKSUM: Final = struct.Struct("<Q")
@@ -76,6 +77,7 @@ def read(message: Array) -> Header:
     else:
         head, expected = codes.read_head(message)
     magic, version, *fields = _FIELDS.unpack_from(head.data)
+    # Magic and version before the checksum: another version may compute it in another way.
     if magic != MAGIC:
         raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -87,4 +89,5 @@ def read(message: Array) -> Header:
 
 def checksum(message: Array) -> int:
     """Return the checksum that belongs into the message."""
+    # In two parts, the first as the seed of the second: the checksum's own bytes lie between them.
     return codes.checksum(message[HEADER_BYTES:], codes.checksum(message[: _FIELDS.size]))

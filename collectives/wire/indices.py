@@ -42,6 +42,7 @@ def _unpack_raw(data: Array, count: int, length: int) -> tuple[Array, int]:
     if data.size < size:
         raise ValueError(f"{count} indices take {size} bytes, there are {data.size}")
     indices = data[:size].view(index_dtype(length))
+    # Kernels rely on that order: of a list that they write by they examine only the two ends.
     if not codes.in_order(indices, length):
         raise ValueError(f"its indices must be strictly increasing, in 0..{length - 1}")
     return indices, size
@@ -68,6 +69,7 @@ INDEX_CODES: Final[dict[str, IndexCode]] = {
 }
 
 WHOLE: Final = "whole"
+# New codes go to the end, behind WHOLE: a code's place is its number in the header.
 ALL_INDEX_CODES: Final = {
     **INDEX_CODES,
     WHOLE: IndexCode(lambda count, length: 0, _pack_whole, _unpack_whole),

@@ -125,11 +125,13 @@ def _encode(
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     count, float_bytes = vector.entries, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
+    # Room for the most that the code can take: how much it takes is known only once it is written.
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
     arrays = module_of(vector.values)
     message = arrays.empty(HEADER_BYTES + capacity + value_bytes + extra.size, np.uint8)
 
     used = index_code.pack(vector.indices, vector.length, message[HEADER_BYTES:])
+    # So that every value lies at a multiple of its size, and receivers view values in place.
     index_bytes = _padded(used, value_code.element_bytes(float_bytes))
     values_from = HEADER_BYTES + index_bytes
     extra_from = values_from + value_bytes

@@ -16,6 +16,7 @@ dtype. No finite value overflows, and what is not finite does not become so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,26 +44,18 @@ def _unpack_exact(data: Array, count: int, exponent: int, dtype: Any) -> Array:
     return data.view(dtype)
 
 
-def _sixteen_bits(name: str, pack: Any, unpack: Any) -> ValueCode:
+def _rounding(name: str, element_bytes: int, size_bytes: Callable[[int], int]) -> ValueCode:
+    """Return a code that rounds; its size does not depend on the dtype of the values."""
     return ValueCode(
-        lambda float_bytes: 2,
-        lambda count, float_bytes: 2 * count,
-        pack,
-        unpack,
+        lambda float_bytes: element_bytes,
+        lambda count, float_bytes: size_bytes(count),
+        getattr(codes, f"pack_{name}"),
+        getattr(codes, f"unpack_{name}"),
         lambda dtype: codes.exponent_range(name, dtype),
     )
 
 
-def _few_bits(name: str, pack: Any, unpack: Any) -> ValueCode:
-    return ValueCode(
-        lambda float_bytes: 1,
-        lambda count, float_bytes: codes.few_bits_bytes(name, count),
-        pack,
-        unpack,
-        lambda dtype: codes.exponent_range(name, dtype),
-    )
-
-
+# New codes go to the end: a code's place is its number in the header.
 VALUE_CODES: Final[dict[str, ValueCode]] = {
     "exact": ValueCode(
         lambda float_bytes: float_bytes,
@@ -71,18 +64,12 @@ VALUE_CODES: Final[dict[str, ValueCode]] = {
         _unpack_exact,
         lambda dtype: range(1),
     ),
-    "bf16": _sixteen_bits("bf16", codes.pack_bf16, codes.unpack_bf16),
-    "fp16": _sixteen_bits("fp16", codes.pack_fp16, codes.unpack_fp16),
-    "int8": ValueCode(
-        lambda float_bytes: 1,
-        lambda count, float_bytes: codes.int8_bytes(count),
-        codes.pack_int8,
-        codes.unpack_int8,
-        lambda dtype: codes.exponent_range("int8", dtype),
-    ),
-    "int4": _few_bits("int4", codes.pack_int4, codes.unpack_int4),
-    "int3": _few_bits("int3", codes.pack_int3, codes.unpack_int3),
-    "int2": _few_bits("int2", codes.pack_int2, codes.unpack_int2),
+    "bf16": _rounding("bf16", 2, lambda count: 2 * count),
+    "fp16": _rounding("fp16", 2, lambda count: 2 * count),
+    "int8": _rounding("int8", 1, codes.int8_bytes),
+    "int4": _rounding("int4", 1, partial(codes.few_bits_bytes, "int4")),
+    "int3": _rounding("int3", 1, partial(codes.few_bits_bytes, "int3")),
+    "int2": _rounding("int2", 1, partial(codes.few_bits_bytes, "int2")),
 }
 
 # By the bits of a value; of the two codes of 16 bits, the one with float32's range.

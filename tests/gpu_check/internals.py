@@ -61,7 +61,7 @@ def step_as_a_graph(
 
     Inside `on_stream_of_torch`. The sum is written beside the residual, so that it can be undone.
     """
-    step = Step(cuda.machine(), residual.numel(), k, np.dtype(np.float32))
+    step = Step(cuda.CudaMachine(), residual.numel(), k, np.dtype(np.float32))
     ours, its, beside = array_of(residual), array_of(gradient), array_of(torch.empty_like(residual))
 
     def wait() -> None:

@@ -6,6 +6,7 @@ are coded on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -55,54 +56,25 @@ def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
     return indices, used
 
 
-def pack_bf16(values: Array, out: Array) -> int:
-    """Write the values, float32 or float64 [k], into uint8 [2 k]. Waits for their exponent."""
-    return packing.pack_floats(cuda.scratch(values), "bf16", values, out)
+def _value_code(
+    name: str, pack_in: Callable[..., int], unpack_in: Callable[..., Array]
+) -> tuple[Callable[..., int], Callable[..., Array]]:
+    def pack(values: Array, out: Array) -> int:
+        """Write values, float32 or float64 [k], into their bytes. Waits for their exponent."""
+        return pack_in(cuda.scratch(values), name, values, out)
+
+    def unpack(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+        """Return the values, of the dtype, [count]."""
+        return unpack_in(cuda.scratch(data), name, data, count, exponent, dtype)
+
+    return pack, unpack
 
 
-def unpack_bf16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return packing.unpack_floats(cuda.scratch(data), "bf16", data, count, exponent, dtype)
-
-
-def pack_fp16(values: Array, out: Array) -> int:
-    """Write the values, float32 or float64 [k], into uint8 [2 k]. Waits for their exponent."""
-    return packing.pack_floats(cuda.scratch(values), "fp16", values, out)
-
-
-def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return packing.unpack_floats(cuda.scratch(data), "fp16", data, count, exponent, dtype)
-
-
-def pack_int4(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], as integers of 4 bits. Waits for their exponent."""
-    return packing.pack_few_bits(cuda.scratch(values), "int4", values, out)
-
-
-def unpack_int4(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return packing.unpack_few_bits(cuda.scratch(data), "int4", data, count, exponent, dtype)
-
-
-def pack_int3(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], as integers of 3 bits. Waits for their exponent."""
-    return packing.pack_few_bits(cuda.scratch(values), "int3", values, out)
-
-
-def unpack_int3(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return packing.unpack_few_bits(cuda.scratch(data), "int3", data, count, exponent, dtype)
-
-
-def pack_int2(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], as integers of 2 bits. Waits for their exponent."""
-    return packing.pack_few_bits(cuda.scratch(values), "int2", values, out)
-
-
-def unpack_int2(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return packing.unpack_few_bits(cuda.scratch(data), "int2", data, count, exponent, dtype)
+pack_bf16, unpack_bf16 = _value_code("bf16", packing.pack_floats, packing.unpack_floats)
+pack_fp16, unpack_fp16 = _value_code("fp16", packing.pack_floats, packing.unpack_floats)
+pack_int4, unpack_int4 = _value_code("int4", packing.pack_few_bits, packing.unpack_few_bits)
+pack_int3, unpack_int3 = _value_code("int3", packing.pack_few_bits, packing.unpack_few_bits)
+pack_int2, unpack_int2 = _value_code("int2", packing.pack_few_bits, packing.unpack_few_bits)
 
 
 def write_head_with(scratch: Scratch, message: Array, head: Array) -> None:
@@ -115,6 +87,7 @@ def open_with(scratch: Scratch, message: Array) -> tuple[Array, int]:
     """Do what `read_head` does."""
     machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
     report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
+    # Beside the checksum: the host then waits for one copy, not for two.
     report[:begins] = message[:begins]
     _launch_checksum(scratch, message, report[begins:])
     fetched = machine.fetch(report)

@@ -72,6 +72,7 @@ class CudaMachine:
             try:
                 launches()
             finally:
+                # After an error, too: until then CUDA would capture whatever comes on this stream.
                 graph = stream.end_capture()
         return lambda: graph.launch(cupy().cuda.get_current_stream())
 
@@ -87,6 +88,7 @@ class CudaMachine:
     def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
         """Enqueue a kernel on the current stream."""
         require_packed(*arguments)
+        # CuPy takes no None for a pointer.
         null = np.uint64(0)
         given = tuple(null if argument is None else argument for argument in arguments)
         _load(self.device.id, kernel)((blocks,), (self.threads,), given)
@@ -105,11 +107,6 @@ def _load(device: int, kernel: str) -> Any:
     return module.get_function(kernel)
 
 
-def machine() -> CudaMachine:
-    """Return the current device."""
-    return CudaMachine()
-
-
 def scratch(array: Array) -> Scratch:
     """Return the scratch memory of this thread on the current stream of the array's device."""
     device = cupy().cuda.Device()
@@ -125,6 +122,7 @@ def scratch(array: Array) -> Scratch:
 def current_scratch() -> Scratch:
     """Return the scratch memory of this thread on the current stream of the current device."""
     held: dict[tuple[int, int], Scratch] = _mine.__dict__.setdefault("scratch", {})
+    # Of this thread and stream alone: kernels of two streams could write it at the same time.
     key = (cupy().cuda.Device().id, cupy().cuda.get_current_stream().ptr)
     if key not in held:
         held[key] = Scratch(CudaMachine())

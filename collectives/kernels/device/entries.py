@@ -9,6 +9,7 @@ import numpy as np
 
 from ...vector import Array, SparseVector
 from ..gradients import Located, require_parts
+from ..reference import NORM_CHUNK
 from .machine import Scratch, blocks_for, ceil_divide, located, parts_table, require_packed
 from .selection import launch_split, read_result
 from .source import instance
@@ -63,6 +64,7 @@ def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVec
         require_packed(*parts)
     machine = scratch.machine
     if vector.entries:
+        # No copy has to be kept alive: parts that would need one were refused.
         where, _ = located(machine, parts)
         machine.launch(
             instance("put_at", vector.values.dtype, vector.indices.dtype, where.dtype),
@@ -98,7 +100,8 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
     """
     machine = scratch.machine
     where, held = located(machine, arrays)
-    counts = [ceil_divide(size, 1 << 16) for size in where.sizes]
+    # The reference's chunks: the kernel adds in its order.
+    counts = [ceil_divide(size, NORM_CHUNK) for size in where.sizes]
     chunks = sum(counts)
     if not chunks:
         return [0.0] * len(counts)

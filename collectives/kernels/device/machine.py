@@ -92,6 +92,8 @@ class Scratch:
         key = f"{name} {dtype}"
         held = self.arrays.get(key)
         if held is None or held.size < size:
+            # Zeros, as kernels leave their tickets and sums at zero and expect to find them so; and
+            # at least one element, so that there is an address.
             held = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
         return held[:size]
 
@@ -99,6 +101,7 @@ class Scratch:
         """Return memory of that name with a host array in it, which is sent only if it changed."""
         array = self.array(name, content.size, content.dtype)
         content_bytes = content.tobytes()
+        # Most steps send the same bytes: to compare them here is cheaper than a copy to the device.
         if self._written.get(name) != content_bytes:
             self.machine.write(array, content)
             self._written[name] = content_bytes

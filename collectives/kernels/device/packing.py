@@ -170,5 +170,6 @@ def _largest(scratch: Scratch, values: Array) -> Array:
         np.uint64(values.size),
         key,
     )
+    # The kernel finds keys, which are the bits of |value|, as integers have a maximum on a GPU.
     bits = np.uint32 if values.dtype == np.float32 else np.uint64
     return machine.fetch(key).astype(bits).view(values.dtype)

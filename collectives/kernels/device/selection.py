@@ -292,6 +292,7 @@ def launch_split(
         list_values,
     )
     _begin(machine, entries, groups, k, m, None)
+    # Where all entries may stay there is no k-th key to be found.
     if k < m:
         _search(machine, entries.search, entries.histogram, list_values, over_list=True)
     machine.launch(
@@ -361,5 +362,6 @@ def _split(
 def read_result(machine: Machine, search: Array, real: np.dtype[Any]) -> SearchResult:
     """Return the result of a search: copies 24 bytes to the host, the one wait for the device."""
     kept, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
+    # The next guess comes as a key: the bits of a |value|.
     bits = np.uint32 if real == np.float32 else np.uint64
     return SearchResult(kept, float(np.array(key, bits).view(real)), bool(dense))

@@ -98,6 +98,7 @@ def instances() -> list[str]:
         for real, gradients in ((reals[0], [*narrow, reals[0]]), (reals[1], [reals[1]]))
         for gradient in gradients
         for sources in (0, 1, 2)
+        # Without a gradient its dtype says nothing: one kernel serves all.
         if sources or gradient == real
     ]
     names += [

@@ -125,6 +125,7 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
             gradient[:] = fresh(length, dtype=np.float32)
 
             note(COPY, seconds_of(partial(arrays.copyto, spare, residual)))
+            # Into other memory, so that every row of a round adds to the same residual.
             again = partial(step, spare, gradient, into=beside, threshold=threshold)
             note("step as a graph, waited for", seconds_until(again))
             replayed = partial(step.launch, spare, gradient, into=beside, threshold=step.threshold)
@@ -164,6 +165,7 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     moved = (picked.indices + (picked.indices % 10 > 0)).astype(picked.indices.dtype)
     apart = moved[1:] > moved[:-1]
     positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))
+    # One element longer: the last index may have moved by one.
     theirs = SparseVector(moved[positions], picked.values[positions], picked.length + 1)
     ours = SparseVector(picked.indices, picked.values, picked.length + 1)
     room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)

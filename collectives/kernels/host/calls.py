@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -77,6 +77,7 @@ def function(name: str, *arguments: Any) -> _ByDtype:
     }
     loaded, found = library(), _ByDtype()
     for key, suffix in (_SUFFIXES | keys).items():
+        # No function exists for every dtype; one that is missing is reported where it is called.
         entry = getattr(loaded, f"{name}_{suffix}", None)
         if entry is not None:
             entry.argtypes, entry.restype = arguments, COUNT
@@ -101,24 +102,24 @@ _COUNTS: Final = (
 )
 
 
-def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+def local_ranks() -> int:
     """Return how many ranks run here; 1 where no variable tells."""
-    said = [environ.get(name, "") for name in _COUNTS]
-    if in_slurm_step(environ):
-        said += [_tasks_here(environ), environ.get("SLURM_NTASKS_PER_NODE", "")]
+    said = [os.environ.get(name, "") for name in _COUNTS]
+    if in_slurm_step():
+        said += [_tasks_here(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
     return max([1, *(int(text) for text in said if text.isdecimal())])
 
 
-def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
+def in_slurm_step() -> bool:
     """Tell whether srun started this process: a batch script has most of the variables, too."""
-    return "SLURM_STEP_ID" in environ
+    return "SLURM_STEP_ID" in os.environ
 
 
-def _tasks_here(environ: Mapping[str, str]) -> str:
+def _tasks_here() -> str:
     """Return SLURM's tasks on this node: with "8(x2),4" nodes 0 and 1 have 8, node 2 has 4."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     tasks = itertools.chain.from_iterable([count] * int(times or 1) for count, times in found)
-    node = environ.get("SLURM_NODEID", "0")
+    node = os.environ.get("SLURM_NODEID", "0")
     return next(itertools.islice(tasks, int(node) if node.isdecimal() else 0, None), "")
 
 
@@ -126,6 +127,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
 _MOST: Final = 8
 _MOST_ASKED: Final = 1 << 10  # C would cut a larger number to 32 bits
 
+# Of a thread: a rank's other threads keep their own number.
 _forced: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
@@ -157,4 +159,5 @@ def default_threads() -> int:
         return min(asked, _MOST_ASKED)
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
+    # SLURM's share may be more than the affinity, or the container, allows.
     return max(1, min(_MOST, share, usable_cores()))

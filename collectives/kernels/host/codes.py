@@ -17,6 +17,7 @@ from .calls import COUNT, POINTER, address, function, packed
 from .library import library
 
 _checksum: Final[Any] = getattr(library(), "code_checksum", None)
+# This package is imported without a library, too: `library` says why there is none.
 if _checksum is not None:
     _checksum.argtypes, _checksum.restype = (POINTER, COUNT, ctypes.c_uint64), ctypes.c_uint64
 _in_order: Final = function("code_in_order", POINTER, COUNT, COUNT)
@@ -57,6 +58,7 @@ def _index_code(name: str) -> tuple[Callable[..., int], Callable[..., tuple[Arra
         if indices.size == count:
             used = unpack_indices(address(data), data.size, count, length, address(indices))
         if used < 0:
+            # The reference refuses the same bytes: it raises the error, with the reason.
             reasons(data, count, length)
             raise AssertionError(f"the twins of unpack_{name} differ")
         return indices, used

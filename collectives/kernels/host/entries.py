@@ -19,6 +19,7 @@ _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
 _add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
 _clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
 _clear_bytes: Any = getattr(library(), "clear_bytes", None)
+# As in codes.py: there may be no library.
 if _clear_bytes is not None:
     _clear_bytes.argtypes, _clear_bytes.restype = (POINTER, COUNT), None
 
@@ -73,6 +74,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
 def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    # In one dtype: C++ has a function for each, not for pairs.
     indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
     found = np.empty(wanted.size, np.bool_)
     _contains[indices.dtype](

@@ -75,6 +75,7 @@ def search(
     into: Array | None = None,
 ) -> tuple[SparseVector, Report]:
     """Return as `accumulate_and_select`, with a report instead of the next threshold."""
+    # Held until the call is over: C++ reads them by their addresses.
     parts = [packed(part) for part in host_parts(residual, gradient, k, momentum, into)]
     sums = residual if into is None else into
     touched = [residual, sums]

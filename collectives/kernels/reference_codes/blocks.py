@@ -90,10 +90,13 @@ def read_runs(data: Array, count: int, length: int) -> tuple[Array, Array, int]:
     sizes = np.diff(ends, prepend=0)
     numbers = _bytes_to_numbers(data, ends - sizes, sizes)
     marks = numbers == 0
+    # Behind a mark a 0 is a stretch's length and no mark; a stretch of 0 is refused below.
     stretch = np.concatenate(([False], marks[:-1]))
     marks &= ~stretch
+    # Cut to one too many, which is refused below: a false number must not make the totals wrap.
     counts = np.where(marks | stretch, 0, np.minimum(numbers, _BLOCK + 1))
     totals = np.cumsum(counts)
+    # The counts end where all entries are accounted for: padding may follow.
     last = int(np.searchsorted(totals, count))
     if last == totals.size or totals[last] != count:
         raise ValueError(f"its blocks do not have {count} entries in all")

@@ -19,12 +19,13 @@ not larger than the value.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from ...vector import Array
-from .scale import TOP, common_exponent, exponent_range, exponents, scaled
+from .scale import TOP, common_exponent, exponent_range, exponents, in_rows, scaled
 
 BLOCK: Final = 256
 BITS: Final = {"int4": 4, "int3": 3, "int2": 2}
@@ -39,8 +40,12 @@ def few_bits_bytes(code: str, count: int) -> int:
 
 
 def _pack(code: str, values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes(code, k)].
+
+    Returns their exponent.
+    """
     exponent = common_exponent(code, values)
-    blocks = _rows(values, BLOCK)
+    blocks = in_rows(values, BLOCK)
     largest = np.abs(blocks).max(axis=1)
     scales = _scale_bytes(code, largest, exponent)
     places, shifts = _places_and_shifts(scales)
@@ -48,6 +53,7 @@ def _pack(code: str, values: Array, out: Array) -> int:
     most = (1 << BITS[code] - 1) - 1
     integers = integers.clip(-most, most)
     finite = np.isfinite(largest)
+    # Of NaN there is no integer; the block's scale tells.
     integers[~finite] = 0
     scales[~finite] = _NOT_FINITE
     out[: scales.size] = scales
@@ -56,10 +62,11 @@ def _pack(code: str, values: Array, out: Array) -> int:
 
 
 def _unpack(code: str, data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
+    """Return the values, of the dtype, [count]."""
     scales = data[: -(-count // BLOCK)].astype(np.int64)
     integers = _unpacked(BITS[code], data[scales.size :], count)
     places, shifts = _places_and_shifts(scales)
-    blocks = _rows(integers.astype(dtype), BLOCK) * places[:, None].astype(dtype)
+    blocks = in_rows(integers.astype(dtype), BLOCK) * places[:, None].astype(dtype)
     values = scaled(blocks, (exponent - shifts)[:, None])
     values[scales == _NOT_FINITE] = np.nan
     unpacked: Array = values.ravel()[:count]
@@ -93,7 +100,7 @@ def _places_and_shifts(scales: Array) -> tuple[Array, Array]:
 
 def _packed(bits: int, integers: Array) -> Array:
     """Return the integers' bits, uint8 [ceil(bits k / 8)]."""
-    groups = _rows(integers & (1 << bits) - 1, _GROUP) << bits * np.arange(_GROUP)
+    groups = in_rows(integers & (1 << bits) - 1, _GROUP) << bits * np.arange(_GROUP)
     words = groups.sum(axis=1).astype("<u4").view(np.uint8).reshape(-1, 4)
     packed: Array = words[:, :bits].ravel()[: -(-integers.size * bits // 8)]
     return packed
@@ -102,44 +109,12 @@ def _packed(bits: int, integers: Array) -> Array:
 def _unpacked(bits: int, data: Array, count: int) -> Array:
     """Return the integers, int64 [count]."""
     words = np.zeros((-(-count // _GROUP), 4), np.uint8)
-    words[:, :bits] = _rows(data, bits)
+    words[:, :bits] = in_rows(data, bits)
     groups = words.view("<u4").astype(np.int64) >> bits * np.arange(_GROUP) & (1 << bits) - 1
     half = 1 << bits - 1
+    # Two's complement of a few bits, extended to a whole integer.
     return (groups.ravel()[:count] ^ half) - half
 
 
-def _rows(array: Array, width: int) -> Array:
-    """Return the elements in rows of `width`, with zeros behind the last."""
-    rows = np.zeros((-(-array.size // width), width), array.dtype)
-    rows.ravel()[: array.size] = array
-    return rows
-
-
-def pack_int4(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int4", k)]."""
-    return _pack("int4", values, out)
-
-
-def unpack_int4(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return _unpack("int4", data, count, exponent, dtype)
-
-
-def pack_int3(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int3", k)]."""
-    return _pack("int3", values, out)
-
-
-def unpack_int3(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return _unpack("int3", data, count, exponent, dtype)
-
-
-def pack_int2(values: Array, out: Array) -> int:
-    """Write values, float32 or float64 [k], into uint8 [few_bits_bytes("int2", k)]."""
-    return _pack("int2", values, out)
-
-
-def unpack_int2(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
-    """Return the values, of the dtype, [count]."""
-    return _unpack("int2", data, count, exponent, dtype)
+pack_int4, pack_int3, pack_int2 = (partial(_pack, code) for code in BITS)
+unpack_int4, unpack_int3, unpack_int2 = (partial(_unpack, code) for code in BITS)

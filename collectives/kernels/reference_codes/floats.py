@@ -38,6 +38,7 @@ def pack_bf16(values: Array, out: Array) -> int:
     """Write the values, float32 or float64 [k], into uint8 [2 k]; return the exponent."""
     exponent = common_exponent("bf16", values)
     bits = scaled(values, -exponent).astype(np.float32).view(np.uint32)
+    # Half of the last place less one, and the last place itself: ties go to the even neighbour.
     rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     rounded[np.isnan(values)] = _BF16_NAN
     out.view(np.uint16)[:] = _finite("bf16", rounded, exponent, values.dtype)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...vector import Array
-from .scale import TOP, common_exponent, exponents, scaled
+from .scale import TOP, common_exponent, exponents, in_rows, scaled
 
 BLOCK: Final = 64
 _SMALLEST: Final = 254
@@ -31,12 +31,14 @@ def int8_bytes(count: int) -> int:
 def pack_int8(values: Array, out: Array) -> int:
     """Write the values, float32 or float64 [k], into uint8 [int8_bytes(k)]; return the exponent."""
     exponent = common_exponent("int8", values)
-    blocks = _blocks(values)
+    blocks = in_rows(values, BLOCK)
     largest = np.abs(blocks).max(axis=1)
     steps = np.minimum(exponent - (exponents(largest) - TOP["int8"]), _SMALLEST)
     steps[largest == 0] = 0
+    # Clipped: from 127.5 on a value rounds to 128, which a byte does not hold.
     integers = np.rint(scaled(blocks, (steps - exponent)[:, None])).clip(-127, 127)
     finite = np.isfinite(largest)
+    # Of NaN there is no integer; the block's step tells.
     integers[~finite] = 0
     steps[~finite] = _NOT_FINITE
     out[: steps.size] = steps
@@ -47,15 +49,8 @@ def pack_int8(values: Array, out: Array) -> int:
 def unpack_int8(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
     """Return the values, of the dtype, [count]."""
     steps = data[: -(-count // BLOCK)].astype(np.int64)
-    blocks = _blocks(data[steps.size :].view(np.int8).astype(dtype))
+    blocks = in_rows(data[steps.size :].view(np.int8).astype(dtype), BLOCK)
     values = scaled(blocks, (exponent - steps)[:, None])
     values[steps == _NOT_FINITE] = np.nan
     unpacked: Array = values.ravel()[:count]
     return unpacked
-
-
-def _blocks(values: Array) -> Array:
-    """Return the values in rows of BLOCK, with zeros behind the last."""
-    blocks = np.zeros((-(-values.size // BLOCK), BLOCK), values.dtype)
-    blocks.ravel()[: values.size] = values
-    return blocks

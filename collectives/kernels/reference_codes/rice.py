@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...vector import Array, index_dtype
+from .scale import in_rows
 
 GROUP: Final = 64
 ESCAPE: Final = 16
@@ -46,7 +47,7 @@ def pack_rice(indices: Array, length: int, out: Array) -> int:
     """Write the indices, int32 or int64 [k], into `out` (uint8)."""
     escape_dtype = _escape_dtype(length)
     gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
-    groups, sizes = _grouped(gaps)
+    groups, sizes = in_rows(gaps, GROUP), _group_sizes(gaps.size)
     widths = _widths(groups, sizes, 8 * escape_dtype.itemsize)
     quotients = (groups >> widths[:, None]).ravel()[: gaps.size]
     unary = np.zeros(int(np.minimum(quotients, ESCAPE).sum()) + gaps.size, np.bool_)
@@ -71,15 +72,8 @@ def _escape_dtype(length: int) -> np.dtype[Any]:
     return np.dtype(np.uint32 if index_dtype(length).itemsize == 4 else np.uint64)
 
 
-def _grouped(gaps: Array) -> tuple[Array, Array]:
-    """Return the gaps in rows of GROUP, zeros behind the last, and how many each row has."""
-    sizes = _group_sizes(gaps.size)
-    groups = np.zeros((sizes.size, GROUP), np.int64)
-    groups.ravel()[: gaps.size] = gaps
-    return groups, sizes
-
-
 def _group_sizes(count: int) -> Array:
+    """Return how many of `count` entries are in each group."""
     rows = -(-count // GROUP)
     sizes = np.full(rows, GROUP)
     sizes[-1:] = count - GROUP * (rows - 1)

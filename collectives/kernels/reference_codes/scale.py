@@ -1,4 +1,4 @@
-"""scale: powers of two that bring values into the range of a narrower type.
+"""scale: powers of two that bring values into the range of a narrower type, and rows of values.
 
 Multiplying by a power of two is exact, so a code rounds in one place only; and the difference of a
 value and its rounding to a grid of powers of two is a float of the value's type.
@@ -34,6 +34,13 @@ def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
     return range(lowest - (0 if code in _FINEST else TOP[code]), highest - TOP[code] + 1)
 
 
+def in_rows(array: Array, width: int) -> Array:
+    """Return the elements in rows of `width`, with zeros behind the last."""
+    rows = np.zeros((-(-array.size // width), width), array.dtype)
+    rows.ravel()[: array.size] = array
+    return rows
+
+
 def exponents(magnitudes: Array) -> Array:
     """Return e with 2^e <= m < 2^(e+1), int [n]; 0 for a zero.
 
@@ -43,6 +50,7 @@ def exponents(magnitudes: Array) -> Array:
     info = np.finfo(magnitudes.dtype)
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         found = np.frexp(magnitudes)[1] - 1
+    # NumPy does not say which exponent NaN and infinity have; the twins must agree on one.
     found = np.where(np.isfinite(magnitudes), found, info.maxexp)
     return np.where(magnitudes == 0, 0, found)
 

@@ -112,7 +112,7 @@ def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
 
 
 def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "_QUANTILES", 2)
+    monkeypatch.setattr(threshold, "QUANTILES", 2)
     wanted = 5
     drawn = [
         (

@@ -41,7 +41,7 @@ def opened(
     def program(host: LocalTransport) -> type[Transport]:
         own = hosts[host.rank]
         host.neighbours = lambda: [rank for rank, its in enumerate(hosts) if its == own]
-        return type(open_for_gpus(host, 30))
+        return type(open_for_gpus(host))
 
     return run_ranks(local_world(len(hosts), 30), program)
 

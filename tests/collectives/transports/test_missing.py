@@ -12,6 +12,7 @@ import pytest
 from collectives import PeerError, PeerTimeoutError, Transport
 from collectives.transports import local_world
 from collectives.transports.departure import DepartureNotice
+from collectives.transports.polling import wait_until
 from tests.collectives.transports.kinds import MESSAGE, every_kind
 
 
@@ -213,3 +214,20 @@ def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised(
     with pytest.raises(ZeroDivisionError, match="in step 3"):
         in_world(kind, 3, program, 30)
     assert any("rank 1 left (it raised ZeroDivisionError: in step 3)" in text for text in seen)
+
+
+def test_what_a_rank_sent_before_it_left_counts_also_after_a_false_alarm() -> None:
+    """Rank 1 is taken for lost until its notice comes; rank 2 leaves after its message has come."""
+    transport, *_ = local_world(3)
+    come: list[str] = []
+    events = [
+        lambda: transport.lose(1, "its connection is lost"),
+        lambda: transport.note(1, DepartureNotice({0: 1}, "it is done")),
+        lambda: (transport.note(2, DepartureNotice({}, "it failed")), come.append("its message")),
+    ]
+
+    def look() -> None:
+        events.pop(0)()
+
+    with transport.operation("step 1"):
+        assert wait_until(lambda: come[0] if come else None, transport, [], 30, look) == come[0]
