@@ -116,10 +116,6 @@ class AutomaticExchange:
         backward_ended = self._progress.backward_began + self._progress.backward_seconds
         return self.room_share * max(0.0, backward_ended - bucket.captured_at)
 
-    def sent_mass(self) -> float:
-        """Return the sent mass of the exchange that runs."""
-        return self._exchange.sent_mass()
-
     def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
         alone = transport.size == 1  # nothing is sent: no links to measure
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)

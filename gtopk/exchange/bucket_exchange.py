@@ -309,7 +309,7 @@ class BucketExchange:
         if residual is None:
             return None
         with self.bucket.on_stream():
-            return residual.residual_size(self.exchange.sent_mass())
+            return residual.residual_size()
 
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""

@@ -98,9 +98,6 @@ class Exchange(Protocol):
     def apply(self, bucket: Bucket) -> None:
         """Replace the gradients by the sum that was kept, which was finite."""
 
-    def sent_mass(self) -> float:
-        """Return the sum of the absolute values that the last step took out of the residual."""
-
 
 class SparseExchange:
     """Top-k with error feedback: entries that are not sent stay in the residual.
@@ -124,7 +121,6 @@ class SparseExchange:
         self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
-        self._last_sent: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
@@ -200,7 +196,7 @@ class SparseExchange:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._result is not None
         picked, update, returned, kept = self._result
-        self._result, self._last_sent = None, (picked, returned)
+        self._result = None
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
@@ -215,13 +211,6 @@ class SparseExchange:
         """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
         # One rank alone: the rest is of the sum, and the same on all.
         return rest if transport.rank == 0 else None
-
-    def sent_mass(self) -> float:
-        """Return the sum of the absolute values picked in the last step, less those returned."""
-        if self._last_sent is None:
-            return 0.0
-        picked, returned = (float(abs(vector.values).sum()) for vector in self._last_sent)
-        return max(0.0, picked - returned)
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
@@ -336,10 +325,6 @@ class DenseExchange:
         sends = self.residual.is_empty or self._fraction == 1.0
         return sends and not self.residual.has_stashed
 
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
-
 
 class CompressorExchange:
     """Every entry, compressed by a Horovod Compressor and fused by dtype."""
@@ -385,10 +370,6 @@ class CompressorExchange:
         """Put the sum in place."""
         bucket.scatter()
 
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
-
 
 class DrainingExchange:
     """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
@@ -421,10 +402,6 @@ class DrainingExchange:
         """Put the sum in place."""
         self._dense.apply(bucket)
         self.is_drained = self._is_drained_now
-
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
 
 
 def _dense(

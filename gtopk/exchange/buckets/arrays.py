@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +120,21 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     return array.view(np.uint16) if bits else array
 
 
+class Memory(NamedTuple):
+    """One vector, as a tensor and as the kernels' array of the same memory."""
+
+    tensor: torch.Tensor
+    array: NDArray[Any]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Memory:
+        return cls(tensor, view_array(tensor))
+
+    def like(self) -> Memory:
+        """Return uninitialized memory of the same kind."""
+        return Memory.of(torch.empty_like(self.tensor))
+
+
 def located(tensors: Sequence[torch.Tensor]) -> Located:
     """Return the addresses of contiguous tensors of one dtype on a GPU, for the kernels.
 
@@ -175,13 +190,6 @@ def _kernels_reach_gpus() -> bool:
         _log.warning("gradients on a GPU go through the host, there and back: %s", error)
         return False
     return True
-
-
-@contextmanager
-def stream_of(tensor: torch.Tensor) -> Iterator[None]:
-    """Let the kernels work on torch's current stream of the tensor's GPU; no change on the host."""
-    with current_stream(tensor.device)():
-        yield
 
 
 def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:
