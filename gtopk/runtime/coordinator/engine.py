@@ -44,6 +44,7 @@ from .operation import (
     Request,
     ShadowWork,
     Work,
+    do_nothing,
     gather_announcements,
 )
 from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
@@ -185,7 +186,8 @@ class Engine:
         `submit` raises ValueError.
         """
         request = Request("join", OperationSpec((), None, ()), 0)
-        operation = Operation(request, self.transport.size, _nothing, (), self._wake_for, self._at)
+        size = self.transport.size
+        operation = Operation(request, size, do_nothing, (), self._wake_for, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -493,7 +495,3 @@ class Engine:
             if name in self._negotiating:
                 self._negotiating.remove(name)
                 self._notify(Event("end", "negotiate", name, now))
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing: the operation only agrees with the other ranks."""

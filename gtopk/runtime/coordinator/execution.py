@@ -25,7 +25,7 @@ from collectives.transports.transport import print_line
 from ... import settings
 from .agreement import advice_on, name_ranks
 from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
-from .operation import Event, Operation, Phase, ShadowWork, What, Work
+from .operation import Event, Operation, Phase, ShadowWork, What, Work, do_nothing
 from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
@@ -178,7 +178,7 @@ def part_of(
     name, spec, all_flags = ready
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
-    work: Work = _nothing
+    work: Work = do_nothing  # the reduction of dense arrays is its whole part
     if spec.join_descriptor is not None:
         if shadow_work is None:
             raise RuntimeError(
@@ -191,10 +191,6 @@ def part_of(
     return Part(
         name, all_flags, [neutral_array(layout, place) for layout in spec.dense], work, None
     )
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing: the reduction of dense arrays is the whole part of a rank that has joined."""
 
 
 class FusionGroup(NamedTuple):

@@ -211,6 +211,11 @@ Observer = Callable[[Event], None]
 # An operation's function: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
 
+
+def do_nothing(transport: Transport, all_flags: list[int]) -> None:
+    """Do nothing: the work of an operation that only agrees with the other ranks, or is done."""
+
+
 # Makes the work of a rank that has joined, from an operation's name and join descriptor.
 ShadowWork = Callable[[str, bytes], Work]
 
@@ -288,14 +293,10 @@ class Operation:
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
+        """Set the outcome, and free work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
-        self.work, self.fusion = _nothing, ()
+        self.work, self.fusion = do_nothing, ()
         # After the outcome: `wait` reads `done` without the lock, and then the outcome.
         self.done = True
         if self.finished is not None:
             self.finished.set()
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Replace the work of an operation that is done, so that its arrays are freed."""
