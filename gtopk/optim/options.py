@@ -110,13 +110,8 @@ class Options:
             )
 
     def _require_nothing_of_gradients(self) -> None:
-        for name, usual in (
-            ("local_clip_norm", None),
-            ("global_clip_norm", None),
-            ("check_every", None),
-            ("on_divergence", None),
-        ):
-            if getattr(self, name) not in (usual, 0):
+        for name in ("local_clip_norm", "global_clip_norm", "check_every", "on_divergence"):
+            if getattr(self, name) not in (None, 0):  # check_every=0 asks for nothing, too
                 raise ValueError(
                     f"{name} is not for op=Adasum: ranks step with gradients of their own"
                 )

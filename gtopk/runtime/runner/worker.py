@@ -33,7 +33,6 @@ def main() -> None:
     from ... import __version__
     from .. import object_codec as objects
     from . import call
-    from . import call as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]
@@ -46,9 +45,9 @@ def main() -> None:
         for module in prepared["to_install"]:
             importlib.import_module(module).install()
         call.apply_surroundings(prepared["surroundings"])
-        said = report.of_result(call.make(content, allow_pickle), allow_pickle)
+        said = call.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
-        said = report.of_error(error, _FRAMES)
+        said = call.of_error(error, _FRAMES)
     standard_streams.flush()
     connection.send(said)
     connection.close()
