@@ -276,6 +276,7 @@ class AdamSteps:
         """Add this step's sample to the shared moment; return R, [all rows], on the host."""
         sample = self._sampling.at(self._steps)
         places = sample.places.to(gradient.device)
+        # Half of float32's bytes, and its range: float16 would lose small gradients.
         sent = gradient[places].to(torch.bfloat16)
         on_wire = to_array(sent)
         # A copy, as the sum overwrites `on_wire`.

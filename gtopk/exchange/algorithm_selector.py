@@ -182,6 +182,7 @@ class AlgorithmSelector:
         )
         if not (doubtful and self._is_worth(best, cost, moved)):
             self._doubted = False
+            # Nothing speaks for a change: the next look may come after twice as many steps.
             again = probed or self._is_faster
             self.window = FIRST_WINDOW if again else min(2 * self.window, LONGEST_WINDOW)
             return running.candidate
@@ -201,6 +202,8 @@ class AlgorithmSelector:
         if new == old:
             return False
         same = (new.algorithm, new.widening) == (old.algorithm, old.widening)
+        # A budget of bytes or seconds decides here, not the cost: the best within it is run, unless
+        # it is the same way at nearly the same density.
         if self.density is None and same:
             return moved or abs(new.density - old.density) > APART * old.density
         if self.density is None:
@@ -271,12 +274,14 @@ class AlgorithmSelector:
         if self.compression.hide_behind_backward:
             return Budget(seconds=self._backward_seconds * self.budget_share)
         if self.compression.bytes_per_step is not None:
+            # The user's number is of all bytes, those of the engine's own messages included.
             allowed = self.compression.bytes_per_step * self.budget_share
             return Budget(bytes_per_step=allowed - self._agreeing_bytes())
         return Budget(density=self.density)
 
     def _agreeing_bytes(self) -> int:
         """Return the bytes that a rank sends in a step to agree with the others on operations."""
+        # As many names as the engine's cache holds by default: its longest usual message.
         return cycle_bytes(self.calibration.network.ranks, names=1024)
 
     def _correction(self, algorithm: str) -> Correction:

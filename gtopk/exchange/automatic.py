@@ -119,6 +119,7 @@ class AutomaticExchange:
     def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
         alone = transport.size == 1  # nothing is sent: no links to measure
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
+        # Negated, as the largest of all ranks' numbers is returned: the shortest backward counts.
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         selector = AlgorithmSelector(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.budget_share
@@ -194,6 +195,7 @@ class AutomaticExchange:
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
             return
+        # Masking and Adam's moments are not given again: the residual, which stays, has them.
         compression = KINDS[candidate.algorithm](
             candidate.density,
             momentum_correction=self.compression.momentum_correction,

@@ -53,6 +53,7 @@ def open_exchange(
     budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
+    # These two first: both are kinds of SparseCompression.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return NodeExchange(bucket, compression, progress)
     if isinstance(compression, Shards):
@@ -253,6 +254,7 @@ class BucketExchange:
         if residual is None or not missing_everywhere:
             return
         ends = itertools.accumulate(parameter.numel() for parameter in self.parameters)
+        # With their places: the residual finds by them what has one entry a parameter, or a row.
         parts = {
             place: slice(end - parameter.numel(), end)
             for place, (name, parameter, end) in enumerate(
@@ -313,6 +315,7 @@ class BucketExchange:
 
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
+        # Final at once: no optimizer will step here, which would make it so.
         self._apply()
         self.commit()
         self.release_gradients()
@@ -393,6 +396,7 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
         and residual.shares_second_moment
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    # On average over ranks the mean gradient is the shorter one; a sample may say otherwise.
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
 
 

@@ -124,6 +124,8 @@ class SparseExchange:
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
+        # Of several the cost model chooses, with all ranks and their transport: in the first
+        # exchange.
         self.format = formats[0] if len(formats) == 1 else None
 
     def _set_k(self, length: int) -> None:
@@ -143,6 +145,7 @@ class SparseExchange:
     def signature(self) -> str:
         """Return the options; while the density warms up, the step, too."""
         steps = self._progress.steps
+        # k follows from the step then: ranks that count differently would select unlike numbers.
         warming = steps < self.compression.warmup_steps
         return self.compression.signature() + (f" at step {steps}" if warming else "")
 
@@ -168,6 +171,7 @@ class SparseExchange:
             picked = self._select(bucket, transport)
             chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
+        # The seconds of the exchange that are not spent waiting are those of coding and merging.
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._result = None
@@ -178,6 +182,7 @@ class SparseExchange:
             kept = None if rest is None else self._own_part(rest, transport)
             self._result = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
+        # Only the second moment's sample goes by allreduce, whose bytes not all transports count.
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
@@ -215,6 +220,7 @@ class SparseExchange:
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
         if self.residual.has_moments:
+            # `flat` holds Adam's steps by now, and they carry this rank's share already.
             return self.residual.accumulate_and_select(bucket.flat, self.k)
         return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
 
@@ -272,11 +278,13 @@ class DenseExchange:
         return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        # Nothing to add or to scale: the gradients are the sum where they lie.
         if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
             self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = transport_of(transport, bucket, by_torch or bucket.device.type == "cuda")
+        # Asked again: where some ranks have no GPU, all of them now have another transport.
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Timestamp(bucket.device)
             with profiled("exchange"):
@@ -296,6 +304,8 @@ class DenseExchange:
                     transport.allreduce(on_host)
             else:
                 transport.allreduce(gradient)
+            # The error is of the sum, the same on all ranks: kept by all, it would come back
+            # P-fold.
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)
@@ -312,6 +322,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
+            # Not where it was added to the gradient: the step might have been skipped after that.
             self.residual.subtract_fraction(self._fraction)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
@@ -341,6 +352,7 @@ class CompressorExchange:
         began = Timestamp(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
+        # A Compressor may leave some tensors as they are: integers, say.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -447,6 +459,7 @@ def ready(bucket: Bucket, now: Timestamp) -> float | None:
     """
     if bucket.device.type == "cpu":
         return None
+    # A GPU's events tell only how far apart they are: this counts back from the host's clock.
     return time.perf_counter() - bucket.ready.seconds_until(now)
 
 

@@ -471,6 +471,7 @@ class Residual:
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""
         if not self.is_empty:
+            # No copy: a snapshot keeps the old values beside, and the other buffer is zeroed.
             if self._target_buffer(0) is not None:
                 self._swap_buffers(0)
             self._memory[0].tensor.zero_()  # by torch, on its current stream

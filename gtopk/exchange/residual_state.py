@@ -60,6 +60,7 @@ def require_shapes(
 def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
+        # Not in the parameter's own memory order: another run may have another.
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
         for name, views in _views(bucket_exchanges)
     }

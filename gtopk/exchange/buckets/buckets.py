@@ -115,6 +115,8 @@ class Bucket:
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = lack_gradients(own)
         if gradients is None:
+            # Both are rare, and this runs for every gradient of every step: one pass finds that
+            # out.
             others = [
                 (place, gradient)
                 for place, gradient in enumerate(own)
@@ -200,6 +202,7 @@ class Bucket:
         for gradient, stride in zip(self.gradients, self.strides, strict=True):
             if gradient.device != self.device or not _is_ordered(gradient, stride):
                 return None
+        # The kernels get no empty parts: an empty tensor need not have an address.
         filled = [gradient for gradient in self.gradients if gradient.numel()]
         if _on_gpu(self.device):
             return located(filled)
@@ -433,6 +436,7 @@ def _sample_of(flat: torch.Tensor) -> torch.Tensor:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Tell whether elements share their memory, as after `expand`."""
+    # A stride of 0 shares nothing where its dimension has one element.
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )

@@ -44,6 +44,7 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
                     continue
                 name = self._given.get(parameter)
                 if name is None:
+                    # torch's own name may be taken, by one that the user has given.
                     torchs = group.get("param_names", ())
                     base = torchs[j] if j < len(torchs) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in count(2))
@@ -102,6 +103,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
             "a distributed optimizer needs a parameter that requires a gradient, and all "
             f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
         )
+    # Before sizes are read: a lazy parameter has none.
     refuse_complex(trained, names)
     refuse_lazy(trained, names)
     if not any(parameter.numel() for parameter in trained):
