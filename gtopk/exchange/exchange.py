@@ -131,10 +131,10 @@ class SparseExchange:
     def _set_k(self, length: int) -> None:
         self._density = self.compression.density_at(self._progress.steps)
         self.k = selected(self._density, length)
-        regions = self.regions
-        self.options = self.compression.options(self.k, length)
-        if regions is not None:
-            self.options["regions"] = regions
+        # While the density warms up k changes in every step: boundaries that were learnt, and
+        # nodes, which all ranks have to look for together, stay.
+        kept = {what: self.options[what] for what in ("regions", "nodes") if what in self.options}
+        self.options = {**self.compression.options(self.k, length), **kept}
 
     @property
     def regions(self) -> Regions | None:
