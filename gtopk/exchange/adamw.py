@@ -36,6 +36,7 @@ from .sampling import SWEEP, Sampling, times_sampled
 # Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is
 # -1 where there is no sample yet; sums of the mean gradient's squares by rows.
 STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
+# No mean of squares is negative.
 UNKNOWN: Final = -1.0
 
 _ROW_DECAY: Final = 0.99
@@ -307,6 +308,8 @@ class AdamSteps:
         """Return the weight of each new sample in the mean of all its coordinate's samples, [s]."""
         weights = []
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
+            # A coordinate has one sample a sweep: Adam's moment would have faded by so much since
+            # the last. The divisor frees the mean of its bias to zero, as Adam's.
             decay = (hyper or GONE).beta2 ** SWEEP
             weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
         return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]

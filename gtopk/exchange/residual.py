@@ -237,6 +237,7 @@ class Residual:
             memory = None if faster is None else faster.array
             momentum = Momentum(self._memory[1].array, self.momentum, memory)
         if is_on_device(self.values):
+            # A Step is of one k: its buffers, and the CUDA graph that it replays, have that size.
             if self._step is None or self._step.k != k:
                 self._step = open_step(self.values, k)
             picked, self.threshold = self._step(

@@ -128,6 +128,7 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size > 1:
             trained = self._trained()
             self._hooks.watch(trained)
+            # One bucket of all: passes are counted at its first and last gradient only.
             self._hooks.watch_buckets([trained])
             place_placeholders(self._parameter_names)
         self._enter(self._world)
@@ -224,6 +225,7 @@ class _AdasumOptimizer(Wrapping):
             "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
             "changed is; clip or unscale this rank's gradients before step()"
         )
+        # Never reached: with it the function is a generator, as `contextmanager` needs one.
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

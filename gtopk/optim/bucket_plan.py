@@ -178,6 +178,7 @@ def arrange(
     whole = [n for n in order if n in dense and n not in sparse]
     parts += [Part("dense", whole)] if whole else []
     parts += [Part("sparse", [n]) for n in order if n in sparse]
+    # A part is complete with the last of its gradients.
     place = {number: at for at, number in enumerate(order)}
     return sorted(parts, key=lambda part: max(place[number] for number in part.numbers))
 
@@ -225,6 +226,7 @@ class Plan:
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
             said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            # Vectors follow memory order: with other strides a rank would add up other elements.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
                 said += f" of strides {list(strides)}"
@@ -276,6 +278,7 @@ class Plan:
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
         groups, order = self._by_hand(numbers)
         order += [numbers[parameter] for parameter in self.order if parameter in numbers]
+        # Those without a gradient yet: from the last layer to the first, as backward comes to them.
         order += reversed(range(len(self.trained)))
         feedback = self.options.feedback
         return arrange(

@@ -317,6 +317,7 @@ class _DistributedOptimizer(Readings):
                 RECIPE,
                 extra=EVERYWHERE,
             )
+        # A scaler was updated by now: its new scale gets to the host while backward runs.
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._corrected.forget()
@@ -356,6 +357,7 @@ class _DistributedOptimizer(Readings):
         self._corrected.forget()
         self._skipped.end_row()
         self._reducer.drop()
+        # While the residual whose steps the parameters hold is still there.
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)

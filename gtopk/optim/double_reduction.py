@@ -76,6 +76,7 @@ class SharedParameters:
 
     def refuse_agreed(self, rank: int) -> None:
         """Raise ValueError where another optimizer has exchanged a gradient already."""
+        # A copy: an optimizer that is made in another thread adds itself.
         with _adding:
             others = [*self._others]
         for parameter in self._names if others else ():

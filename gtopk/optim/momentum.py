@@ -22,6 +22,7 @@ from .options import instead_of_clipping
 _log = logging.getLogger("gtopk")
 
 _FIRST, _EVERY = 20, 50  # passes whose gradients are compared
+# A norm that is taken twice differs by rounding; clipping takes far more than that.
 _SHORTER: Final = 0.999
 
 
@@ -81,6 +82,8 @@ def _warn_of_second_moments(
         return
     times = ""
     if isinstance(compression, SparseCompression):
+        # Entries that are updated in a part d of the steps, by u, have m = d u and v = d u^2:
+        # Adam's steps of them, m / sqrt(v), are only sqrt(d) long.
         updated = min(1.0, compression.density * compression.widening())
         times = f" (up to {updated**-0.5:.2g} times)"
     _log.warning(

@@ -26,6 +26,7 @@ from ..runtime.world.process_sets import ProcessSet
 from .replica_check import require_check
 
 _log = logging.getLogger("gtopk")
+# Measured: below it accuracy suffers whatever else is set (docs/accuracy.md).
 FEW_ENTRIES: Final = 500
 
 # A number of groups, or lists of the parameters in each.
@@ -147,6 +148,8 @@ class Options:
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, in words."""
+        # Without groups, bucket_bytes and overlap: rank 0's plan is every rank's, and how early a
+        # rank submits a bucket changes no result.
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",

@@ -51,6 +51,7 @@ def _shadow_work(
 ) -> Work:
     if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
+    # From the right: names of parameters have dots, too.
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")

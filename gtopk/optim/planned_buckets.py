@@ -93,6 +93,8 @@ class PlannedBuckets:
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
+        # Copies: the buckets go, and a parameter may be in another one, or in none, of the new
+        # plan.
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         plan = Plan(
             self._options,
@@ -111,6 +113,7 @@ class PlannedBuckets:
             agreed, peers.name, self._progress, peers.size
         )
         load_residuals(self.bucket_exchanges, residuals)
+        # Only for the same parameters in the same order: regions are places among them.
         records = {tuple(record["names"]): record for record in agreed.records}
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
@@ -130,6 +133,7 @@ class PlannedBuckets:
             for index, bucket_exchange in enumerate(self.bucket_exchanges)
             for p in bucket_exchange.parameters
         }
+        # A hash, as each bucket's operation carries it.
         said = "\n".join([*signature, *map(str, agreed.parts)])
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
@@ -144,6 +148,7 @@ class PlannedBuckets:
         if not self.bucket_exchanges:
             return self._residuals, self._wanted
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
+        # A state was loaded: its buckets come with the next plan.
         if self._loaded_steps is not None:
             return residuals, self._wanted
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]

@@ -140,6 +140,7 @@ class Reducer:
         """
         self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
+        # It waits for the old engine's thread, which may be at work in the buckets.
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
@@ -254,6 +255,7 @@ class Reducer:
         """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
+        # Whole gradients may be averaged twice; of compressed ones DDP would have sent all before.
         if self.options.feedback is not None:
             refuse_ddp(trained)
         note_stepper(self, trained)
@@ -376,6 +378,7 @@ class Reducer:
                 "every rank must take a step before one joins"
             )
         shadow = self._shadow
+        # A bucket that comes once more is of the others' next try.
         if shadow is None or index in shadow.shadowed:
             shadow = self._open()
         self._shadow = shadow
@@ -434,6 +437,7 @@ class Reducer:
     @property
     def steps(self) -> int:
         """Return the number of steps taken, with those before the state that was loaded last."""
+        # An update that no optimizer has stepped with is counted, and may still be undone.
         return self.planned.steps - (self._applied is not None)
 
     def known_names(self) -> set[str]:

@@ -21,6 +21,7 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
+# Of an int64 that is not negative: 35 bits, one that tells whether there is a number, and its 27.
 FLAG_BITS_BELOW_SAMPLES: Final = 35
 MOST: Final = 2**27 - 1
 
@@ -76,6 +77,7 @@ class Samples:
         return self._part(self.count or 0, all_flags)
 
     def _part(self, of: int, all_flags: Sequence[int]) -> float:
+        # Where no rank has a sample nothing counts, and nothing is divided by 0.
         total = sum(_number(flags) or 0 for flags in all_flags)
         return of / total if total and self.count else 0.0
 

@@ -357,6 +357,7 @@ class StepTransaction:
         try:
             self._reduce(index, missing, transport, all_flags)
             self._done += 1
+        # A disagreement is raised on all ranks alike: no rank exchanges the buckets after it.
         except BaseException:
             self._stopped = True
             raise

@@ -136,6 +136,8 @@ class Bucket:
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
+        # The caller's: the engine's thread, which will read the gradients, has other current
+        # streams.
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)

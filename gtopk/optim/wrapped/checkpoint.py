@@ -46,6 +46,7 @@ _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
 FORMAT: Final = 1
 GRADIENTS, CHANGES = "gradients", "changes"
+# Names of the file format: older checkpoints have them, whatever the code calls things now.
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
@@ -119,6 +120,7 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
     if rank != place:
         transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
         return
+    # One after the other: the root has room for one message more at a time.
     for source in range(transport.size):
         if source != place:
             own["held"][source] = decode(transport.receive(source).tobytes())
@@ -214,6 +216,7 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
 
 def is_part(value: object) -> bool:
     """Tell whether a value is a part from `save`, or the state of a hook."""
+    # At least: parts of later versions have more.
     return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
@@ -313,6 +316,7 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
             for what, tensor in tensors.items():
                 if what not in own:
                     own[what] = tensor.clone()
+                # Ages are of the same training: the oldest tells how many steps there were.
                 elif what == AGE:
                     own[what] = torch.maximum(own[what], tensor)
                 else:  # gathered parts lie on the host, except the root's own

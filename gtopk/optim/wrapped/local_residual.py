@@ -119,6 +119,7 @@ class LocalResidual:
         """
         if self._roots or self._finding is not None or self._has_given_up:
             return
+        # Weakly: torch's hook of all modules must not keep this alive.
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
@@ -143,6 +144,7 @@ class LocalResidual:
             hook = _Hook(self)
             # Before FSDP's hook, which gathers the parameters of all ranks.
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
+            # Of the models within wrappers, too: a script may take the state of either.
             for each in _layers(module):
                 each.register_state_dict_pre_hook(hook.before_state_dict)
                 each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
@@ -171,6 +173,7 @@ class LocalResidual:
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values, and its residual waits
             if (other := _sources.get(parameter)) is not None:
+                # The optimizer made last has the parameter, whichever model is called first.
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
@@ -283,6 +286,7 @@ def _watch_wrapping() -> None:
             for residual in {_sources[p] for p in inner.parameters() if p in _sources}:
                 residual.restore()
 
+    # DDP broadcasts rank 0's parameters when it is made: they must be the center by then.
     register_module_module_registration_hook(restore)
 
 
@@ -309,6 +313,7 @@ class _Hook:
             return
         if not module.training:
             residual.restore()
+        # Without gradients nothing is learnt in this call: parameters stay as they are.
         elif torch.is_grad_enabled():
             residual.apply()
 

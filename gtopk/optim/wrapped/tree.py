@@ -66,6 +66,7 @@ def tree(optimizer: torch.optim.Optimizer) -> Tree:
 
 def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
     """Make the options and the state those of the tree; the groups stay the same objects."""
+    # In place: schedulers hold on to the groups.
     for group, options in zip(optimizer.param_groups, tree["groups"], strict=True):
         group.update(options)
     state = optimizer.state
