@@ -105,6 +105,7 @@ def refuse_amsgrad(group: dict[str, Any]) -> None:
 
 def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether weight decay shrinks parameters, as AdamW's, or is added to gradients."""
+    # torch's later Adams have an option for it; of earlier ones the class tells.
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 

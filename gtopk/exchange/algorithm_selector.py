@@ -127,6 +127,7 @@ class AlgorithmSelector:
         self.probing = False
         if dense is None or "dense" in self.corrections:
             return None
+        # As much better than modelled as the model is ever wrong.
         may_be_better = self._cost(dense.seconds / CLEARLY, dense) < cost
         exposed = self._training.exposed(dense.seconds)
         if not may_be_better and PROBE_STEPS * exposed >= PREMIUM * self._passed_seconds:
@@ -148,6 +149,7 @@ class AlgorithmSelector:
             elsewhere_seconds=measured.elsewhere_seconds, room_seconds=measured.room_seconds
         )
         exposed = self._training.exposed(measured.seconds)
+        # Without what hid behind backward: that has lengthened no step.
         self._passed_seconds += self.window * (exposed + measured.elsewhere_seconds)
         cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds
@@ -156,6 +158,7 @@ class AlgorithmSelector:
             or abs(wire - expected) > APART * expected  # may be short, but tells of dense's wire
         )
         self._learn(measured, apart)
+        # The budget is backward's time then: where that changes, so does what fits it.
         moved = self.compression.hide_behind_backward and (
             abs(backward_seconds - self._backward_seconds) > APART * self._backward_seconds
         )
@@ -193,6 +196,7 @@ class AlgorithmSelector:
             return running.candidate
         # Doubts may come again: the more switches there were, the later the next.
         self._doubted = False
+        # To go back from a probe is no change of mind.
         self.switches += 0 if probed else 1
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
         return best.candidate

@@ -123,6 +123,7 @@ class BucketExchange:
 
     def record(self) -> dict[str, Any]:
         """Return the bucket's record for a checkpoint: names and regions, without the residual."""
+        # The residual is kept by parameter instead: a resumed run may have other buckets.
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 

@@ -28,6 +28,7 @@ _ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with
 _WARM_UP, _ROUNDS = 3, 5
 _HOST: Final = torch.device("cpu")
 
+# Weakly: the calibration goes with the world that was measured.
 _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 
 

@@ -350,6 +350,7 @@ class CompressorExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         began = Timestamp(bucket.device)
+        # Weighted first: in fp16 a sum of whole gradients may overflow where their mean does not.
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         # A Compressor may leave some tensors as they are: integers, say.

@@ -52,6 +52,7 @@ def drain_fraction(held_square: float, gradient_square: float, steps: int) -> fl
     ratio = PART * math.sqrt(gradient_square / held_square)
     if not math.isfinite(ratio):
         return 0.0  # a norm is not finite: the step will not count
+    # The second term grows to a third, a half, then all of what is left: nothing stays for ever.
     return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
 
 

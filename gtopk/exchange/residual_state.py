@@ -106,6 +106,7 @@ def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
     return [
         name
         for name, parts in residuals.items()
+        # Not for its velocity or moments: they are nothing that was not sent.
         if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
 

@@ -83,6 +83,7 @@ class SparseGradientExchange:
         gradient = self._parameter.grad
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
+        # A placeholder is no gradient: its zeros would travel as entries of every row.
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 

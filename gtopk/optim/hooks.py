@@ -84,6 +84,7 @@ class BackwardHooks:
         # The list's own method: torch calls it without any Python code.
         append = self._accumulated.append
         self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
+        # Without buckets any gradient may be the first, or the last.
         if not self._members:
             self._count_at(news)
 

@@ -42,6 +42,7 @@ def register_shadow(reducer: ShadowedReducer, engine: Engine, name: str) -> None
 
 def abort_steps(engine: Engine) -> None:
     """Leave the steps that this rank is in, before it joins: the others take them without it."""
+    # A copy: a reducer that is collected meanwhile leaves the dict.
     for reducer in list(_by_name.get(engine, {}).values()):
         reducer.abort()
 

@@ -166,6 +166,8 @@ class LocalClip:
         if self._allowed_norm is not None:
             allowed = self._allowed_norm * math.sqrt(share)
         if self._allowed_mean is not None:
+            # This rank's gradient is 1 / sqrt(ratio) times as long as the mean one, to which it
+            # gives its share.
             allowed = min(allowed, self._allowed_mean * share / math.sqrt(self._ratio))
         return min(1.0, allowed / norm)
 

@@ -51,6 +51,7 @@ class _StderrHandler(logging.Handler):
         return said if begins else f"{self._whose}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Looked up at each record: the script may configure logging after `init`.
         if logging.getLogger().handlers:
             return
         if self._is_echo and getattr(record, "everywhere", False):

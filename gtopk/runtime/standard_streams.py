@@ -33,6 +33,7 @@ def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
     first = error.object[error.start]
     if first in _IN_ASCII:
         return _IN_ASCII[first], error.start + 1
+    # One character alone, as the next one may have a spelling.
     one = UnicodeEncodeError(
         error.encoding, error.object, error.start, error.start + 1, error.reason
     )

@@ -173,6 +173,7 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
 def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
     """Return zeros, [length], ready for any stream: waits until a GPU has written them."""
     tensor = torch.zeros(length, dtype=getattr(torch, dtype.name), device=device)
+    # Once, where it is made: any stream may use it from then on without waiting.
     if tensor.is_cuda:
         torch.cuda.current_stream(device).synchronize()
     return tensor

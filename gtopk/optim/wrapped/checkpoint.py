@@ -315,6 +315,7 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
             own = total.setdefault(name, {})
             for what, tensor in tensors.items():
                 if what not in own:
+                    # A copy: the state that is loaded stays the caller's.
                     own[what] = tensor.clone()
                 # Ages are of the same training: the oldest tells how many steps there were.
                 elif what == AGE:

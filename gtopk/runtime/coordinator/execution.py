@@ -67,6 +67,7 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
         cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
         fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
+        # 0 s would mean at once; it stands for never.
         stall_warning_seconds=math.inf if unchecked else warning or math.inf,
         stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
     )

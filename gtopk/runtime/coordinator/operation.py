@@ -46,6 +46,7 @@ from collectives.transports import Traffic, Transport
 from ...errors import HorovodInternalError
 from .fusion import Dense, Layout
 
+# "gtk" and a version above, and in the lower half the length of the text.
 _PROTOCOL: Final = 0x67746B01 << 32
 _WORD_BITS: Final = 64
 
@@ -281,6 +282,7 @@ class Operation:
             text += "; a larger GTOPK_TIMEOUT (seconds) waits longer"
         elif self.name not in text:
             text += f"; '{self.name}' cannot be done"
+        # As a whole word: "at step 1" is not in "at step 12".
         if where and not re.search(rf"{re.escape(where)}\b", text):
             text += f"; {where}"
         failure = HorovodInternalError(text)

@@ -169,6 +169,7 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     rank that is alone also gets 0: no other can be missing.
     """
     mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
+    # A parent that has the variable itself is a rank's shell, and no launcher.
     if mark not in environ or variable_of(_parent, mark) != "":
         return 0
     said = environ.get(count, "")
@@ -195,6 +196,7 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     try:
         socket.create_connection((match[1], int(match[2])), _ASK_SECONDS).close()
     except OSError as error:
+        # Refused: nobody listens there any more. A timeout tells nothing.
         return isinstance(error, ConnectionRefusedError)
     return False
 
@@ -282,6 +284,7 @@ def job(
         stdout=stdout,
         stderr=stderr,
         env={**os.environ, **variables, settings.JOB.name: token},
+        # Ctrl-C at a terminal reaches this process alone, which decides how the job ends.
         start_new_session=True,
     )
     try:

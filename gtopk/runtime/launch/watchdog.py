@@ -109,6 +109,7 @@ def _children(pid: int) -> set[int]:
     """Return the pids of a process's living children."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
+        # A launcher with threads: each thread has the children that it has started.
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
                 found.update(map(int, children.read().split()))
@@ -119,6 +120,7 @@ def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat behind the name; [] where the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
+            # Behind the last parenthesis, as the name may hold any character.
             return stat.read().rpartition(b")")[2].split()
     except OSError:
         return []

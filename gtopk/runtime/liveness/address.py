@@ -53,6 +53,7 @@ def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
         return Choice("127.0.0.1", "all ranks on one host")
     for variable in THEIRS:
         for name in environ.get(variable, "").split(","):
+            # NCCL writes =eth0 for a name that is to be taken exactly.
             if address := address_of(name.lstrip("=")):
                 return Choice(address, variable)
     master = environ.get("MASTER_ADDR", "")

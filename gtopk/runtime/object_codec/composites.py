@@ -43,8 +43,10 @@ def name_of(kind: type) -> str:
 def why_not(obj: Any) -> str:
     """Return why a dataclass's object cannot be encoded by its fields; "": it can."""
     kind = type(obj)
+    # The receiver will look the class up by its name.
     if _found(name_of(kind)) is not kind:
         return "of a class that is not defined at the top of a module"
+    # The items of a list or a dict are in no field.
     native = [base for base in kind.__mro__[1:-1] if base.__module__ == "builtins"]
     if native:
         return f"a {native[0].__name__}, too"
@@ -143,6 +145,7 @@ def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
 
 
 def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
+    # It is called later on: only harmless ones may come from a message.
     if mapping.default_factory not in _FACTORY_NAMES:
         raise UnsupportedError(f"of {mapping.default_factory}")
     yield Step(".default_factory", None, _FACTORY_NAMES[mapping.default_factory])

@@ -75,6 +75,7 @@ def pack(
         raise TypeError(
             f"gtopk.run: {error}; for this call alone, allow_pickle=True does"
         ) from None
+    # A rank that needs nothing of the script does not load it: that may take long.
     needs_script = b"__main__:" in content or objects.holds_pickle(content)
     if not needs_script:
         surroundings = {k: v for k, v in surroundings.items() if not k.startswith("init_main")}
@@ -97,6 +98,7 @@ def reference(func: Callable[..., Any], in_script: bool) -> str | None:
         return None
     where = f"{module}:{name}"
     try:
+        # The name may lead to another object: to a decorator's result, say.
         return where if resolve(where) is func else None
     except (ImportError, AttributeError):
         return None
@@ -160,6 +162,7 @@ def of_error(error: BaseException, own_frames: int) -> bytes:
         words = " ".join(str(error).split())
         what = f"raised {type(error).__name__}{words and f': {words}'}"
     consequence = isinstance(error, HorovodInternalError)
+    # Texts alone: the caller may not have the exception's class.
     failure = Failure(what, text, consequence, place())
     return objects.encode({"failure": [*failure]}, allow_pickle=False)
 

@@ -24,6 +24,7 @@ def main() -> None:
     """Fetch the call from the server that the environment names, make it, report the outcome."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
+    # Out of the environment, too: programs that the function starts must not have the secret.
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")

@@ -115,6 +115,7 @@ def over_gpus(
     if choice is not None:
         _log_choice(transport, choice)
         return transport
+    # It may choose again, for vectors that lie elsewhere: each choice is logged once.
     said: set[RouteChoice] = set()
 
     def log_choice(choice: RouteChoice) -> None:
@@ -155,6 +156,7 @@ def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.envir
     if choice is None:
         place = transport.neighbours().index(transport.rank)
         nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
+        # A launcher may let each rank see a single GPU, its own.
         nccl.connect(0 if gpus_of_ranks[transport.rank] == 1 else place)
         choice = nccl.choice
         nccl.disconnect("it was tried")
@@ -288,6 +290,7 @@ class World:
         self.termination_requested = False
         self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
+        # Those of now: an observer follows a world from its beginning, or not at all.
         self._observers = tuple(_observers)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)

@@ -23,6 +23,7 @@ from . import world
 from .guard import Guard
 from .membership import World
 
+# As shells report a program that SIGTERM has ended.
 EXIT_CODE: Final = 128 + signal.SIGTERM
 
 

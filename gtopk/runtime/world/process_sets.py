@@ -162,6 +162,7 @@ def register(process_set: ProcessSet) -> None:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
     signature = "an mpi4py communicator" if given is None else f"ranks {given}"
+    # Also where the set is refused: the next name is then a new one on all ranks.
     here.sets_made += 1
     name = f"add_process_set.{here.sets_made}"
     ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
@@ -229,6 +230,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
     here.close_set(number, "removed its process set")
+    # All ranks meet, those outside the set, too: afterwards none of them has it.
     process_set.process_set_id = None
     signature = [f"number {number}"]
     name = f"remove_process_set.{number}"
@@ -237,6 +239,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _must_be_dynamic() -> None:
+    # First, for before init() that is the error to raise.
     world.current()
     if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(

@@ -308,6 +308,7 @@ def _end_without_mpi() -> None:
 
 
 def _what_ended_the_program() -> BaseException | None:
+    # Set by Python once it has printed the exception that ends the program.
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
@@ -352,6 +353,7 @@ def _after_fork() -> None:
     if guard is None:
         return
     guard.release_after_fork()
+    # Else a forked process that ends would leave the world in its parent's name.
     atexit.unregister(_at_exit)
     _unreported.clear()
     _forked_from = guard.member.transport.rank
@@ -362,6 +364,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find() -> World | None:
+    # A thread's own world first: ranks may be threads of one process.
     return getattr(_of_thread, "world", None) or _process
 
 
