@@ -241,6 +241,7 @@ class BucketExchange:
     def decay(self, factor: float) -> None:
         """Multiply the residual by a factor; call it after `snapshot`."""
         residual = self.exchange.residual
+        # After a snapshot to multiply is to copy, too: not for a factor of 1.
         if residual is not None and not residual.is_empty and factor != 1.0:
             with self.bucket.on_stream():
                 residual.decay(factor)

@@ -75,6 +75,7 @@ class Deltas:
                 f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
                 f"{', '.join(others)}"
             )
+        # One array a dtype, with the lengths: Adasum's products are of each tensor by itself.
         self._fused = [self._fuse(places) for places in by_dtype.values()]
 
     def _fuse(self, places: list[int]) -> _Fused:
@@ -238,6 +239,7 @@ class _AdasumOptimizer(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # After a skip, too: the script may have replaced the gradients since.
         if not self._are_finite or world.current() is not self._world:
             self.synchronize()
         finite, self._are_finite = self._are_finite, None

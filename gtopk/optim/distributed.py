@@ -235,6 +235,7 @@ class _DistributedOptimizer(Readings):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
+            # A rank alone may unscale where it likes: there is no other rank's scale to part from.
             if self._reducer.peers.size > 1:
                 require_no_fused_unscaling(self)
             self.synchronize()

@@ -52,6 +52,7 @@ class Divergence(NamedTuple):
 
     def majority(self) -> list[int] | None:
         """Return the ranks of the side that has more than half of all ranks; None: none has."""
+        # More than half of all, not the largest side: of two and two, either may be wrong.
         most = max(self.ranks_by_checksum.values(), key=len)
         return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 

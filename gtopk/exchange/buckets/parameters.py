@@ -63,6 +63,7 @@ def name_parameters(
     """
     if named_parameters is None:
         return ParameterNames(optimizer.param_groups)
+    # It may be a generator, and is gone through several times.
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(

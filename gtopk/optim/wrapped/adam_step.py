@@ -30,6 +30,7 @@ def groups_to_step_before(
     """
     if not isinstance(compression, ErrorFeedback) or compression.corrects:
         return None
+    # A node's sum, and its residual, is no rank's own.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return None
     own = (torch.optim.Adam, torch.optim.AdamW)

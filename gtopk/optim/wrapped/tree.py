@@ -171,6 +171,7 @@ def _is_tensor(part: Any) -> bool:
 
 def _rebuild(part: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
     """Return a copy of a tree with leaf(part, path) in place of each part that is no container."""
+    # The exact types: another container, which may be more than its items, is a leaf.
     if type(part) in (dict, OrderedDict):
         return type(part)((key, _rebuild(p, leaf, (*path, key))) for key, p in part.items())
     if type(part) in (list, tuple):

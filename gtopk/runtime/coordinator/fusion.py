@@ -79,6 +79,7 @@ class DeferredGpuArray:
 
     def write(self, array: NDArray[Any]) -> None:
         """Copy an array as `on_host` returns it into the tensor."""
+        # No event to wait for: `on_host`, before it, has waited for the values.
         with on_own_stream(self.tensor.device):
             self.tensor.copy_(tensor_of(array, self.tensor))
 
@@ -238,6 +239,7 @@ class Layout(NamedTuple):
 
 def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
+    # Factors become floats below: 1 on one rank and 1.0 on another are no disagreement.
     array = dense.array
     if isinstance(array, DeferredGpuArray):
         name = str(array.tensor.dtype).removeprefix("torch.")

@@ -75,6 +75,7 @@ class _Writer:
         try:
             composite = composite_of(obj)
             if composite:
+                # As a list: the number of parts goes ahead of them.
                 self._write_composite(composite.code, list(composite.take_apart(obj)))
             else:
                 leaf = leaf_of(obj)

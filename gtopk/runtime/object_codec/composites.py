@@ -59,6 +59,8 @@ def why_not(obj: Any) -> str:
 def fields_of(obj: Any) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each field that is set."""
     for field in dataclasses.fields(obj):
+        # A field may have no value yet, as with init=False, and then has none at the receiver
+        # either.
         if hasattr(obj, field.name):
             yield field.name, getattr(obj, field.name)
 
@@ -127,6 +129,7 @@ def _members(members: Iterable[object]) -> Iterator[Step]:
 
 def _pairs(mapping: dict[Any, Any]) -> Iterator[Step]:
     for key, value in mapping.items():
+        # A key is a part, too: it may be a tuple, say.
         yield Step(" (key {})", key, key)
         yield Step("[{}]", key, value)
 

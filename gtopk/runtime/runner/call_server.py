@@ -173,6 +173,7 @@ class CallServer:
             except OSError:  # closed; or other clients' connections use up the process's files
                 time.sleep(0.0 if self._closed else _BREATH_SECONDS)
                 continue
+            # A thread each: a visitor that says nothing must not keep ranks waiting.
             threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
 
     def _receive(self, visitor: socket.socket, host: str) -> None:
@@ -210,6 +211,7 @@ class CallServer:
     def _refuse(self, host: str, error: Exception) -> None:
         """Print that another client connected, once for each host."""
         with self.changed:
+            # Once a host: somebody who scans ports must not fill the log.
             known = host in self._refused
             self._refused.add(host)
         if not known:

@@ -257,6 +257,7 @@ def run(
     be started; TypeError for what cannot travel, or is of a wrong type; ValueError for arguments
     that make no sense. When it returns or raises, every process that it started has ended.
     """
+    # First of all, as long as the arguments are the only local names.
     given = {name: value for name, value in locals().items() if name in _ELASTIC}
     _refuse_elastic({name: value for name, value in given.items() if value is not None})
     if use_gloo and use_mpi:
@@ -293,6 +294,7 @@ def run(
         executable or sys.executable,
         output_filename,
     )
+    # Where all ranks are here, no other host can connect.
     server = CallServer(
         ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
     )

@@ -70,6 +70,7 @@ def emulate_as_said(
     transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> None:
     """Pace messages as `emulate_on` does; texts: every rank's GTOPK_LINK."""
+    # As texts, and before any is read: all ranks raise the same, or none does.
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
@@ -352,6 +353,7 @@ class World:
         Optimizers with the same names are numbered in the order in which they are made. Those of
         some ranks (None: of all) are counted apart, as other ranks may not have them.
         """
+        # The least, which is the same in whatever order a rank has its parameter groups.
         first = min(names)
         if ranks is not None and len(ranks) < self.size:
             first += f".of.{'.'.join(map(str, ranks))}"

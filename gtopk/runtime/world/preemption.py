@@ -83,6 +83,7 @@ class Termination:
                 "gtopk.termination() must be entered in the main thread, the only one that Python "
                 f"tells of signals, got thread '{threading.current_thread().name}'"
             )
+        # None stands for a handler that was not set by Python, and cannot be set by it again.
         self._before = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
         return self
 
