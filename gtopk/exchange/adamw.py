@@ -228,6 +228,7 @@ class AdamSteps:
         """Go on from the moments of a plain AdamW, which are of the mean gradient."""
         steps, share = int(state[STEP]), self.share
         hyper = self._hypers[number] or GONE
+        # Out of the state: a plain Adam that gets it later must find that they are missing.
         square = state.pop("exp_avg_sq")
         mean = state.pop("exp_avg")
         state.pop("max_exp_avg_sq", None)

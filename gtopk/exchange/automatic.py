@@ -72,6 +72,7 @@ class AutomaticExchange:
         self.residual: Residual = open_residual(bucket, compression)
         self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
         self._progress = progress
+        # Never run: the first call replaces it by rank 0's choice.
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, not applied yet
         self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's

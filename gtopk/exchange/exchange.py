@@ -133,7 +133,7 @@ class SparseExchange:
         self.k = selected(self._density, length)
         # While the density warms up k changes in every step: boundaries that were learnt, and
         # nodes, which all ranks have to look for together, stay.
-        kept = {what: self.options[what] for what in ("regions", "nodes") if what in self.options}
+        kept = {what: self.options[what] for what in self.options if what in ("regions", "nodes")}
         self.options = {**self.compression.options(self.k, length), **kept}
 
     @property
@@ -397,6 +397,7 @@ class DrainingExchange:
 
     def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
         self.next_exchange = next_exchange
+        # The exchange that follows takes no momentum: a velocity that was saved has no place here.
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
         self.is_drained = False
         self._dense = DenseExchange(self.residual)

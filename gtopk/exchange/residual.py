@@ -368,6 +368,7 @@ class Residual:
                 elif name == ROWS:
                     where = slice(*row_ends[place : place + 2])
                 self._stashed.append((number, where, tensor[where].clone()))
+                # Ages and row sums are not sent: nothing has to be kept out of the step.
                 if name not in (AGE, ROWS):
                     tensor[where] = 0
 

@@ -132,6 +132,7 @@ class SparseGradientExchange:
         """Gather every rank's entries."""
         begun = time.perf_counter()
         with profiled("select"):
+            # Here, as nothing adds the ranks' entries up before the optimizer does.
             values = (self._values * self._weight).cpu().contiguous()
             # `contiguous` would keep a single index's odd stride: any stride counts as contiguous.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
@@ -175,6 +176,7 @@ class SparseGradientExchange:
         """Return the sum of all ranks' residuals, in the parameter's shape; None: there is none."""
         if self.unsent is None:
             return None
+        # A copy: the step may not count.
         total = self.unsent.clone()
         transport.allreduce(total.view(-1).numpy())
         return total

@@ -302,6 +302,7 @@ class Plan:
         if isinstance(groups, int):
             return groups, []
         if groups is not None:
+            # A group may hold parameters that are frozen, and so in no bucket.
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
         bucket_exchanges = [

@@ -147,6 +147,7 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
+        # With nobody to exchange with, twice is as good as once.
         if self._reducer.peers.size > 1:
             self._shared.refuse_agreed(self._world.rank)
         self._log_compression()

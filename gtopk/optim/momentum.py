@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
+from ..exchange.buckets.parameters import parameters_of
 from .grad_scaler import is_unscaled, loss_scale
 from .options import instead_of_clipping
 
@@ -185,9 +186,8 @@ class CorrectedGradients:
         """
         if not self._agreed:
             return
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
         # A weak reference to a gradient that is no more is None, too.
-        having = [p for p in stepped if p in self._agreed and p.grad is not None]
+        having = [p for p in parameters_of(optimizer) if p in self._agreed and p.grad is not None]
         here = [p for p in having if self._agreed[p][0]() is p.grad]
         if not here:
             return

@@ -104,6 +104,7 @@ class Peers:
         """
 
         def without(transport: Transport, all_flags: list[int]) -> Any:
+            # All submit with the flags 1, and a rank that has joined has 0.
             pairs = zip(transport.ranks, all_flags, strict=True)
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 

@@ -147,6 +147,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
         sick.update(transport.ranks[place] for place in others)
         if transport.rank == healthy[0]:
             content = np.frombuffer(own[each.name], np.uint8)
+            # All are begun before the first is waited for.
             for sent in [transport.send(content, place) for place in others]:
                 sent()
         elif transport.rank in others:

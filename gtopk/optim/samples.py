@@ -66,6 +66,7 @@ class Samples:
         """
         if self.count is None:
             return 1
+        # A sum has its number of samples in it already.
         return min(self.count, 1) if self.summed else self.count
 
     def weight(self, all_flags: Sequence[int]) -> float:

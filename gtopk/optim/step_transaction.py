@@ -419,6 +419,8 @@ class StepTransaction:
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
+        # Where all checksums are equal, as they mostly are: what is missing here is missing
+        # everywhere.
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}
@@ -426,6 +428,7 @@ class StepTransaction:
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)
+            # Without those that have no samples, and so no gradients by right.
             heard = {transport.ranks[r]: said[r] for r in here if is_weighted(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:

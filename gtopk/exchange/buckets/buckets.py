@@ -128,6 +128,8 @@ class Bucket:
                 elif is_expanded(gradient):  # its elements share memory: an update needs its own
                     self.parameters[place].grad = own[place] = gradient.clone()
             gradients = own
+        # Where one is missing, zeros that the parameter may keep: the update may have entries
+        # there.
         self.gradients = [
             torch.zeros_like(p)
             if gradient is None
@@ -232,6 +234,7 @@ class Bucket:
 
     def fits_sum(self) -> bool:
         """Tell whether the sum in `flat` is finite, also in the gradients' dtypes."""
+        # Whatever is finite fits: the kernel tells that in a quicker pass.
         if self.largest == np.finfo(self.dtype).max:
             return bool(all_finite(self.flat))
         least, most = self._flat.aminmax()

@@ -138,9 +138,14 @@ def require_known(
         raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return all parameters, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient by now, in their order."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:

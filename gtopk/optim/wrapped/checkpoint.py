@@ -30,6 +30,7 @@ import torch
 
 from collectives.transports import Transport
 
+from ...exchange.buckets.parameters import parameters_of
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_state import (
     ResidualState,
@@ -75,10 +76,9 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     """Make a state_dict() what it was before a step that is exchanged and not taken yet."""
     before = state_before(reducer.planned.bucket_exchanges)
     state = whole["state"]
-    numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
     ordered = {  # by number: buckets make states from the last parameter on
         number: {**state.pop(number), **before.get(parameter, {})}
-        for number, parameter in numbers
+        for number, parameter in enumerate(parameters_of(optimizer))
         if number in state
     }
     whole["state"] = {**ordered, **state}

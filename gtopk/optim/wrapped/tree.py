@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...exchange.buckets.parameters import parameters_of
+
 Path: TypeAlias = tuple[Any, ...]
 Tree: TypeAlias = dict[str, Any]
 
@@ -57,7 +59,7 @@ def tree(optimizer: torch.optim.Optimizer) -> Tree:
         ],
         "parameters": {
             number: state[parameter]
-            for number, parameter in enumerate(_parameters(optimizer))
+            for number, parameter in enumerate(parameters_of(optimizer))
             if parameter in state
         },
         "other": {key: part for key, part in state.items() if not isinstance(key, torch.Tensor)},
@@ -73,7 +75,7 @@ def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
     for key in [key for key in state if not isinstance(key, torch.Tensor)]:
         del state[key]
     state.update(tree["other"])
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         state.pop(parameter, None)
         if number in tree["parameters"]:
             state[parameter] = tree["parameters"][number]
@@ -156,13 +158,9 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = laid_out.copy_(part)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _device(path: Path, optimizer: torch.optim.Optimizer) -> torch.device:
     """Return the device of the parameter that a path belongs to, else of the first."""
-    return _parameters(optimizer)[path[1] if path[0] == "parameters" else 0].device
+    return parameters_of(optimizer)[path[1] if path[0] == "parameters" else 0].device
 
 
 def _is_tensor(part: Any) -> bool:
