@@ -75,6 +75,7 @@ def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         return
     handler = _StderrHandler(rank, all_ranks=bool(asked))
     _log.addHandler(handler)
+    # A level that the script has set stays.
     if _log.level == logging.NOTSET:
         usual = logging.INFO if rank == 0 else logging.WARNING
         _log.setLevel(_LEVELS[asked] if asked else usual)

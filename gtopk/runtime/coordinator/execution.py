@@ -112,6 +112,7 @@ class Stalls:
         A checkpoint's are told of early, once, with advice.
         """
         now = time.perf_counter()
+        # One line for all that wait for the same ranks.
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in announced:
             since = max(self._warned.get(operation.name, 0.0), operation.announced)

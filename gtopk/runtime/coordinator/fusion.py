@@ -239,11 +239,11 @@ class Layout(NamedTuple):
 
 def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
-    # Factors become floats below: 1 on one rank and 1.0 on another are no disagreement.
     array = dense.array
+    # Layouts are announced by msgpack, which takes no scalars of NumPy.
+    factors = float(dense.prescale), float(dense.postscale)
     if isinstance(array, DeferredGpuArray):
         name = str(array.tensor.dtype).removeprefix("torch.")
-        factors = float(dense.prescale), float(dense.postscale)
         return Layout(name, array.tensor.numel(), dense.reduction, *factors)
     if (
         not (array.dtype.kind in "iuf" or is_narrow(array.dtype))
@@ -256,7 +256,7 @@ def layout_of(dense: Dense) -> Layout:
             f"writable, got {array.dtype} {list(array.shape)} with strides {array.strides}"
         )
     name = _BFLOAT16 if array.dtype == BFLOAT16 else array.dtype.name
-    return Layout(name, array.size, dense.reduction, float(dense.prescale), float(dense.postscale))
+    return Layout(name, array.size, dense.reduction, *factors)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

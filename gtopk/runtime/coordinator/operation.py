@@ -237,10 +237,10 @@ class Operation:
         ranks: int,
         work: Work,
         fusion: Sequence[Dense],
-        hurry: Callable[[Operation], threading.Event | None],
+        wake_for: Callable[[Operation], threading.Event | None],
         where: Callable[[], str],
     ) -> None:
-        """hurry: tells the engine that a thread waits; returns the event to wait for, None if done.
+        """wake_for: tells the engine that a thread waits; returns its event, None where it is done.
 
         where: returns at which step this rank is.
         """
@@ -255,7 +255,7 @@ class Operation:
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished: threading.Event | None = None  # made for the first that waits
-        self._wake_for = hurry
+        self._wake_for = wake_for
         self._where = where
         self._traffic: Traffic | None = None
 

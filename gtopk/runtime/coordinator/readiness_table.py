@@ -191,6 +191,7 @@ class ReadinessTable:
         expired = next(
             (t for a in announcements for n, t in a.expired.items() if self._ready_ranks(n)), None
         )
+        # After what is ready: a rank that leaves still runs what it has announced.
         refused += self._without_those_who_leave()
         news = any(announcement.is_news for announcement in announcements)
         # A rank that says it is stuck may be freed by another's news in the same cycle.

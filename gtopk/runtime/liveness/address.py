@@ -59,6 +59,7 @@ def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
     master = environ.get("MASTER_ADDR", "")
     for other, by in ((master, f"the way to MASTER_ADDR={master}"), (_ANYWHERE, "default route")):
         address = _address_towards(other)
+        # A host's own name may lead to its loopback, which no other host reaches.
         if address and not address.startswith("127."):
             return Choice(address, by)
     found = [each for each in interfaces().values() if not each.startswith("127.")]

@@ -167,6 +167,7 @@ class Companion:
             while not self._leaving:
                 now = time.monotonic()
                 process = read_process(self._setting.parent)
+                # Adopted by another process, or child of a zombie: either way the rank has ended.
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._follow_orders():  # its last words
                         pass

@@ -202,6 +202,7 @@ def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
     content = message[HEADER_BYTES:]
     if head_bytes > content.nbytes:
         raise malformed(f"a head of {head_bytes} bytes does not fit into {content.nbytes}")
+    # Against damage, not against forgers, who can compute it as well.
     if crc != zlib.crc32(content):
         raise malformed("their checksum does not match their content")
     return flags, content[:head_bytes], content[head_bytes:]

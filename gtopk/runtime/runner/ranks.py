@@ -194,6 +194,7 @@ def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) ->
         refuse_other_than_open_mpi(identify(mpirun))
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
     ranks_here = None if places.elsewhere else places.ranks
+    # What the caller asks for comes last, and counts.
     variables = {**rank_environment(ranks_here), **variables}
     if places.elsewhere:
         options = [*host_options(places.hosts, {**os.environ, **variables}), *options]

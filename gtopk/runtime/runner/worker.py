@@ -49,6 +49,7 @@ def main() -> None:
         said = call.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = call.of_error(error, _FRAMES)
+    # First: after the report the caller may end this process.
     standard_streams.flush()
     connection.send(said)
     connection.close()

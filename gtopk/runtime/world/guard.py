@@ -394,6 +394,7 @@ class Guard:
         self._record_end(stopped)
 
     def _on_lost(self, lost: LostRank) -> None:
+        # First: operations that wait for it fail by this, and the script may catch that.
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return

@@ -339,6 +339,7 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
         # A process group of the script's own may be of some of those launched.
         with _watched(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
+    # This process is alone: a list can only be of rank 0.
     if comm:
         _check(comm, 0, 1)
     return open_transport(name, *timeouts)

@@ -94,6 +94,7 @@ class Termination:
         traceback: TracebackType | None,
     ) -> None:
         """Restore the handler of SIGTERM; end the program where a rank was preempted."""
+        # Not where the script, or another block, has set a handler since.
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if error is None and not self and self._world_or_last().termination_requested:

@@ -140,6 +140,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
             heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
+        # Before the ranks meet: it travels in the one message of that.
         own = None if heartbeat is None else heartbeat.introduce(transport)
         # Compared also where the heartbeat is off here: it may be on elsewhere.
         said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"
@@ -208,6 +209,7 @@ def shutdown() -> None:
         _leaving = Leaving(partial(_process.close, how, in_order), _guard)
     logs.remove_handler()
     _process = _guard = _handled = None
+    # Only now: whatever failed, the world is left.
     for failure in failures:
         raise failure
 
