@@ -184,6 +184,7 @@ class _AdasumOptimizer(Wrapping):
         self._hooks.forget()
         trained = self._trained()
         self._parameter_names.add(self.param_groups)
+        # Parameters may have come since: an unfrozen layer's, say.
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)

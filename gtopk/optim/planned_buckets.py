@@ -183,6 +183,7 @@ class PlannedBuckets:
 
     def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
         """Return the names of parameters with sparse gradients, here now or on any rank before."""
+        # Those of before as well: a step may bring this rank no gradient of them.
         return [
             self._names[parameter]
             for parameter in trained

@@ -113,8 +113,10 @@ class Reducer:
         self.planned = PlannedBuckets(names, options, self.progress)
         self.scaler = scaler
         self.samples = Samples()
+        # SyncBatchNorm looks up by it what this rank's next gradients weigh.
         note_stepper(self, names)
         self._clips_before = options.clips_before
+        # The norm of all gradients is known only when backward has ended.
         overlaps = options.overlap and not self._clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
@@ -321,6 +323,7 @@ class Reducer:
         return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
+        # The gradients were cleared or replaced, and nobody has stepped: the residual gets it back.
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()
@@ -385,6 +388,7 @@ class Reducer:
         reduce = shadow.shadow_work(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
+            # True, and so 1, where the step had an update: it counts on this rank, too.
             self.progress.steps += reduce(transport, all_flags)
             here.note_preempted(shadow.preempted)
 

@@ -191,6 +191,7 @@ class StepTransaction:
             self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
         late = self._late()
+        # With another plan to come they would be captured in vain.
         if not unplanned:
             for index in late:
                 self._capture_gradients(index)

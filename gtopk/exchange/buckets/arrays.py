@@ -112,7 +112,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
             f"{tuple(tensor.stride())} for shape {list(tensor.shape)}; use tensor.contiguous()"
         )
     flat = _of_stride_1(tensor.detach())
-    # NumPy has no bfloat16, and not all of torch's operators know uint16: so by way of int16.
+    # NumPy has no bfloat16, and torch has uint16 only since 2.3: so by way of int16.
     bits = flat.dtype == torch.bfloat16
     if bits:
         flat = flat.view(torch.int16)

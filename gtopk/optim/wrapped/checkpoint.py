@@ -134,6 +134,7 @@ def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
+        # Of zeros nothing is lost.
         if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
@@ -225,6 +226,7 @@ def check_part(part: Any) -> None:
     if not is_part(part):
         raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
+        # By the exact type, as True is an int, too.
         if type(part[name]) is not int or part[name] < least:
             raise ValueError(f"the {name} of a rank's residual is {part[name]!r}")
     if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
@@ -267,6 +269,7 @@ def _divide(
         residuals = _sum([parts[source] for source in mine])
         residuals = _rescaled(residuals, len(mine), saved, ranks)
         return residuals, _takeover_message(mine, saved, rank, ranks)
+    # Each rank has saved its own alone, and goes on with that.
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))

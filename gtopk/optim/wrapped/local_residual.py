@@ -178,6 +178,7 @@ class LocalResidual:
                     continue
                 other._restore(parameter)
             here, center = on_this_rank(parameter), self._center.get(parameter)
+            # A model may have been moved to another device, or dtype, since the last step.
             if center is None or (center.shape, center.dtype, center.device) != (
                 here.shape,
                 here.dtype,
@@ -196,6 +197,7 @@ class LocalResidual:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the parameters the center; raise RuntimeError where one was changed meanwhile."""
+        # A copy: `_restore` takes them off.
         applied = [*self._versions]
         for parameter in applied:
             self._restore(parameter)

@@ -249,6 +249,7 @@ class Operation:
         self.ranks = ranks
         self.work = work
         self.fusion = fusion
+        # All of now: it may fail before it is announced, or agreed on.
         self.submitted = self.announced = self.agreed = time.perf_counter()
         self.queue_seconds = self.agree_seconds = 0.0
         self.done = False  # whether `wait` would return at once

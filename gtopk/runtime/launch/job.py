@@ -283,6 +283,7 @@ def job(
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
+        # By the token `_end` finds the job's processes, whatever groups and sessions they are in.
         env={**os.environ, **variables, settings.JOB.name: token},
         # Ctrl-C at a terminal reaches this process alone, which decides how the job ends.
         start_new_session=True,

@@ -218,6 +218,7 @@ def _tensor_parts(tensor: torch.Tensor) -> tuple[Sequence[Plain], Buffer]:
         raise UnsupportedError("on the meta device, where nothing has content")
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsupportedError(f"of {tensor.dim()} dimensions")
+    # A tensor may be negated or conjugated by a mark alone: its values must travel.
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Not view(-1): tensors of one or no element may keep odd strides, which other dtypes refuse.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data

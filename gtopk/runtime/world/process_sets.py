@@ -130,6 +130,7 @@ def requested_sets(process_sets: object) -> list[ProcessSet]:
     if process_sets is None:
         return []
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        # As if the user had set it: `add_process_set` looks there.
         os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
         return []
     sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
