@@ -124,8 +124,7 @@ class SparseExchange:
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
-        # Of several the cost model chooses, with all ranks and their transport: in the first
-        # exchange.
+        # Of several the cost model chooses, which needs all ranks: in the first exchange.
         self.format = formats[0] if len(formats) == 1 else None
 
     def _set_k(self, length: int) -> None:
@@ -304,8 +303,7 @@ class DenseExchange:
                     transport.allreduce(on_host)
             else:
                 transport.allreduce(gradient)
-            # The error is of the sum, the same on all ranks: kept by all, it would come back
-            # P-fold.
+            # The error is of the sum, the same on all ranks: one keeps it, or it would grow P-fold.
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)

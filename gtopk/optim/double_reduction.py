@@ -43,8 +43,7 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
     ]
     found = []
     for owner in gc.get_referrers(*lists):
-        # Since Python 3.11 an object may keep its attributes without a dict: it is the referrer
-        # itself.
+        # Since Python 3.11 an object may have no dict, and is the referrer itself.
         kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
             found.append(kept["process_group"])

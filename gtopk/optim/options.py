@@ -148,8 +148,8 @@ class Options:
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, in words."""
-        # Without groups, bucket_bytes and overlap: rank 0's plan is every rank's, and how early a
-        # rank submits a bucket changes no result.
+        # groups, bucket_bytes and overlap are left out: rank 0's plan is every rank's, and how
+        # early a rank submits a bucket changes no result.
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",

@@ -93,8 +93,7 @@ class PlannedBuckets:
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
-        # Copies: the buckets go, and a parameter may be in another one, or in none, of the new
-        # plan.
+        # Copies: the buckets go, and a parameter may come into another one, or into none.
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         plan = Plan(
             self._options,

@@ -142,7 +142,7 @@ class Reducer:
         """
         self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
-        # It waits for the old engine's thread, which may be at work in the buckets.
+        # `drop` waits for the old engine's thread, which may still be at work in the buckets.
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()

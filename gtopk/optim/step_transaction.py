@@ -420,8 +420,7 @@ class StepTransaction:
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
-        # Where all checksums are equal, as they mostly are: what is missing here is missing
-        # everywhere.
+        # Where all checksums agree, as they mostly do, all ranks lack what this one lacks.
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}

@@ -115,8 +115,7 @@ class Bucket:
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = lack_gradients(own)
         if gradients is None:
-            # Both are rare, and this runs for every gradient of every step: one pass finds that
-            # out.
+            # Both are rare, and this runs for all gradients of a step: one pass finds none.
             others = [
                 (place, gradient)
                 for place, gradient in enumerate(own)
@@ -128,8 +127,7 @@ class Bucket:
                 elif is_expanded(gradient):  # its elements share memory: an update needs its own
                     self.parameters[place].grad = own[place] = gradient.clone()
             gradients = own
-        # Where one is missing, zeros that the parameter may keep: the update may have entries
-        # there.
+        # For a missing one, zeros that the parameter may keep: the update may need a place.
         self.gradients = [
             torch.zeros_like(p)
             if gradient is None
@@ -138,8 +136,7 @@ class Bucket:
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        # The caller's: the engine's thread, which will read the gradients, has other current
-        # streams.
+        # The caller's: the engine's thread, which reads the gradients, has another one.
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)

@@ -35,7 +35,7 @@ def groups_to_step_before(
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return None
     own = (torch.optim.Adam, torch.optim.AdamW)
-    # Under what torch and profilers wrap around it: a class with a `step` of its own may do more.
+    # Below what torch wraps around it: a class with a `step` of its own may do more.
     stepping = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
         return None

@@ -263,7 +263,7 @@ class Engine:
             self._cycle()
         self._fail_all(self._over or PeerError("gtopk has been shut down"))
         with self._changed:
-            # Nothing is run any more; the transport is left once this rank closes, or its program
+            # Nothing runs any more; the transport is left when this rank closes or its program
             # ends.
             while self._closing is None:
                 self._changed.wait(_LOOK_SECONDS)

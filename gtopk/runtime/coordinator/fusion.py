@@ -107,8 +107,7 @@ def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterato
         return
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = device.index or 0
-    # First of all: at its end torch.cuda.stream alone would open a context on GPU 0, where a thread
-    # begins.
+    # Around both: at its end torch.cuda.stream alone would open a context on GPU 0.
     with torch.cuda.device(index):
         if index not in streams:
             streams[index] = torch.cuda.Stream(index)

@@ -59,8 +59,7 @@ def why_not(obj: Any) -> str:
 def fields_of(obj: Any) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each field that is set."""
     for field in dataclasses.fields(obj):
-        # A field may have no value yet, as with init=False, and then has none at the receiver
-        # either.
+        # A field may have no value yet, as with init=False; the receiver's has none then.
         if hasattr(obj, field.name):
             yield field.name, getattr(obj, field.name)
 
@@ -148,7 +147,7 @@ def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
 
 
 def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
-    # It is called later on: only harmless ones may come from a message.
+    # The factory is called later on: only harmless ones may come from a message.
     if mapping.default_factory not in _FACTORY_NAMES:
         raise UnsupportedError(f"of {mapping.default_factory}")
     yield Step(".default_factory", None, _FACTORY_NAMES[mapping.default_factory])
