@@ -149,6 +149,7 @@ class AutomaticExchange:
                 exchanged.select_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
+                # Without what did not fit the room: the rest is the same with any exchange.
                 step_seconds - max(0.0, exchanged.seconds - room_seconds),
                 room_seconds,
                 self._progress.backward_seconds,

@@ -282,6 +282,7 @@ class Plan:
         order += reversed(range(len(self.trained)))
         feedback = self.options.feedback
         return arrange(
+            # Each once, at its first place: a checkpoint's order goes before that of backward here.
             list(dict.fromkeys(order)),
             [parameter.numel() for parameter in self.trained],
             self._sizes(ranks),

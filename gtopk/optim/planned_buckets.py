@@ -77,6 +77,7 @@ class PlannedBuckets:
         if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
             return True  # its residual waits until it is there again
         known = [parameter for parameter in trained if parameter in self._index]
+        # A new parameter needs no bucket as long as it has no gradient.
         is_new = any(p.grad is not None for p in trained if p not in self._index)
         return is_new or not self.accepts_gradients(known)
 

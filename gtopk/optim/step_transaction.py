@@ -303,6 +303,7 @@ class StepTransaction:
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             self._work(index, [], transport, all_flags)
+            # The last bucket ends the transaction: only then does this rank know whether it counts.
             if index < len(self.bucket_exchanges) - 1:
                 return False
             applies = not self.void and self.finite() and self._done == len(self.bucket_exchanges)

@@ -243,9 +243,11 @@ class LocalResidual:
             return  # there is no residual
         if self._roots:
             self._stop_finding()
+        # After the first step, before which there was nothing to apply.
         elif self._finding is None and not self._has_given_up:
             self.find_models()
         else:
+            # A whole step has passed since, and no model was called in it.
             if not self._has_given_up and self._source.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "

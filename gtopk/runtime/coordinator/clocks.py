@@ -70,6 +70,7 @@ def _this_boot() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
+        # Not on Linux: ranks of one host are taken to read one clock.
         import socket
 
         return socket.gethostname()

@@ -83,6 +83,7 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
 def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the launcher whose rank this process is; None when it runs alone."""
     said = launchers(environ)
+    # A single rank of MPI joins by MPI, too; one of another launcher is as good as alone.
     return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 

@@ -222,6 +222,7 @@ def collect(
         if causes:
             _wait_for_end(launcher, _LEAVE_SECONDS)
             raise _of_failure(causes[0], ranks, failures[causes[0]])
+        # Reports may still be on their way, and so may the one that has the cause.
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
             raise _without_cause(failures, lost, absent, ranks, launcher)
         if absent and now > begun + start_seconds:

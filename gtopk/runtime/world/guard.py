@@ -430,6 +430,7 @@ class Guard:
 
     def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
+        # A rank that is stopped while none is lost has not failed.
         if self._failures and (error is not None or (lost and not self._has_reported)):
             write(
                 self._failures,

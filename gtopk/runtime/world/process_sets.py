@@ -51,6 +51,7 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int] | None:
         """The ranks, in order; those of a communicator are known once the set is registered."""
+        # Also before init(): errors show a set by its ranks.
         members = self._find() if world.is_initialized() else None
         return list(members.ranks) if members else self._ranks
 
